@@ -1,0 +1,103 @@
+"""Trees as tensors: one static tree on a device, and the ragged trees of a batch of requests.
+
+N is the number of nodes, root included, to which every request is padded; B the requests; W the
+64-bit words of an ancestor row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors
+from vllm_medusa.tree.topology import TokenTree
+
+
+@dataclass(frozen=True, eq=False)
+class TreeTensors:
+    """One tree on one device, built once and shared by every step."""
+
+    parents: Tensor  # int64 [N], -1 for the root
+    depths: Tensor  # int64 [N]
+    ranks: Tensor  # int64 [N], 0 for the root
+    ancestor_bits: Tensor  # int64 [N, W]
+    ancestors: Tensor  # bool [N, N], self included
+    max_depth: int
+    head_widths: tuple[int, ...]  # [max_depth]
+
+    @classmethod
+    def from_tree(cls, tree: TokenTree, device: torch.device | str = "cpu") -> TreeTensors:
+        """Copy ``tree`` to ``device``."""
+        parents = torch.tensor(tree.parents, dtype=torch.int64)
+        ancestors = dense_ancestors(parents)
+        return cls(
+            parents=parents.to(device),
+            depths=torch.tensor(tree.depths, dtype=torch.int64, device=device),
+            ranks=torch.tensor(tree.ranks, dtype=torch.int64, device=device),
+            ancestor_bits=pack_ancestors(ancestors).to(device),
+            ancestors=ancestors.to(device),
+            max_depth=tree.max_depth,
+            head_widths=tree.head_widths,
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """N, root included."""
+        return self.parents.shape[0]
+
+
+@dataclass(frozen=True, eq=False)
+class TreeBatch:
+    """The trees of B requests, padded to N nodes each.
+
+    Only the first ``num_nodes[b]`` nodes of request b exist. What a padding node holds is
+    unspecified: mask with `valid`. Nodes are parents first, so an existing node never has a
+    padding node among its ancestors.
+    """
+
+    num_nodes: Tensor  # integer [B], root included; 1 = nothing drafted
+    parents: Tensor  # int64 [B, N], -1 for the root
+    depths: Tensor  # int64 [B, N]
+    ancestor_bits: Tensor  # int64 [B, N, W]
+    ancestors: Tensor  # bool [B, N, N], self included
+    max_depth: int  # bound of every depth, known without asking the device
+
+    @classmethod
+    def from_static(cls, tensors: TreeTensors, num_nodes: Tensor) -> TreeBatch:
+        """Give every request the first ``num_nodes[b]`` nodes of one tree: views, no copies.
+
+        ``num_nodes`` is an integer tensor [B] with values from 1 to ``tensors.num_nodes``.
+        """
+        batch = num_nodes.shape[0]
+        return cls(
+            num_nodes=num_nodes,
+            parents=tensors.parents.expand(batch, -1),
+            depths=tensors.depths.expand(batch, -1),
+            ancestor_bits=tensors.ancestor_bits.expand(batch, -1, -1),
+            ancestors=tensors.ancestors.expand(batch, -1, -1),
+            max_depth=tensors.max_depth,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.parents.shape[0]
+
+    @property
+    def max_nodes(self) -> int:
+        """N, root and padding included."""
+        return self.parents.shape[1]
+
+    @property
+    def valid(self) -> Tensor:
+        """Bool [B, N]: the node exists, it is not padding."""
+        nodes = torch.arange(self.max_nodes, device=self.num_nodes.device)
+        return nodes < self.num_nodes.unsqueeze(1)
+
+    @property
+    def cu_num_nodes(self) -> Tensor:
+        """[B + 1] first row of each request in the flattened batch, from 0; dtype of num_nodes."""
+        total = self.num_nodes.cumsum(0, dtype=self.num_nodes.dtype)
+        return torch.nn.functional.pad(total, (1, 0))

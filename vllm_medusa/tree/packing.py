@@ -1,0 +1,62 @@
+"""Ancestor sets as 64-bit words: the only bit arithmetic of the package.
+
+    bit j of row i is set  <=>  node i attends node j  <=>  j is i or an ancestor of i
+
+Bit j lives in word ``j // 64`` at position ``j % 64`` (little-endian). For the tree with paths
+``(0,) (1,) (0, 0)``, that is parents ``-1 0 0 1``:
+
+    node   attends    dense row   word
+    0      0          1 0 0 0     0b0001 = 1
+    1      0 1        1 1 0 0     0b0011 = 3
+    2      0 2        1 0 1 0     0b0101 = 5
+    3      0 1 3      1 1 0 1     0b1011 = 11
+
+Words are int64, so a word whose bit 63 is set is negative. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 64
+
+
+def num_words(num_nodes: int) -> int:
+    """Words per row for ``num_nodes`` nodes."""
+    return -(-num_nodes // WORD_BITS)
+
+
+def pack_ancestors(dense: Tensor) -> Tensor:
+    """Pack ``dense`` bool [..., N, N] into int64 [..., N, W] with ``W = ceil(N / 64)``."""
+    n = dense.shape[-1]
+    words = num_words(n)
+    padded = torch.nn.functional.pad(dense.to(torch.int64), (0, words * WORD_BITS - n))
+    bits = padded.unflatten(-1, (words, WORD_BITS))  # [..., N, W, 64]
+    return (bits << _shifts(dense.device)).sum(-1)  # distinct bits: the sum is their union
+
+
+def unpack_ancestors(bits: Tensor, num_nodes: int) -> Tensor:
+    """Unpack ``bits`` int64 [..., N, W] into bool [..., N, num_nodes]; undoes `pack_ancestors`."""
+    spread = (bits.unsqueeze(-1) >> _shifts(bits.device)) & 1  # [..., N, W, 64]
+    return spread.flatten(-2)[..., :num_nodes].to(torch.bool)
+
+
+def dense_ancestors(parents: Tensor) -> Tensor:
+    """Ancestor matrix bool [..., N, N] of ``parents`` int64 [..., N], self included.
+
+    A node without a parent (-1), be it the root or padding, attends only itself. Each round doubles
+    the distance covered: a node's set grows by the set of the node where its own set ends.
+    """
+    n = parents.shape[-1]
+    nodes = torch.arange(n, device=parents.device)
+    jump = torch.where(parents < 0, nodes, parents.to(torch.int64))  # [..., N]
+    reach = (nodes[:, None] == nodes).expand(*parents.shape, n)  # [..., N, N] distance 0
+    for _ in range((n - 1).bit_length()):
+        reach = reach | reach.gather(-2, jump.unsqueeze(-1).expand(reach.shape))
+        jump = jump.gather(-1, jump)
+    return reach
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(WORD_BITS, device=device)

@@ -1,0 +1,268 @@
+r"""The shape of a draft tree: which rank of which head sits under which node.
+
+A *path* lists, head by head, the rank of the prediction taken: ``(0, 2)`` is the third choice of
+head 1 under the first choice of head 0. The root is node 0, the last sampled token, with the empty
+path; it is not a draft and never listed. Draft node ``i`` (from 1) has ``paths[i - 1]``.
+
+Stored paths are *parents first*: a node's parent has a smaller index. Hence the first ``n`` nodes
+of any tree are a tree again, which is what lets a scheduler cut a draft anywhere; listed best
+first, what remains after the cut is also the best part.
+
+    paths (0,) (1,) (0, 0)          0          node 0: the root
+                                   / \
+    nodes  1    2     3           1   2        ranks 0 and 1 of head 0
+                                  |
+                                  3            rank 0 of head 1
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import SupportsIndex
+
+MAX_NODES = 256  # root included: four 64-bit ancestor words per node
+
+Path = tuple[int, ...]
+
+
+class TreeError(ValueError):
+    """A tree that is not one; the message names the path, what is allowed and the remedy."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """An immutable, validated draft tree; equal and hashed by its paths.
+
+    Build it with `from_paths`, `dense` or `chain`. The constructor takes paths that are already
+    parents first and raises `TreeError` for any other list.
+    """
+
+    paths: tuple[Path, ...]
+
+    def __post_init__(self) -> None:
+        _validate(self.paths)
+
+    @classmethod
+    def from_paths(cls, paths: Iterable[Iterable[SupportsIndex]]) -> TokenTree:
+        """Build a tree from draft paths in any order.
+
+        The order given is kept, except that a path listed before its parent moves to right
+        behind that parent.
+
+        Raises:
+            TreeError: No path, an empty path, a rank that is no integer >= 0, a path listed twice,
+                a path whose parent is missing, or more than `MAX_NODES` nodes.
+
+        """
+        listed = tuple(_as_path(position, path) for position, path in enumerate(_entries(paths)))
+        if not listed:
+            raise TreeError(
+                "The tree has no path, so it would draft nothing; give at least [[0]], "
+                "or switch speculation off."
+            )
+        return cls(tuple(_parents_first(listed)))
+
+    @classmethod
+    def dense(cls, widths: Sequence[int]) -> TokenTree:
+        """Cartesian tree: every node of depth d has the ``widths[d]`` best choices of head d.
+
+        Nodes are listed best first, by (sum of ranks, depth, path), which is parents first too.
+
+        Raises:
+            TreeError: No width, a width below 1, or more than `MAX_NODES` nodes.
+
+        """
+        checked = _as_widths(widths)
+        num_nodes, level = 1, 1
+        for width in checked:
+            level *= width
+            num_nodes += level
+            if num_nodes > MAX_NODES:
+                raise TreeError(
+                    f"A dense tree of widths {list(checked)} has more than {MAX_NODES} nodes, root "
+                    "included; use smaller widths, fewer levels or a list of the best paths."
+                )
+        paths = (
+            path
+            for depth in range(1, len(checked) + 1)
+            for path in product(*(range(width) for width in checked[:depth]))
+        )
+        return cls(tuple(sorted(paths, key=lambda path: (sum(path), len(path), path))))
+
+    @classmethod
+    def chain(cls, depth: int) -> TokenTree:
+        """The best choice of each of the first ``depth`` heads, one under the other.
+
+        Raises:
+            TreeError: A depth below 1 or of `MAX_NODES` and more.
+
+        """
+        if isinstance(depth, bool) or not isinstance(depth, int) or not 1 <= depth < MAX_NODES:
+            raise TreeError(
+                f"A chain of depth {depth!r}: the depth is an integer from 1 to {MAX_NODES - 1}, "
+                "one level for each head used."
+            )
+        return cls(tuple((0,) * level for level in range(1, depth + 1)))
+
+    def prefix(self, num_nodes: int) -> TokenTree:
+        """The tree of the first ``num_nodes`` nodes, root included; all of it if there are fewer.
+
+        Raises:
+            TreeError: ``num_nodes`` below 1 (the root always stays).
+
+        """
+        if num_nodes < 1:
+            raise TreeError(
+                f"A prefix of {num_nodes} nodes: the root counts, so the least is 1 (no draft)."
+            )
+        return self if num_nodes >= self.num_nodes else TokenTree(self.paths[: num_nodes - 1])
+
+    def cut(self, max_depth: int) -> TokenTree:
+        """The tree without the nodes deeper than ``max_depth``, order kept."""
+        return TokenTree(tuple(path for path in self.paths if len(path) <= max_depth))
+
+    def to_lists(self) -> list[list[int]]:
+        """The paths as JSON has them; `from_paths` gives the same tree back."""
+        return [list(path) for path in self.paths]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Nodes to propose: all but the root."""
+        return len(self.paths)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes to score: the root included."""
+        return len(self.paths) + 1
+
+    @cached_property
+    def max_depth(self) -> int:
+        """Depth of the deepest node, which is the number of heads used; 0 for a lone root."""
+        return max((len(path) for path in self.paths), default=0)
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """[num_nodes] index of each node's parent; -1 for the root."""
+        index = {(): 0} | {path: node for node, path in enumerate(self.paths, start=1)}
+        return (-1, *(index[path[:-1]] for path in self.paths))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """[num_nodes] depth of each node; 0 for the root."""
+        return (0, *(len(path) for path in self.paths))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """[num_nodes] rank of each node among its head's predictions; 0 for the root."""
+        return (0, *(path[-1] for path in self.paths))
+
+    @cached_property
+    def head_widths(self) -> tuple[int, ...]:
+        """[max_depth] how many of its best predictions each head must give: 1 + highest rank."""
+        widths = [0] * self.max_depth
+        for path in self.paths:
+            widths[len(path) - 1] = max(widths[len(path) - 1], path[-1] + 1)
+        return tuple(widths)
+
+    @cached_property
+    def retrieval(self) -> tuple[tuple[int, ...], ...]:
+        """Node indices from the root to each leaf, root included, leaves in node order."""
+        leaves = sorted(set(range(self.num_nodes)) - set(self.parents))
+        return tuple(tuple(self._to_root(leaf))[::-1] for leaf in leaves)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """No node has two children, so plain causal attention would do."""
+        return self.parents == tuple(range(-1, self.num_nodes - 1))
+
+    def _to_root(self, node: int) -> Iterator[int]:
+        while node >= 0:
+            yield node
+            node = self.parents[node]
+
+
+def _entries(paths: object) -> Iterable[object]:
+    if isinstance(paths, str | bytes) or not isinstance(paths, Iterable):
+        raise TreeError(f"A tree is a list of paths such as [[0], [0, 0], [1]], not {paths!r}.")
+    return paths
+
+
+def _as_path(position: int, path: object) -> Path:
+    where = f"Path {position} of the tree is {path!r}"
+    remedy = "a path is a list of ranks from 0, one for each head from the first, such as [0, 2]."
+    if isinstance(path, str | bytes) or not isinstance(path, Iterable):
+        raise TreeError(f"{where}; {remedy}")
+    ranks = tuple(path)
+    if any(isinstance(rank, bool) or not isinstance(rank, SupportsIndex) for rank in ranks):
+        raise TreeError(f"{where}, which holds something that is no integer; {remedy}")
+    return tuple(operator.index(rank) for rank in ranks)
+
+
+def _as_widths(widths: object) -> tuple[int, ...]:
+    remedy = "give one integer from 1 for each head, such as [4, 3, 2]."
+    if isinstance(widths, str | bytes) or not isinstance(widths, Iterable):
+        raise TreeError(f"The widths of a dense tree are {widths!r}; {remedy}")
+    listed = tuple(widths)
+    if not listed:
+        raise TreeError(f"A dense tree without widths would draft nothing; {remedy}")
+    for position, width in enumerate(listed):
+        if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+            raise TreeError(f"Width {position} of the dense tree is {width!r}; {remedy}")
+    return listed
+
+
+def _parents_first(paths: Sequence[Path]) -> Iterator[Path]:
+    """Yield the paths in order, each early child right behind its parent, orphans last."""
+    waiting: dict[Path, list[Path]] = {}
+    seen: set[Path] = {()}
+    for path in paths:
+        if path[:-1] not in seen:
+            waiting.setdefault(path[:-1], []).append(path)
+            continue
+        ready = [path]
+        while ready:
+            node = ready.pop()
+            seen.add(node)
+            yield node
+            ready.extend(reversed(waiting.pop(node, [])))
+    for orphans in waiting.values():
+        yield from orphans
+
+
+def _validate(paths: Sequence[Path]) -> None:
+    if len(paths) + 1 > MAX_NODES:
+        raise TreeError(
+            f"The tree has {len(paths) + 1} nodes, root included; at most {MAX_NODES} are allowed. "
+            "Keep its best paths, or cap it with num_speculative_tokens."
+        )
+    everything = set(paths)
+    seen: set[Path] = {()}
+    for position, path in enumerate(paths):
+        if not path:
+            raise TreeError(
+                f"Path {position} of the tree is empty; the root is always there and is not "
+                "listed. Remove the empty path."
+            )
+        if min(path) < 0:
+            raise TreeError(
+                f"Path {list(path)} has the negative rank {min(path)}; ranks count from 0, the "
+                "head's best prediction."
+            )
+        if path in seen:
+            raise TreeError(f"Path {list(path)} is listed twice; list every node once.")
+        parent = path[:-1]
+        if parent not in everything and parent:
+            raise TreeError(
+                f"Path {list(path)} is an orphan: its parent {list(parent)} is not in the tree. "
+                f"Add {list(parent)} or remove {list(path)}."
+            )
+        if parent not in seen:
+            raise TreeError(
+                f"Path {list(path)} comes before its parent {list(parent)}; "
+                "TokenTree.from_paths reorders such a list."
+            )
+        seen.add(path)
