@@ -3,7 +3,7 @@
 The names here need no torch; tensors live in `vllm_medusa.tree.batch` and `.packing`.
 """
 
-from vllm_medusa.tree.presets import load_preset, preset_names
+from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset, preset_names
 from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
 
-__all__ = ["MAX_NODES", "TokenTree", "TreeError", "load_preset", "preset_names"]
+__all__ = ["DEFAULT_TREE", "MAX_NODES", "TokenTree", "TreeError", "load_preset", "preset_names"]

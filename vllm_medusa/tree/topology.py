@@ -121,9 +121,16 @@ class TokenTree:
             )
         return self if num_nodes >= self.num_nodes else TokenTree(self.paths[: num_nodes - 1])
 
-    def cut(self, max_depth: int) -> TokenTree:
-        """The tree without the nodes deeper than ``max_depth``, order kept."""
-        return TokenTree(tuple(path for path in self.paths if len(path) <= max_depth))
+    def cut(self, max_depth: int | None = None, num_ranks: int | None = None) -> TokenTree:
+        """The tree without nodes deeper than ``max_depth`` or of a rank from ``num_ranks`` on."""
+        return TokenTree(
+            tuple(
+                path
+                for path in self.paths
+                if (max_depth is None or len(path) <= max_depth)
+                and (num_ranks is None or max(path) < num_ranks)
+            )
+        )
 
     def to_lists(self) -> list[list[int]]:
         """The paths as JSON has them; `from_paths` gives the same tree back."""
@@ -237,7 +244,7 @@ def _validate(paths: Sequence[Path]) -> None:
     if len(paths) + 1 > MAX_NODES:
         raise TreeError(
             f"The tree has {len(paths) + 1} nodes, root included; at most {MAX_NODES} are allowed. "
-            "Keep its best paths, or cap it with num_speculative_tokens."
+            "Keep its best paths."
         )
     everything = set(paths)
     seen: set[Path] = {()}

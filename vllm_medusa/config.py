@@ -1,0 +1,306 @@
+"""What a user may set, validated once from plain dicts; the only module that may read environ.
+
+The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`), a request may override the
+acceptance rule in ``SamplingParams.extra_args["medusa"]`` (`AcceptanceConfig.from_extra_args`), and
+`TreeConfig.resolve` turns whatever describes a tree into a checked `TokenTree`. Anything wrong
+raises `MedusaConfigError` with the value, what is allowed and the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from vllm_medusa.tree.forms import FORMS, TreeValue, did_you_mean, read_tree
+from vllm_medusa.tree.presets import DEFAULT_TREE
+from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
+
+
+class MedusaConfigError(ValueError):
+    """An option that can't be used; the message says what is allowed and what to do."""
+
+
+class _Options(BaseModel):
+    """A frozen model whose constructor raises `MedusaConfigError` in plain words."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    label: ClassVar[str]
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise MedusaConfigError(_in_words(type(self), error)) from None
+
+
+class AcceptanceConfig(_Options):
+    """When a drafted token is accepted.
+
+    ``lossless`` keeps the target's distribution exactly. ``typical`` accepts a token whose target
+    probability exceeds ``min(epsilon, delta * exp(-entropy))``: more tokens a step, another
+    distribution. With ``greedy_root`` the token that a typical step adds by itself is the likeliest
+    one instead of a sample.
+    """
+
+    label: ClassVar[str] = "Medusa acceptance"
+
+    mode: Literal["lossless", "typical"] = Field(
+        default="lossless", description='"lossless" or "typical"'
+    )
+    epsilon: float = Field(
+        default=0.09,
+        gt=0,
+        le=1,
+        description="a number above 0 and at most 1 (default 0.09); lower accepts more",
+    )
+    delta: float = Field(
+        default=0.3,
+        gt=0,
+        le=1,
+        description="a number above 0 and at most 1 (default 0.3); lower accepts more",
+    )
+    greedy_root: bool = Field(default=False, description="true or false")
+
+    @model_validator(mode="after")
+    def _no_idle_options(self) -> AcceptanceConfig:
+        for name in ("epsilon", "delta", "greedy_root"):
+            value = getattr(self, name)
+            if self.mode == "lossless" and value != type(self).model_fields[name].default:
+                raise MedusaConfigError(
+                    f"{self.label} {name} is {value!r}, which does nothing in lossless mode; "
+                    f'choose typical acceptance too, or remove "{name}".'
+                )
+        return self
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any] | AcceptanceConfig | None) -> AcceptanceConfig:
+        """Read ``"typical"`` or ``{"mode": "typical", "epsilon": 0.1}``; None is the default.
+
+        Raises:
+            MedusaConfigError: Another type, an unknown key or a value out of bounds.
+
+        """
+        match value:
+            case None:
+                return cls()
+            case AcceptanceConfig():
+                return value
+            case str():
+                return cls(**_keyed({"mode": value}, ("mode",), cls.label))
+            case Mapping():
+                return cls(**_keyed(value, tuple(cls.model_fields), cls.label))
+        raise MedusaConfigError(
+            f'{cls.label} is {value!r}; give "lossless", "typical" or a dict such as '
+            '{"mode": "typical", "epsilon": 0.1}.'
+        )
+
+    @classmethod
+    def from_extra_args(
+        cls, extra: Mapping[str, Any] | None, default: AcceptanceConfig
+    ) -> AcceptanceConfig:
+        """Apply a request's ``extra_args={"medusa": {"acceptance": "typical", ...}}``.
+
+        What the request leaves out comes from ``default``, unless it changes the mode: then the
+        other options start from their own defaults.
+
+        Raises:
+            MedusaConfigError: As for `parse`.
+
+        """
+        options = (extra or {}).get("medusa")
+        if options is None:
+            return default
+        where = 'SamplingParams.extra_args["medusa"]'
+        if not isinstance(options, Mapping):
+            raise MedusaConfigError(
+                f'{where} is {options!r}; give a dict such as {{"acceptance": "typical"}}.'
+            )
+        numbers = tuple(name for name in cls.model_fields if name != "mode")
+        given = _keyed(options, ("acceptance", *numbers), where)
+        if "acceptance" in given:
+            given["mode"] = given.pop("acceptance")
+        changes_mode = given.get("mode", default.mode) != default.mode
+        return cls(**({} if changes_mode else default.model_dump()) | given)
+
+
+class TreeConfig:
+    """How the tree in use follows from the user, the heads and the default."""
+
+    @staticmethod
+    def resolve(
+        value: TreeValue | None,
+        heads_default: TreeValue | None = None,
+        num_heads: int | None = None,
+        vocab_size: int | None = None,
+        max_draft_tokens: int | None = None,
+    ) -> TokenTree:
+        """Find, cap and check the tree to use.
+
+        Args:
+            value: What the user asked for, any of `tree.forms.FORMS`; None: the heads decide.
+            heads_default: The tree in the heads' own config; None if it has none. Without either
+                it is `DEFAULT_TREE`, cut to what the heads can fill.
+            num_heads: How deep a tree can be; None skips the check.
+            vocab_size: How many tokens the heads propose from; None skips the check.
+            max_draft_tokens: Keep only the first so many draft nodes.
+
+        Raises:
+            MedusaConfigError: The tree is malformed, or what is kept of it is deeper than there
+                are heads or takes a rank that the vocabulary doesn't have.
+
+        """
+        if max_draft_tokens is not None and max_draft_tokens < 1:
+            raise MedusaConfigError(
+                f"The tree is capped at {max_draft_tokens} draft tokens; the least is 1."
+            )
+        described = heads_default if value is None else value
+        if described is None:
+            name = "The default tree"
+        else:
+            name = "The tree" if value is not None else "The tree in the heads' own config"
+        if isinstance(described, str | Path):
+            name += f" ({str(described)!r})"
+        try:
+            if described is None:
+                tree = DEFAULT_TREE.cut(max_depth=num_heads, num_ranks=vocab_size)
+            else:
+                tree = read_tree(described)
+            if max_draft_tokens is not None:
+                tree = tree.prefix(max_draft_tokens + 1)
+            _check_fits(tree, num_heads, vocab_size)
+        except TreeError as error:
+            remedy = "" if value is not None else ' Set the option "tree" to use another.'
+            raise MedusaConfigError(f"{name} can't be used. {error}{remedy}") from None
+        return tree
+
+
+class MedusaConfig(_Options):
+    """The ``speculative_config`` of ``method="medusa"``."""
+
+    label: ClassVar[str] = "The Medusa option"
+
+    model: str | None = Field(
+        default=None, min_length=1, description="the folder or hub name of the heads"
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, description="a branch, tag or commit of the heads' repository"
+    )
+    tree: str | list[Any] | dict[str, Any] | None = Field(
+        default=None, description=f"{FORMS}, in plain JSON types"
+    )
+    acceptance: AcceptanceConfig = Field(default_factory=AcceptanceConfig)
+    num_speculative_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        lt=MAX_NODES,
+        description=f"an integer from 1 to {MAX_NODES - 1}: the most draft nodes to keep; "
+        "leave it out to use the whole tree",
+    )
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _path_to_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path) else value
+
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _plain_tree(cls, value: object) -> object:
+        try:
+            return str(value) if isinstance(value, Path) else json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            raise MedusaConfigError(
+                f"{cls.label} tree is {value!r}; give {FORMS}, in plain JSON types."
+            ) from None
+
+    @field_validator("acceptance", mode="before")
+    @classmethod
+    def _any_acceptance(cls, value: Any) -> AcceptanceConfig:
+        return AcceptanceConfig.parse(value)
+
+    @classmethod
+    def from_speculative_config(cls, config: Mapping[str, Any]) -> MedusaConfig:
+        """Read the dict that a user gave to vLLM; its ``method`` may be there and is "medusa".
+
+        Raises:
+            MedusaConfigError: Another method, an unknown option or a value out of bounds.
+
+        """
+        options = dict(config)
+        method = options.pop("method", "medusa")
+        if method != "medusa":
+            raise MedusaConfigError(f'The method is {method!r}; this plugin serves only "medusa".')
+        return cls(**_keyed(options, tuple(cls.model_fields), "speculative_config"))
+
+    def with_tree(self, tree: TokenTree) -> MedusaConfig:
+        """The same options with the resolved tree, so that no worker needs a file again."""
+        return MedusaConfig(**self.to_dict() | {"tree": tree.to_lists()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` gives an equal config back."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MedusaConfig:
+        """Undo `to_dict`."""
+        return cls(**values)
+
+
+def _check_fits(tree: TokenTree, num_heads: int | None, vocab_size: int | None) -> None:
+    """Raise `TreeError` for a node that no head fills or a rank that no head has."""
+    if not tree.paths:
+        raise TreeError(
+            f"{num_heads} heads over {vocab_size} tokens can't draft; both must be > 0."
+        )
+    deepest = max(tree.paths, key=lambda path: len(path))
+    if num_heads is not None and len(deepest) > num_heads:
+        raise TreeError(
+            f"Its path {list(deepest)} has depth {len(deepest)}, but there are {num_heads} heads "
+            f"and each fills one level. Take a tree of depth {num_heads} or less, such as "
+            f'{{"dense": {[4, 3, 2][:num_heads]}}} or {{"chain": {num_heads}}}, or use heads with '
+            f"{len(deepest)} levels."
+        )
+    widest = max(tree.paths, key=lambda path: max(path))
+    if vocab_size is not None and max(widest) >= vocab_size:
+        raise TreeError(
+            f"Its path {list(widest)} takes rank {max(widest)}, but the heads propose from "
+            f"{vocab_size} tokens, so ranks go up to {vocab_size - 1}. Take a narrower tree."
+        )
+
+
+def _keyed(values: Mapping[Any, Any], allowed: tuple[str, ...], where: str) -> dict[str, Any]:
+    """Copy ``values`` after checking that every key is allowed."""
+    for key in values:
+        if key in allowed:
+            continue
+        hint = did_you_mean(key, allowed)
+        if key in AcceptanceConfig.model_fields and "epsilon" not in allowed:
+            hint = '; it belongs into {"acceptance": {"mode": "typical", "epsilon": 0.1}}'
+        raise MedusaConfigError(
+            f"{where} has the unknown key {key!r}{hint}; allowed: {', '.join(allowed)}."
+        )
+    return dict(values)
+
+
+def _in_words(kind: type[_Options], error: ValidationError) -> str:
+    """One sentence for each thing that pydantic found wrong."""
+    sentences = []
+    for problem in error.errors():
+        name = str(problem["loc"][0]) if problem["loc"] else ""
+        if problem["type"] == "value_error":
+            sentence = str(problem["ctx"]["error"])
+        elif problem["type"] == "extra_forbidden":
+            allowed = tuple(kind.model_fields)
+            sentence = (
+                f"{kind.label} {name!r} is unknown{did_you_mean(name, allowed)}; "
+                f"allowed: {', '.join(allowed)}."
+            )
+        else:
+            field = kind.model_fields[name]
+            sentence = f"{kind.label} {name} is {problem['input']!r}; give {field.description}."
+        if sentence not in sentences:
+            sentences.append(sentence)
+    return " ".join(sentences)

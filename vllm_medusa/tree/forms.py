@@ -1,0 +1,101 @@
+"""The ways to write a tree down: preset name, file, JSON text, list of paths, widths, chain."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.tree.presets import load_preset, preset_names
+from vllm_medusa.tree.topology import TokenTree, TreeError
+
+TreeValue = str | Path | list[Any] | dict[str, Any]
+
+FORMS = (
+    "a preset name, the path of a JSON file, a list of paths such as [[0], [0, 0], [1]], "
+    '{"paths": [[0], [1]]}, {"dense": [4, 3, 2]} or {"chain": 4}'
+)
+
+_READERS: dict[str, Callable[[Any], TokenTree]] = {
+    "paths": TokenTree.from_paths,
+    "tree": TokenTree.from_paths,  # how other tools name the paths
+    "dense": TokenTree.dense,
+    "chain": TokenTree.chain,
+    "preset": load_preset,
+}
+_NOTE = "source"  # where a tree file came from; allowed beside the form, not read
+
+
+def read_tree(value: TreeValue) -> TokenTree:
+    """Read any of `FORMS`; a JSON text such as ``'{"chain": 4}'`` counts as what it holds.
+
+    A file holds a list of paths or one of the dicts, which may have a ``"source"`` note.
+
+    Raises:
+        TreeError: None of the forms, no such preset, no readable file, no JSON, or no tree.
+
+    """
+    match value:
+        case Path():
+            return _from_file(value)
+        case str() if value in preset_names():
+            return load_preset(value)
+        case str() if value.lstrip().startswith(("[", "{")):
+            return _from_json(value)
+        case str() if value.endswith(".json") or Path(value).is_file():
+            return _from_file(Path(value))
+        case str():
+            raise TreeError(
+                f"No preset is named {value!r} and no file is there"
+                f"{did_you_mean(value, preset_names())}. Presets: {', '.join(preset_names())}. "
+                f"Give {FORMS}."
+            )
+        case list() | tuple():
+            return TokenTree.from_paths(value)
+        case Mapping():
+            return _from_mapping(value)
+    raise TreeError(f"The tree is {value!r}; give {FORMS}.")
+
+
+def did_you_mean(name: object, allowed: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` if a name is close, else nothing."""
+    match = difflib.get_close_matches(str(name), list(allowed), n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def _from_mapping(value: Mapping[str, Any]) -> TokenTree:
+    allowed = (*_READERS, _NOTE)
+    for key in value:
+        if key not in allowed:
+            raise TreeError(
+                f"The tree has the unknown key {key!r}{did_you_mean(key, allowed)}; "
+                f"allowed: {', '.join(allowed)}."
+            )
+    forms = [key for key in value if key != _NOTE]
+    if len(forms) != 1:
+        found = " and ".join(forms) or "no form of a tree"
+        raise TreeError(f"The tree's dict holds {found}; give exactly one of {list(_READERS)}.")
+    return _READERS[forms[0]](value[forms[0]])
+
+
+def _from_file(path: Path) -> TokenTree:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TreeError(f"{str(path)!r} can't be read ({error}); give {FORMS}.") from None
+    try:
+        return _from_json(text)
+    except TreeError as error:
+        raise TreeError(f"In the file {str(path)!r}: {error}") from None
+
+
+def _from_json(text: str) -> TokenTree:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise TreeError(f"The text is not JSON ({error}); give {FORMS}.") from None
+    if not isinstance(value, list | dict):
+        raise TreeError(f"The JSON holds {value!r}; give a list of paths or a dict, as in {FORMS}.")
+    return read_tree(value)
