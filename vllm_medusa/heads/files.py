@@ -1,0 +1,225 @@
+"""Where the tensors of a checkpoint are, and how to look at them without loading them.
+
+A source is a folder, a file, or a hub name. Headers (safetensors) or memory maps (``.pt``,
+``.bin``) give shapes and dtypes; pickles are only ever opened with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vllm_medusa.heads.formats import head_names
+from vllm_medusa.heads.model import HeadsError
+
+# Looked for in this order: heads alone come before whole models, safetensors before pickles.
+HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+MODEL_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+Fetch = Callable[[list[str]], Path]  # names wanted -> the folder they are then in, if they exist
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor's header."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str  # str: a dtype that heads never have
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """A checkpoint on disk: which file holds which tensor."""
+
+    label: str  # what errors call it
+    config: dict[str, Any]  # its config.json, {} without one
+    files: dict[str, Path]  # tensor name -> file; names outside the heads may be of absent files
+
+    def specs(self, names: Iterable[str]) -> dict[str, TensorSpec]:
+        """Shapes and dtypes of tensors, weights unread."""
+        specs: dict[str, TensorSpec] = {}
+        for file, wanted in self._by_file(names).items():
+            for name, tensor in _open(file, wanted, header_only=True):
+                assert isinstance(tensor, TensorSpec)
+                specs[name] = tensor
+        return specs
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors on the CPU, one at a time, file by file."""
+        for file, wanted in self._by_file(names).items():
+            for name, tensor in _open(file, wanted, header_only=False):
+                assert isinstance(tensor, Tensor)
+                yield name, tensor
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        files: dict[Path, list[str]] = {}
+        for name in names:
+            files.setdefault(self.files[name], []).append(name)
+        return files
+
+
+def find_checkpoint(source: str | Path, revision: str | None = None) -> CheckpointFiles:
+    """Find a checkpoint in a folder, a file, or a model of the hub (downloaded once, then cached).
+
+    Raises `HeadsError` when there is none, or when the hub cannot be reached and has not been
+    before.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _from_file(path, lambda names: path.parent, str(source))
+    if path.is_dir():
+        return _from_folder(lambda names: path, str(source))
+    if isinstance(source, str) and _HUB_NAME.fullmatch(source):
+        return _from_folder(_hub(source, revision), source)
+    raise HeadsError(
+        f"heads {str(source)!r}: no such file or folder, nor a hub name (owner/name). Give the "
+        "folder or file of the heads, or their hub name"
+    )
+
+
+def _hub(name: str, revision: str | None) -> Fetch:
+    from huggingface_hub import snapshot_download
+
+    def fetch(names: list[str]) -> Path:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=names))
+
+    return fetch
+
+
+def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
+    failure: Exception | None = None
+    folder: Path | None = None
+    for candidate in (*HEADS_FILES, *MODEL_FILES):
+        try:
+            folder = fetch(["config.json", candidate])
+        except (OSError, ValueError) as error:  # what huggingface_hub raises, offline or not
+            failure = error
+            continue
+        if (folder / candidate).is_file():
+            return _from_file(folder / candidate, fetch, label)
+    if failure is not None:
+        raise HeadsError(
+            f"heads {label!r}: not a local folder, and the hub did not give them "
+            f"({type(failure).__name__}: {failure}). Check the name and the connection, or "
+            "download them and give the folder"
+        ) from failure
+    present = sorted(entry.name for entry in folder.iterdir()) if folder else []
+    raise HeadsError(
+        f"heads {label!r}: none of {', '.join((*HEADS_FILES, *MODEL_FILES))} is there, only "
+        f"{', '.join(present[:8]) or 'nothing'}. Give the heads' folder or the file itself"
+    )
+
+
+def _from_file(path: Path, fetch: Fetch, label: str) -> CheckpointFiles:
+    config_path = path.parent / "config.json"
+    config = _read_json(config_path) if config_path.is_file() else {}
+    if path.name.endswith(".index.json"):
+        weight_map = _read_json(path).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise HeadsError(f"{path} has no 'weight_map': it is not the index of a checkpoint")
+        shards = {str(weight_map[name]) for name in head_names(weight_map)}
+        try:
+            folder = fetch(sorted(shards))
+        except (OSError, ValueError) as error:
+            raise HeadsError(
+                f"heads {label!r}: cannot download {sorted(shards)}: {error}"
+            ) from error
+        for shard in sorted(shards):
+            if not (folder / shard).is_file():
+                raise HeadsError(f"{path} names {shard!r}, which is not beside it")
+        files = {name: folder / str(shard) for name, shard in weight_map.items()}
+    else:
+        files = dict.fromkeys(_names(path), path)
+    return CheckpointFiles(label, config, files)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise HeadsError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise HeadsError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _names(path: Path) -> list[str]:
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="pt") as file:
+                return list(file.keys())
+        except SafetensorError as error:
+            raise HeadsError(f"{path} is not a safetensors file: {error}") from error
+    return list(_load_pickle(path))
+
+
+def _open(
+    path: Path, names: list[str], header_only: bool
+) -> Iterator[tuple[str, Tensor | TensorSpec]]:
+    if path.suffix != ".safetensors":
+        state = _load_pickle(path)
+        _require(path, names, state)
+        for name in names:
+            tensor = state[name]
+            yield name, TensorSpec(tuple(tensor.shape), tensor.dtype) if header_only else tensor
+        return
+    try:
+        with safe_open(path, framework="pt") as file:
+            _require(path, names, file.keys())
+            for name in names:
+                if header_only:
+                    header = file.get_slice(name)
+                    dtype = header.get_dtype()
+                    yield name, TensorSpec(tuple(header.get_shape()), _DTYPES.get(dtype, dtype))
+                else:
+                    yield name, file.get_tensor(name)
+    except SafetensorError as error:
+        raise HeadsError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _require(path: Path, names: list[str], present: Iterable[str]) -> None:
+    absent = sorted(set(names) - set(present))
+    if absent:
+        raise HeadsError(f"{path} lacks {absent[0]!r}, which the checkpoint's index puts there")
+
+
+def _load_pickle(path: Path) -> Mapping[str, Tensor]:
+    try:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:  # files from before torch 1.6 cannot be mapped
+            if "mmap can only be used" not in str(error):
+                raise
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise HeadsError(
+            f"{path} is not a file of plain tensors ({str(error).splitlines()[0]}). Only those are "
+            "read: a pickle may run code. Convert it to safetensors where it comes from"
+        ) from error
+    if not isinstance(state, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
+    ):
+        raise HeadsError(f"{path} must hold a state dict (names to tensors), nothing else")
+    return state

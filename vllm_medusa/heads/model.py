@@ -1,0 +1,232 @@
+"""The Medusa heads, all of them in a few batched kernels.
+
+Head h turns the target's last hidden state into logits for the token h + 1 places after the one
+the target predicts itself: L residual layers ``x + silu(W x + b)``, then an LM head (Medusa,
+https://arxiv.org/abs/2401.10774, section 2.1.1). The K heads are independent and of one shape, so
+the weights of a layer are stacked: the first layer, whose input all heads share, is one
+[B, H] x [H, K*H] product, every later layer and the LM heads are one batched product.
+
+The LM heads come in three kinds, told by M, the number of them stored here: K (one for each head,
+"v1"), 1 (one for all heads, usually over a truncated vocabulary), or 0 (the target's own is used,
+"v2").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LMHead = Callable[[Tensor], Tensor]  # [T, H] -> logits [T, >= vocab_size]
+
+
+class HeadsError(ValueError):
+    """Heads, or a checkpoint of them, that cannot be used; the message names the culprit."""
+
+
+class ResBlock(nn.Module):
+    """One residual layer of ``num_heads`` heads: ``x + silu(W x + b)``.
+
+    ``weight`` is [K, H, H] (head, out, in), ``bias`` [K, H] or None. Both start as zeros, so that
+    an untrained layer is the identity.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        bias: bool = True,
+        num_heads: int = 1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shape = (num_heads, hidden_size)
+        self.weight = nn.Parameter(torch.zeros(*shape, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor, num_heads: int | None = None) -> Tensor:
+        """Apply the first ``num_heads`` heads: x [B, H] (shared) or [B, K, H] -> [B, K, H]."""
+        weight = self.weight[:num_heads]  # [K, H, H], contiguous
+        bias = None if self.bias is None else self.bias[:num_heads]  # [K, H]
+        if x.dim() == 2:
+            flat = F.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
+            return x.unsqueeze(1) + F.silu(flat.unflatten(1, weight.shape[:2]))
+        return x + F.silu(_per_head_linear(x, weight, bias))
+
+
+class MedusaHeads(nn.Module):
+    """K Medusa heads.
+
+    ``vocab_size`` is the target's. With ``token_map`` (int64 [V_draft], target id of each draft id)
+    the heads score V_draft tokens only. ``num_lm_heads`` is K unless given; 1 stores one LM head
+    for all heads, and ``shared_lm_head`` stores none. Stored LM heads start as zeros: load them,
+    or copy the target's with `init_lm_heads`.
+    """
+
+    token_map: Tensor | None
+    target_lm_head: Tensor | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_layers: int,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = True,
+        shared_lm_head: bool = False,
+        lm_head_bias: bool = False,
+        token_map: Tensor | None = None,
+        *,
+        num_lm_heads: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if num_lm_heads is None:
+            num_lm_heads = 0 if shared_lm_head else num_heads
+        for name, value, least in (
+            ("num_heads", num_heads, 1),
+            ("num_layers", num_layers, 0),
+            ("hidden_size", hidden_size, 1),
+            ("vocab_size", vocab_size, 1),
+        ):
+            if value < least:
+                raise HeadsError(f"{name} is {value}; it must be at least {least}")
+        if num_lm_heads not in (0, 1, num_heads) or shared_lm_head != (num_lm_heads == 0):
+            raise HeadsError(
+                f"num_lm_heads is {num_lm_heads}; allowed are {num_heads} (one for each head), 1 "
+                "(one for all heads) and, only with shared_lm_head=True, 0"
+            )
+        if shared_lm_head and lm_head_bias:
+            raise HeadsError("lm_head_bias needs stored LM heads: leave it out or store them")
+        if token_map is not None and token_map.dim() != 1:
+            raise HeadsError(f"token_map has shape {list(token_map.shape)}; it must be [V_draft]")
+        self.num_heads = num_heads
+        self.num_layers = num_layers
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.draft_vocab_size = vocab_size if token_map is None else token_map.shape[0]
+        self.blocks = nn.ModuleList(
+            ResBlock(hidden_size, bias, num_heads, device=device, dtype=dtype)
+            for _ in range(num_layers)
+        )
+        shape = (num_lm_heads, self.draft_vocab_size)
+        self.lm_head_weight = self.lm_head_bias = None
+        if num_lm_heads:
+            weight = torch.zeros(*shape, hidden_size, device=device, dtype=dtype)
+            self.lm_head_weight = nn.Parameter(weight)  # [M, V_draft, H]
+        if lm_head_bias:
+            self.lm_head_bias = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+        if token_map is not None:
+            token_map = token_map.to(device=device, dtype=torch.int64)
+        self.register_buffer("token_map", token_map)
+        self.target_lm_head = None  # not a parameter: it belongs to the target
+
+    @property
+    def num_lm_heads(self) -> int:
+        """M: K, 1, or 0 when the target's LM head is used."""
+        return 0 if self.lm_head_weight is None else self.lm_head_weight.shape[0]
+
+    @property
+    def shared_lm_head(self) -> bool:
+        """Whether the target's LM head is used."""
+        return self.lm_head_weight is None
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the residual layers have biases."""
+        return any(block.bias is not None for block in self.blocks)
+
+    def use_target_lm_head(self, weight: Tensor) -> None:
+        """Bind the target's LM head [>= vocab_size, H], which is referred to, not copied.
+
+        Rows from ``vocab_size`` on are padding. Only heads that store no LM head may do this.
+        With a token map the rows it names are copied, once. `Module.to` does not move it.
+        """
+        if not self.shared_lm_head:
+            raise HeadsError("these heads store LM heads of their own; nothing to bind")
+        rows = self._target_rows(weight)
+        self.target_lm_head = rows if self.token_map is None else rows[self.token_map]
+
+    @torch.no_grad()
+    def init_lm_heads(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Copy the target's LM head (weight [>= vocab_size, H], bias [>= vocab_size]) into ours.
+
+        With the residual layers still zero every head then gives the target's own logits.
+        """
+        if self.lm_head_weight is None:
+            raise HeadsError("these heads store no LM head; bind the target's instead")
+        if (bias is None) != (self.lm_head_bias is None):
+            raise HeadsError("the LM head's bias must be given if and only if the heads have one")
+        rows = self._target_rows(weight)
+        self.lm_head_weight.copy_(rows if self.token_map is None else rows[self.token_map])
+        if bias is not None and self.lm_head_bias is not None:
+            bias = bias[: self.vocab_size]
+            self.lm_head_bias.copy_(bias if self.token_map is None else bias[self.token_map])
+
+    def forward(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
+        """Residual layers of the first ``num_heads`` heads: [B, H] -> [B, K, H]."""
+        k = self._count(num_heads)
+        x = hidden_states
+        for block in self.blocks:
+            x = block(x, k)
+        return x if x.dim() == 3 else x.unsqueeze(1).expand(-1, k, -1)
+
+    def compute_logits(self, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
+        """Logits over the draft vocabulary: x [B, k, H] of the first k heads -> [B, k, V_draft].
+
+        ``lm_head`` maps [B * k, H] to the target's logits [B * k, >= vocab_size], all of them on
+        every rank; it is needed, and used, only by heads that store no LM head and have none bound
+        (see `use_target_lm_head`), which then make a single product for all heads.
+        """
+        batch, k, _ = x.shape
+        if self.lm_head_weight is None:
+            rows = x.flatten(0, 1)  # [B * k, H]
+            if self.target_lm_head is not None:
+                logits = F.linear(rows, self.target_lm_head)
+            elif lm_head is not None:
+                logits = lm_head(rows)[:, : self.vocab_size]
+                if self.token_map is not None:
+                    logits = logits.index_select(1, self.token_map)
+            else:
+                raise HeadsError(
+                    "these heads share the target's LM head: pass lm_head, or bind the target's "
+                    "weight with use_target_lm_head"
+                )
+            return logits.unflatten(0, (batch, k))
+        if self.num_lm_heads == 1:
+            bias = None if self.lm_head_bias is None else self.lm_head_bias[0]
+            return F.linear(x, self.lm_head_weight[0], bias)
+        bias = None if self.lm_head_bias is None else self.lm_head_bias[:k]
+        return _per_head_linear(x, self.lm_head_weight[:k], bias)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target token ids of draft ids, any shape."""
+        return draft_ids if self.token_map is None else self.token_map[draft_ids]
+
+    def _count(self, num_heads: int | None) -> int:
+        if num_heads is None:
+            return self.num_heads
+        if not 1 <= num_heads <= self.num_heads:
+            raise HeadsError(f"num_heads is {num_heads}; there are {self.num_heads} heads")
+        return num_heads
+
+    def _target_rows(self, weight: Tensor) -> Tensor:
+        rows, width = weight.shape
+        if rows < self.vocab_size or width != self.hidden_size:
+            raise HeadsError(
+                f"the target's LM head is {[rows, width]}; these heads need at least "
+                f"{self.vocab_size} rows of {self.hidden_size}"
+            )
+        return weight.detach()[: self.vocab_size]
+
+
+def _per_head_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[B, K, I] x [K, O, I] (+ [K, O]) -> [B, K, O], head by head, in one kernel."""
+    rows, columns = x.transpose(0, 1), weight.transpose(1, 2)  # [K, B, I], [K, I, O]
+    if bias is None:
+        return torch.bmm(rows, columns).transpose(0, 1)
+    return torch.baddbmm(bias.unsqueeze(1), rows, columns).transpose(0, 1)
