@@ -1,0 +1,55 @@
+"""Hidden states to the token of every node of the tree.
+
+Node n at depth d with rank r holds the r-th best token of head d - 1, whatever its parent holds:
+Medusa's heads do not see each other's choices, so a depth needs one top-k for all its nodes
+(https://arxiv.org/abs/2401.10774, section 2.1.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.heads.model import LMHead, MedusaHeads
+from vllm_medusa.proposer.topk import stable_topk
+from vllm_medusa.tree.batch import TreeTensors
+
+__all__ = ["draft", "propose", "stable_topk"]
+
+
+def draft(
+    heads: MedusaHeads, hidden_states: Tensor, tree: TreeTensors, lm_head: LMHead | None = None
+) -> Tensor:
+    """Draft a tree for each request: hidden_states [B, H] -> int64 [B, N], column 0 unset (0).
+
+    ``hidden_states`` are the target's last ones, after its final norm, at the position whose next
+    token is the root. ``lm_head`` is for heads that share the target's. Only the heads the tree
+    uses are computed. No host sync.
+    """
+    logits = heads.compute_logits(heads(hidden_states, tree.max_depth), lm_head)
+    return propose(logits, tree, heads.token_map)
+
+
+def propose(logits: Tensor, tree: TreeTensors, token_map: Tensor | None = None) -> Tensor:
+    """Fill the tree: logits [B, >= max_depth, V_draft] -> target token ids, int64 [B, N].
+
+    Column 0, the root, is not drafted and holds 0. ``token_map`` (int64 [V_draft]) turns draft ids
+    into target ids; ties go to the lower draft id. No host sync.
+
+    Raises ValueError if the tree is deeper than there are heads or wider than the vocabulary.
+    """
+    batch, num_heads, vocab = logits.shape
+    if tree.max_depth > num_heads:
+        raise ValueError(
+            f"the tree is {tree.max_depth} deep; there are {num_heads} heads. Use a shallower tree"
+        )
+    width = max(tree.head_widths)
+    if width > vocab:
+        raise ValueError(
+            f"the tree takes the best {width} tokens of a head; the heads score {vocab}. Use a "
+            "narrower tree"
+        )
+    best = stable_topk(logits[:, : tree.max_depth], width)  # [B, D, width]
+    tokens = best[:, tree.depths[1:] - 1, tree.ranks[1:]]  # [B, N - 1]
+    root = tokens.new_zeros((batch, 1))
+    return torch.cat([root, tokens if token_map is None else token_map[tokens]], 1)

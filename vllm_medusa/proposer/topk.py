@@ -1,0 +1,51 @@
+"""The k best tokens of every row, with ties always broken alike.
+
+`torch.topk` leaves the order of equal logits open, and so free to change with device, batch size
+and release; equal logits are common in bfloat16. Here equal logits rank by token id, lower first,
+so that every rank, batch and runner proposes the same tree. (NaN ranks first, as in torch.)
+
+The order (logit descending, id ascending) is that of one int64, logit bits above and id below. To
+make keys of a few candidates only, the vocabulary is cut into groups of consecutive ids, which are
+ranked by (maximum descending, group ascending). The k best tokens lie in the k best groups: were
+one in another group, each of those k groups would hold a token before it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GROUP = 128  # ids in a group: fastest or near it for 32k and 152k tokens, k about 10
+_DIRECT = 16384  # up to this vocabulary making all keys is as fast
+_LAST = torch.iinfo(torch.int64).min
+
+
+def stable_topk(logits: Tensor, k: int) -> Tensor:
+    """Ids of the k best tokens, best first: logits [..., V] of any float dtype -> int64 [..., k].
+
+    Logits are compared as float32. Faster than `torch.topk` on large vocabularies; no host sync.
+    """
+    vocab = logits.shape[-1]
+    if k > vocab:
+        raise ValueError(f"k is {k}; there are only {vocab} tokens. Use a narrower tree")
+    if k == 1:
+        return logits.argmax(-1, keepdim=True)  # the first of equals
+    if vocab <= _DIRECT or vocab <= k * _GROUP:
+        return _ranked(logits, torch.arange(vocab, device=logits.device)).topk(k).indices
+    whole, rest = divmod(vocab, _GROUP)
+    best = logits[..., : whole * _GROUP].unflatten(-1, (whole, _GROUP)).amax(-1)  # [..., G]
+    if rest:
+        best = torch.cat([best, logits[..., whole * _GROUP :].amax(-1, keepdim=True)], -1)
+    groups = _ranked(best, torch.arange(best.shape[-1], device=best.device)).topk(k).indices
+    offsets = torch.arange(_GROUP, device=logits.device)
+    ids = (groups.unsqueeze(-1) * _GROUP + offsets).flatten(-2)  # [..., k * _GROUP]
+    keys = _ranked(logits.gather(-1, ids.clamp_max(vocab - 1)), ids)
+    keys = keys.masked_fill(ids >= vocab, _LAST)
+    return ids.gather(-1, keys.topk(k).indices)
+
+
+def _ranked(logits: Tensor, ids: Tensor) -> Tensor:
+    """int64 keys that order as (logit ascending, id descending)."""
+    bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats order backwards by their bits
+    return (ordered.to(torch.int64) << 32) - ids
