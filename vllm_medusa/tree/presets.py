@@ -28,7 +28,6 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json")))
 
 
-@cache
 def load_preset(name: str) -> TokenTree:
     """Load a published tree.
 

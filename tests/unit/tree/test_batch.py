@@ -1,0 +1,83 @@
+"""Static trees as tensors and as the ragged batch of many requests."""
+
+import pytest
+import torch
+
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
+from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors, unpack_ancestors
+from vllm_medusa.tree.presets import load_preset
+from vllm_medusa.tree.topology import TokenTree
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [TokenTree.chain(1), TokenTree.dense([3, 2]), load_preset("mc_sim_7b_63"), TokenTree.chain(64)],
+    ids=lambda tree: f"{tree.num_nodes} nodes",
+)
+def test_tensors_hold_the_tree(tree: TokenTree) -> None:
+    tensors = TreeTensors.from_tree(tree, "cpu")
+    assert tensors.num_nodes == tree.num_nodes
+    assert tensors.parents.tolist() == list(tree.parents)
+    assert tensors.depths.tolist() == list(tree.depths)
+    assert tensors.ranks.tolist() == list(tree.ranks)
+    assert (tensors.max_depth, tensors.head_widths) == (tree.max_depth, tree.head_widths)
+    for name in ("parents", "depths", "ranks", "ancestor_bits"):
+        assert getattr(tensors, name).dtype == torch.int64
+    assert torch.equal(unpack_ancestors(tensors.ancestor_bits, tree.num_nodes), tensors.ancestors)
+    assert tensors.ancestors.sum(1).tolist() == [depth + 1 for depth in tree.depths]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_batch_shares_the_memory_of_the_tree(dtype: torch.dtype) -> None:
+    tensors = TreeTensors.from_tree(TokenTree.dense([3, 2]))
+    batch = TreeBatch.from_static(tensors, torch.tensor([10, 1, 4], dtype=dtype))
+    assert (batch.batch_size, batch.max_nodes, batch.max_depth) == (3, 10, 2)
+    for name in ("parents", "depths", "ancestor_bits", "ancestors"):
+        ours, shared = getattr(batch, name), getattr(tensors, name)
+        assert ours.shape == (3, *shared.shape)
+        assert ours.data_ptr() == shared.data_ptr()
+        assert ours.stride(0) == 0
+    assert batch.valid.sum(1).tolist() == [10, 1, 4]
+    assert batch.valid[2].tolist() == [True] * 4 + [False] * 6
+    assert batch.cu_num_nodes.tolist() == [0, 10, 11, 15]
+    assert batch.cu_num_nodes.dtype == dtype
+
+
+def test_existing_nodes_never_attend_padding() -> None:
+    tensors = TreeTensors.from_tree(load_preset("vicuna_7b_stage2"))
+    batch = TreeBatch.from_static(tensors, torch.arange(1, 65))
+    rows = batch.ancestors & batch.valid.unsqueeze(2)
+    assert not (rows & ~batch.valid.unsqueeze(1)).any()
+
+
+def test_an_empty_batch() -> None:
+    tensors = TreeTensors.from_tree(TokenTree.chain(2))
+    batch = TreeBatch.from_static(tensors, torch.empty(0, dtype=torch.int64))
+    assert batch.batch_size == 0
+    assert batch.valid.shape == (0, 3)
+    assert batch.cu_num_nodes.tolist() == [0]
+
+
+def test_per_request_trees_have_a_place() -> None:
+    parents = torch.tensor([[-1, 0, 1], [-1, 0, -1]])
+    ancestors = dense_ancestors(parents)
+    batch = TreeBatch(
+        num_nodes=torch.tensor([3, 2]),
+        parents=parents,
+        depths=torch.tensor([[0, 1, 2], [0, 1, 0]]),
+        ancestor_bits=pack_ancestors(ancestors),
+        ancestors=ancestors,
+        max_depth=2,
+    )
+    assert batch.ancestor_bits.tolist() == [[[1], [3], [7]], [[1], [3], [4]]]
+    assert batch.valid.tolist() == [[True] * 3, [True, True, False]]
+
+
+def test_num_nodes_may_change_in_place() -> None:
+    tensors = TreeTensors.from_tree(TokenTree.chain(2))
+    num_nodes = torch.tensor([1])  # a persistent buffer, as graph capture needs
+    batch = TreeBatch.from_static(tensors, num_nodes)
+    assert batch.valid.tolist() == [[True, False, False]]
+    num_nodes.fill_(3)
+    assert batch.valid.tolist() == [[True, True, True]]
+    assert batch.cu_num_nodes.tolist() == [0, 3]

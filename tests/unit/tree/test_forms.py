@@ -1,0 +1,105 @@
+"""Ways to write a tree down."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_medusa.tree.forms import read_tree
+from vllm_medusa.tree.presets import load_preset
+from vllm_medusa.tree.topology import TokenTree, TreeError
+
+SMALL = TokenTree.from_paths([[0], [0, 0], [1]])
+
+
+@pytest.mark.parametrize(
+    ("value", "tree"),
+    [
+        ("mc_sim_7b_63", load_preset("mc_sim_7b_63")),
+        ({"preset": "mc_sim_7b_63"}, load_preset("mc_sim_7b_63")),
+        ([[0], [0, 0], [1]], SMALL),
+        (((0,), (0, 0), (1,)), SMALL),
+        ({"paths": [[0], [0, 0], [1]]}, SMALL),
+        ({"tree": [[0], [0, 0], [1]], "source": "a note"}, SMALL),
+        ({"dense": [4, 3, 2]}, TokenTree.dense([4, 3, 2])),
+        ({"chain": 4}, TokenTree.chain(4)),
+        (' {"chain": 4}', TokenTree.chain(4)),
+        ("[[0], [0, 0], [1]]", SMALL),
+    ],
+)
+def test_forms(value: Any, tree: TokenTree) -> None:
+    assert read_tree(value) == tree
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [[0], [0, 0], [1]],
+        {"paths": [[0], [0, 0], [1]]},
+        {"tree": [[0], [0, 0], [1]], "source": "measured"},
+    ],
+)
+@pytest.mark.parametrize("name", ["tree.json", "tree.txt"])
+def test_files(tmp_path: Path, content: object, name: str) -> None:
+    file = tmp_path / name
+    file.write_text(json.dumps(content))
+    assert read_tree(file) == SMALL
+    assert read_tree(str(file)) == SMALL
+
+
+def test_the_preset_files_can_be_read_as_files(tmp_path: Path) -> None:
+    """Someone copies a preset to change it."""
+    from importlib import resources
+
+    text = (resources.files("vllm_medusa.tree") / "presets" / "zephyr_stage2.json").read_text()
+    (tmp_path / "mine.json").write_text(text)
+    assert read_tree(tmp_path / "mine.json") == load_preset("zephyr_stage2")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("mc_sim_7b_64", r"did you mean 'mc_sim_7b_63'\?\). Presets: mc_sim_7b_63, vic"),
+        ("missing.json", "'missing.json' can't be read .*No such file.*; give a preset name"),
+        (Path("missing"), "'missing' can't be read"),
+        ("", "No preset is named ''"),
+        ("[[0], [", "The text is not JSON"),
+        (None, "The tree is None; give a preset name"),
+        (3, "The tree is 3; give a preset name"),
+        ({}, "holds no form of a tree; give exactly one of"),
+        ({"source": "a"}, "holds no form of a tree"),
+        ({"dense": [2], "chain": 2}, "holds dense and chain; give exactly one of"),
+        ({"dens": [2]}, r"unknown key 'dens' \(did you mean 'dense'\?\); allowed: paths"),
+        ({"paths": None}, "A tree is a list of paths"),
+        ({"chain": 0}, "an integer from 1 to 255"),
+        ({"preset": ["mc"]}, "No preset is named"),
+        ([0, 1], "Path 0 of the tree is 0"),
+    ],
+)
+def test_what_is_no_form_is_refused(value: Any, words: str) -> None:
+    with pytest.raises(TreeError, match=words):
+        read_tree(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[[0], [0]]", "listed twice"),
+        ("[[0],", "not JSON"),
+        ("3", "The JSON holds 3"),
+        ('"mc_sim_7b_63"', "The JSON holds 'mc_sim_7b_63'"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(TreeError, match=rf"In the file '.*bad.json': .*{words}"):
+        read_tree(file)
+
+
+def test_a_binary_file_is_no_tree(tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TreeError, match="can't be read"):
+        read_tree(file)

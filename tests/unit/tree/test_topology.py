@@ -1,0 +1,199 @@
+"""Shape of draft trees: what is accepted, what is refused and in which words."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_drafts: int = 40) -> TokenTree:
+    """Grow a random tree: each node goes under any earlier node, with any unused rank."""
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(draw(st.integers(1, max_drafts))):
+        child = (*draw(st.sampled_from(paths)), draw(st.integers(0, 5)))
+        if child not in paths:
+            paths.append(child)
+    return TokenTree.from_paths(paths[1:])
+
+
+def test_small_tree_by_hand() -> None:
+    tree = TokenTree.from_paths([[0], [1], [0, 2], [0, 2, 0], [1, 1]])
+    assert tree.paths == ((0,), (1,), (0, 2), (0, 2, 0), (1, 1))
+    assert (tree.num_nodes, tree.num_draft_tokens, tree.max_depth) == (6, 5, 3)
+    assert tree.parents == (-1, 0, 0, 1, 3, 2)
+    assert tree.depths == (0, 1, 1, 2, 3, 2)
+    assert tree.ranks == (0, 0, 1, 2, 0, 1)
+    assert tree.head_widths == (2, 3, 1)
+    assert tree.retrieval == ((0, 1, 3, 4), (0, 2, 5))
+    assert not tree.is_chain
+
+
+def test_lone_root() -> None:
+    root = TokenTree.chain(3).prefix(1)
+    assert (root.num_nodes, root.num_draft_tokens, root.max_depth) == (1, 0, 0)
+    assert root.parents == (-1,)
+    assert root.head_widths == ()
+    assert root.retrieval == ((0,),)
+    assert root.is_chain
+
+
+def test_chain() -> None:
+    tree = TokenTree.chain(3)
+    assert tree.paths == ((0,), (0, 0), (0, 0, 0))
+    assert tree.is_chain
+    assert tree.retrieval == ((0, 1, 2, 3),)
+
+
+def test_dense_is_best_first() -> None:
+    tree = TokenTree.dense([2, 2])
+    assert tree.paths == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
+    assert tree.head_widths == (2, 2)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_dense_has_every_combination_in_order(widths: list[int]) -> None:
+    expected, level = 1, 1
+    for width in widths:
+        level *= width
+        expected += level
+    if expected > MAX_NODES:
+        with pytest.raises(TreeError, match="more than 256 nodes"):
+            TokenTree.dense(widths)
+        return
+    tree = TokenTree.dense(widths)
+    assert tree.num_nodes == expected
+    assert tree.head_widths == tuple(widths)
+    keys = [(sum(path), len(path), path) for path in tree.paths]
+    assert keys == sorted(keys)
+
+
+@given(trees())
+def test_parents_and_depths_agree_with_the_paths(tree: TokenTree) -> None:
+    full = ((), *tree.paths)
+    for node in range(1, tree.num_nodes):
+        parent = tree.parents[node]
+        assert 0 <= parent < node
+        assert full[node] == (*full[parent], tree.ranks[node])
+        assert tree.depths[node] == tree.depths[parent] + 1
+    assert max(tree.depths) == tree.max_depth == len(tree.head_widths)
+
+
+@given(trees())
+def test_retrieval_lists_each_leaf_once_and_covers_the_tree(tree: TokenTree) -> None:
+    leaves = [branch[-1] for branch in tree.retrieval]
+    assert leaves == sorted(set(range(tree.num_nodes)) - set(tree.parents))
+    assert {node for branch in tree.retrieval for node in branch} == set(range(tree.num_nodes))
+    for branch in tree.retrieval:
+        assert branch[0] == 0
+        assert all(tree.parents[low] == high for high, low in pairwise(branch))
+
+
+@given(trees(), st.data())
+def test_every_prefix_is_a_tree(tree: TokenTree, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, tree.num_nodes + 3))
+    prefix = tree.prefix(size)
+    kept = min(size, tree.num_nodes)
+    assert prefix.num_nodes == kept
+    assert prefix.paths == tree.paths[: kept - 1]
+    assert prefix.parents == tree.parents[:kept]
+
+
+@given(trees(), st.randoms(use_true_random=False))
+def test_any_order_gives_parents_first_and_the_same_nodes(tree: TokenTree, random) -> None:  # type: ignore[no-untyped-def]
+    shuffled = list(tree.paths)
+    random.shuffle(shuffled)
+    reordered = TokenTree.from_paths(shuffled)  # the constructor refuses children first
+    assert set(reordered.paths) == set(tree.paths)
+    assert TokenTree.from_paths(reordered.paths) == reordered
+
+
+@given(trees())
+def test_a_good_order_is_kept(tree: TokenTree) -> None:
+    assert TokenTree.from_paths(tree.to_lists()) == tree
+    assert hash(TokenTree.from_paths(tree.to_lists())) == hash(tree)
+
+
+def test_early_children_move_right_behind_their_parent() -> None:
+    tree = TokenTree.from_paths([[0, 1], [0, 1, 0], [1], [0, 0], [0], [2]])
+    assert tree.paths == ((1,), (0,), (0, 1), (0, 1, 0), (0, 0), (2,))
+
+
+def test_cut_keeps_what_fits() -> None:
+    tree = TokenTree.dense([3, 2])
+    assert tree.cut(max_depth=1).paths == ((0,), (1,), (2,))
+    assert tree.cut(num_ranks=1).paths == ((0,), (0, 0))
+    assert tree.cut() == tree
+
+
+def test_numpy_integers_are_integers() -> None:
+    tree = TokenTree.from_paths([np.array([0]), (np.int64(0), np.int32(1))])
+    assert tree.paths == ((0,), (0, 1))
+    assert all(type(rank) is int for path in tree.paths for rank in path)
+
+
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        ([], "no path"),
+        ([[0], []], "Path 1 of the tree is empty; the root is always there"),
+        ([[0], [0]], r"Path \[0\] is listed twice"),
+        ([[0, 0], [0], [0, 0]], r"Path \[0, 0\] is listed twice"),
+        ([[0], [1, 2]], r"Path \[1, 2\] is an orphan: its parent \[1\] is not in the tree. Add"),
+        ([[0], [-1]], r"Path \[-1\] has the negative rank -1; ranks count from 0"),
+        ([[0], 1], "Path 1 of the tree is 1; a path is a list of ranks"),
+        ([[0], "0"], "Path 1 of the tree is '0'"),
+        ([[0], [0, 0.5]], "no integer"),
+        ([[0], [True]], "no integer"),
+        ([["0"]], "no integer"),
+        ("[[0]]", "A tree is a list of paths"),
+        (7, "A tree is a list of paths"),
+        ([[rank] for rank in range(256)], "257 nodes, root included; at most 256"),
+    ],
+)
+def test_a_list_that_is_no_tree_is_refused_in_plain_words(paths: object, words: str) -> None:
+    with pytest.raises(TreeError, match=words):
+        TokenTree.from_paths(paths)  # type: ignore[arg-type]
+
+
+def test_the_constructor_takes_no_child_before_its_parent() -> None:
+    with pytest.raises(TreeError, match=r"\[0, 0\] comes before its parent \[0\]"):
+        TokenTree(((0, 0), (0,)))
+
+
+@pytest.mark.parametrize(
+    ("widths", "words"),
+    [
+        ([], "without widths"),
+        ([2, 0], "Width 1 of the dense tree is 0"),
+        ([True], "Width 0 of the dense tree is True"),
+        ([2.0], "Width 0 of the dense tree is 2.0"),
+        ("43", "widths of a dense tree are '43'"),
+        (4, "widths of a dense tree are 4"),
+        ([256], "more than 256 nodes"),
+        ([10**9] * 50, "more than 256 nodes"),  # refused before anything is listed
+    ],
+)
+def test_bad_widths(widths: object, words: str) -> None:
+    with pytest.raises(TreeError, match=words):
+        TokenTree.dense(widths)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("depth", [0, -1, 256, True, "4", None])
+def test_bad_chain(depth: object) -> None:
+    with pytest.raises(TreeError, match="an integer from 1 to 255"):
+        TokenTree.chain(depth)  # type: ignore[arg-type]
+
+
+def test_the_largest_trees() -> None:
+    assert TokenTree.chain(255).num_nodes == MAX_NODES
+    assert TokenTree.dense([255]).num_nodes == MAX_NODES
+
+
+def test_a_prefix_without_the_root_is_refused() -> None:
+    with pytest.raises(TreeError, match="the least is 1"):
+        TokenTree.chain(2).prefix(0)
