@@ -1,0 +1,264 @@
+"""The options: what is read, what is refused, and in which words."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, TreeConfig
+from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset
+from vllm_medusa.tree.topology import TokenTree
+
+TYPICAL = AcceptanceConfig(mode="typical", epsilon=0.5, delta=0.25, greedy_root=True)
+
+
+class TestAcceptance:
+    def test_default_is_lossless(self) -> None:
+        assert AcceptanceConfig().mode == "lossless"
+        assert AcceptanceConfig.parse(None) == AcceptanceConfig.parse("lossless")
+
+    def test_forms(self) -> None:
+        assert AcceptanceConfig.parse("typical") == AcceptanceConfig(mode="typical")
+        assert AcceptanceConfig.parse(TYPICAL) is TYPICAL
+        given = {"mode": "typical", "epsilon": 0.5, "delta": 0.25, "greedy_root": True}
+        assert AcceptanceConfig.parse(given) == TYPICAL
+        assert AcceptanceConfig.parse({"mode": "typical", "epsilon": 1}).epsilon == 1.0
+
+    @pytest.mark.parametrize(
+        ("value", "words"),
+        [
+            ("typicl", r"mode is 'typicl'; give \"lossless\" or \"typical\""),
+            (3, "Medusa acceptance is 3; give"),
+            (["typical"], "Medusa acceptance is"),
+            ({"mode": "typical", "epsilon": 0}, "epsilon is 0; give a number above 0 and at most"),
+            ({"mode": "typical", "epsilon": 1.01}, "epsilon is 1.01"),
+            ({"mode": "typical", "epsilon": float("nan")}, "epsilon is nan"),
+            ({"mode": "typical", "epsilon": "0.1"}, "epsilon is '0.1'"),
+            ({"mode": "typical", "epsilon": True}, "epsilon is True"),
+            ({"mode": "typical", "delta": -0.1}, "delta is -0.1; give a number"),
+            ({"mode": "typical", "greedy_root": 1}, "greedy_root is 1; give true or false"),
+            ({"mode": "typical", "epsilon": 2, "delta": 2}, "epsilon is 2.*delta is 2"),
+            ({"mode": "typical", "epsilom": 0.1}, r"'epsilom' \(did you mean 'epsilon'\?\); allow"),
+            ({1: 2}, "unknown key 1; allowed: mode, epsilon"),
+            ({"epsilon": 0.5}, "epsilon is 0.5, which does nothing in lossless mode; choose typ"),
+            ({"mode": "lossless", "greedy_root": True}, "greedy_root is True, which does nothing"),
+        ],
+    )
+    def test_refusals(self, value: Any, words: str) -> None:
+        with pytest.raises(MedusaConfigError, match=words):
+            AcceptanceConfig.parse(value)
+
+    def test_the_constructor_speaks_plainly_too(self) -> None:
+        with pytest.raises(MedusaConfigError, match=r"^Medusa acceptance epsilon is 7; give"):
+            AcceptanceConfig(mode="typical", epsilon=7)
+        with pytest.raises(MedusaConfigError, match=r"'mod' is unknown .did you mean 'mode'"):
+            AcceptanceConfig(mod="typical")  # type: ignore[call-arg]
+
+    def test_frozen(self) -> None:
+        with pytest.raises(ValidationError, match="frozen"):
+            TYPICAL.epsilon = 0.1  # type: ignore[misc]
+        assert hash(TYPICAL) == hash(copy.deepcopy(TYPICAL))
+
+
+class TestRequestArguments:
+    @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"medusa": None}])
+    @pytest.mark.parametrize("default", [AcceptanceConfig(), TYPICAL])
+    def test_silence_keeps_the_default(self, extra: Any, default: AcceptanceConfig) -> None:
+        assert AcceptanceConfig.from_extra_args(extra, default) is default
+
+    @pytest.mark.parametrize(
+        ("options", "default", "expected"),
+        [
+            ({}, TYPICAL, TYPICAL),
+            ({"acceptance": "typical"}, AcceptanceConfig(), AcceptanceConfig(mode="typical")),
+            ({"acceptance": "lossless"}, TYPICAL, AcceptanceConfig()),
+            ({"acceptance": "typical"}, TYPICAL, TYPICAL),
+            (
+                {"delta": 0.75},
+                TYPICAL,
+                AcceptanceConfig(mode="typical", epsilon=0.5, delta=0.75, greedy_root=True),
+            ),
+            (
+                {"acceptance": "typical", "epsilon": 0.5},
+                AcceptanceConfig(),
+                AcceptanceConfig(mode="typical", epsilon=0.5),
+            ),
+        ],
+    )
+    def test_overrides(
+        self, options: dict[str, Any], default: AcceptanceConfig, expected: AcceptanceConfig
+    ) -> None:
+        assert AcceptanceConfig.from_extra_args({"medusa": options}, default) == expected
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ("typical", r"extra_args\[\"medusa\"\] is 'typical'; give a dict"),
+            ({"mode": "typical"}, "unknown key 'mode'; allowed: acceptance, epsilon"),
+            ({"tree": [[0]]}, "unknown key 'tree'; allowed: acceptance"),
+            ({"acceptance": "typcal"}, "mode is 'typcal'"),
+            ({"epsilon": 0.5}, "does nothing in lossless mode"),
+            ({"acceptance": "typical", "epsilon": 5}, "epsilon is 5"),
+        ],
+    )
+    def test_refusals(self, options: Any, words: str) -> None:
+        with pytest.raises(MedusaConfigError, match=words):
+            AcceptanceConfig.from_extra_args({"medusa": options}, AcceptanceConfig())
+
+
+class TestTree:
+    def test_the_user_comes_before_the_heads_and_the_heads_before_the_default(self) -> None:
+        assert TreeConfig.resolve({"chain": 2}, [[0], [1]], 3, 100) == TokenTree.chain(2)
+        assert TreeConfig.resolve(None, [[0], [1]], 3, 100).paths == ((0,), (1,))
+        assert TreeConfig.resolve(None, None, 4, 100) == DEFAULT_TREE
+        assert TreeConfig.resolve(None) == DEFAULT_TREE
+
+    def test_the_default_is_cut_to_the_heads_and_the_vocabulary(self) -> None:
+        assert TreeConfig.resolve(None, None, 2, 100) == DEFAULT_TREE.cut(max_depth=2)
+        assert TreeConfig.resolve(None, None, 1, 2).paths == ((0,), (1,))
+
+    @given(st.integers(1, 70))
+    def test_the_cap_is_a_prefix(self, cap: int) -> None:
+        tree = load_preset("mc_sim_7b_63")
+        capped = TreeConfig.resolve("mc_sim_7b_63", max_draft_tokens=cap)
+        assert capped.num_draft_tokens == min(cap, 63)
+        assert capped == tree.prefix(cap + 1)
+
+    def test_only_what_the_cap_keeps_must_fit(self) -> None:
+        assert TreeConfig.resolve({"chain": 9}, None, 3, 100, 3) == TokenTree.chain(3)
+
+    @pytest.mark.parametrize("num_heads", [1, 2, 3])
+    def test_too_deep_names_the_path_and_a_tree_that_fits(self, num_heads: int) -> None:
+        with pytest.raises(MedusaConfigError) as caught:
+            TreeConfig.resolve("mc_sim_7b_63", None, num_heads, 100)
+        text = str(caught.value)
+        assert "('mc_sim_7b_63') can't be used. Its path [0, 0, 0, 0] has depth 4" in text
+        assert f"there are {num_heads} heads" in text
+        for remedy in ({"dense": [4, 3, 2][:num_heads]}, {"chain": num_heads}):
+            assert json.dumps(remedy) in text
+            TreeConfig.resolve(remedy, None, num_heads, 100)
+
+    def test_bounds_are_exact(self) -> None:
+        assert TreeConfig.resolve([[0], [7]], None, 1, 8).num_nodes == 3
+        with pytest.raises(MedusaConfigError, match=r"\[7\] takes rank 7, .* 7 tokens.* up to 6"):
+            TreeConfig.resolve([[0], [7]], None, 1, 7)
+        assert TreeConfig.resolve({"chain": 3}, None, 3).max_depth == 3
+        with pytest.raises(MedusaConfigError, match="depth 3, but there are 2 heads"):
+            TreeConfig.resolve({"chain": 3}, None, 2)
+
+    def test_a_bad_tree_of_the_heads_says_whose_it_is(self) -> None:
+        with pytest.raises(MedusaConfigError, match=r"heads' own config can't.*Set the option"):
+            TreeConfig.resolve(None, [[0, 0]], 3, 100)
+        with pytest.raises(MedusaConfigError, match=r"heads' own config \('zephyr_stage2'\)"):
+            TreeConfig.resolve(None, "zephyr_stage2", 2, 100)
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (("mc_sim_7b_64",), r"can't be used. No preset is named .*did you mean"),
+            (([[0], [1, 0, 0]],), "orphan"),
+            (([[0], [0]],), "listed twice"),
+            ((None, None, None, None, 0), "capped at 0 draft tokens; the least is 1"),
+            ((None, None, 0, 100), "0 heads over 100 tokens can't draft"),
+        ],
+    )
+    def test_refusals(self, arguments: tuple[Any, ...], words: str) -> None:
+        with pytest.raises(MedusaConfigError, match=words):
+            TreeConfig.resolve(*arguments)
+
+
+class TestMedusaConfig:
+    def test_everything_left_out(self) -> None:
+        config = MedusaConfig.from_speculative_config({"method": "medusa"})
+        assert config == MedusaConfig()
+        assert (config.model, config.tree, config.num_speculative_tokens) == (None, None, None)
+        assert config.acceptance == AcceptanceConfig()
+
+    def test_everything_given(self) -> None:
+        config = MedusaConfig.from_speculative_config(
+            {
+                "method": "medusa",
+                "model": Path("some/heads"),
+                "revision": "main",
+                "tree": [(0,), (0, 1)],
+                "acceptance": {"mode": "typical", "epsilon": 0.5},
+                "num_speculative_tokens": 5,
+            }
+        )
+        assert config.model == str(Path("some/heads"))
+        assert config.tree == [[0], [0, 1]]
+        assert config.acceptance == AcceptanceConfig(mode="typical", epsilon=0.5)
+        assert config.num_speculative_tokens == 5
+
+    def test_the_users_dict_is_left_alone(self) -> None:
+        given = {"method": "medusa", "tree": {"chain": 2}}
+        MedusaConfig.from_speculative_config(given)
+        assert given == {"method": "medusa", "tree": {"chain": 2}}
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"method": "eagle"}, "method is 'eagle'; this plugin serves only \"medusa\""),
+            ({"modle": "x"}, r"unknown key 'modle' \(did you mean 'model'\?\); allowed: model, re"),
+            ({"epsilon": 0.1}, r"'epsilon'; it belongs into \{\"acceptance\": \{\"mode\""),
+            ({"draft_tensor_parallel_size": 1}, "unknown key 'draft_tensor_parallel_size'; allowe"),
+            ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; give an integer from 1"),
+            ({"num_speculative_tokens": 256}, "is 256; give an integer from 1 to 255"),
+            ({"num_speculative_tokens": True}, "is True; give an integer"),
+            ({"num_speculative_tokens": 2.0}, "is 2.0; give an integer"),
+            ({"model": ""}, "model is ''; give the folder or hub name"),
+            ({"model": 3}, "model is 3"),
+            ({"revision": 3}, "revision is 3; give a branch"),
+            ({"tree": 3}, "tree is 3; give a preset name"),
+            ({"tree": {1, 2}}, r"tree is \{1, 2\}; give .* plain JSON"),
+            ({"tree": [object()]}, "plain JSON"),
+            ({"acceptance": "typcal"}, "Medusa acceptance mode is 'typcal'"),
+            ({"acceptance": {"mode": "typical", "delta": 5}}, "Medusa acceptance delta is 5"),
+        ],
+    )
+    def test_refusals(self, options: dict[str, Any], words: str) -> None:
+        with pytest.raises(MedusaConfigError, match=words):
+            MedusaConfig.from_speculative_config(options)
+
+    @given(
+        model=st.none() | st.text(min_size=1, max_size=5),
+        tree=st.sampled_from([None, "zephyr_stage2", [[0], [1]], {"dense": [2, 2]}]),
+        acceptance=st.sampled_from([AcceptanceConfig(), TYPICAL, AcceptanceConfig(mode="typical")]),
+        tokens=st.none() | st.integers(1, 255),
+    )
+    def test_round_trip_through_json_and_pickle(
+        self, model: str | None, tree: Any, acceptance: AcceptanceConfig, tokens: int | None
+    ) -> None:
+        config = MedusaConfig(
+            model=model, tree=tree, acceptance=acceptance, num_speculative_tokens=tokens
+        )
+        travelled = json.loads(json.dumps(config.to_dict()))
+        assert MedusaConfig.from_dict(travelled) == config
+        assert pickle.loads(pickle.dumps(config)) == config
+
+    def test_a_resolved_tree_needs_no_file_any_more(self) -> None:
+        config = MedusaConfig(model="heads", tree="zephyr_stage2", acceptance=TYPICAL)
+        tree = TreeConfig.resolve(config.tree, max_draft_tokens=7)
+        resolved = config.with_tree(tree)
+        assert resolved.tree == tree.to_lists()
+        assert resolved.acceptance == TYPICAL
+        assert TreeConfig.resolve(resolved.tree) == tree
+
+    def test_frozen(self) -> None:
+        with pytest.raises(ValidationError, match="frozen"):
+            MedusaConfig().model = "x"  # type: ignore[misc]
+
+
+def test_options_are_read_without_torch_or_vllm() -> None:
+    """A command line's --help and the plugin's gate must be quick."""
+    code = "import sys, vllm_medusa.config; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
