@@ -1,0 +1,84 @@
+"""Random ragged batches of trees with tokens, and the acceptance rules written as plain loops."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_medusa.tree.batch import TreeBatch
+from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors
+
+
+@dataclass
+class Case:
+    tree: TreeBatch
+    token_ids: Tensor  # int64 [B, N]
+    vocab_size: int
+
+    @property
+    def batch_size(self) -> int:
+        return self.tree.batch_size
+
+    def children(self, b: int, node: int) -> list[int]:
+        """Existing children of a node in node order."""
+        count = int(self.tree.num_nodes[b])
+        return [i for i in range(1, count) if int(self.tree.parents[b, i]) == node]
+
+    def walk(self, b: int, choose) -> tuple[list[int], list[int]]:
+        """(nodes, emitted tokens) of the token-by-token walk; ``choose(node) -> token``."""
+        nodes, emitted = [0], []
+        while True:
+            token = choose(nodes[-1])
+            emitted.append(token)
+            hits = [c for c in self.children(b, nodes[-1]) if int(self.token_ids[b, c]) == token]
+            if not hits:
+                return nodes, emitted
+            nodes.append(hits[0])
+
+
+def make_case(seed: int, batch: int, max_nodes: int, vocab: int, deep: bool = False) -> Case:
+    """Every request gets a tree of its own; padding nodes hold plausible garbage."""
+    rng = random.Random(seed)
+    low = 3 if deep else max_nodes
+    parents = torch.tensor(
+        [
+            [-1, *(rng.randrange(max(0, i - low), i) for i in range(1, max_nodes))]
+            for _ in range(batch)
+        ]
+    )
+    depths = torch.zeros_like(parents)
+    for i in range(1, max_nodes):
+        depths[:, i] = depths.gather(1, parents[:, i : i + 1]).squeeze(1) + 1
+    ancestors = dense_ancestors(parents)
+    num_nodes = torch.tensor([rng.randint(1, max_nodes) for _ in range(batch)])
+    tree = TreeBatch(
+        num_nodes=num_nodes,
+        parents=parents,
+        depths=depths,
+        ancestor_bits=pack_ancestors(ancestors),
+        ancestors=ancestors,
+        max_depth=int(depths.max()) + rng.randint(0, 1),  # a bound, not always met
+    )
+    token_ids = torch.tensor(
+        [[rng.randrange(vocab) for _ in range(max_nodes)] for _ in range(batch)]
+    )
+    return Case(tree, token_ids, vocab)
+
+
+# Few tokens, so that siblings often carry the same one and paths get long.
+cases = st.builds(
+    make_case,
+    seed=st.integers(0, 2**32 - 1),
+    batch=st.integers(1, 4),
+    max_nodes=st.integers(1, 14),
+    vocab=st.integers(1, 3),
+    deep=st.booleans(),
+)
+
+
+def padded(values: list[int], length: int, fill: int) -> list[int]:
+    return values + [fill] * (length - len(values))

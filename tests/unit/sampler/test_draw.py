@@ -1,0 +1,70 @@
+"""Draws and truncation: the right distribution, and the very tokens vLLM would draw."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_medusa.sampler import Draw, draw_exponential, draw_splitmix, truncate_logits
+
+
+@pytest.mark.parametrize("draw", [draw_exponential, draw_splitmix])
+def test_draws_follow_the_softmax(draw: Draw) -> None:
+    logits = torch.tensor([0.5, -1.0, -torch.inf, 2.0, 0.0])
+    generator = torch.Generator().manual_seed(3)
+    samples = 3_000
+    counts = torch.bincount(
+        torch.stack([draw(logits, generator) for _ in range(samples)]), minlength=5
+    )
+    probs = logits.softmax(-1)
+    deviation = (counts / samples - probs).abs()
+    assert counts[2] == 0
+    assert (deviation < 5 * (probs * (1 - probs) / samples).sqrt() + 1e-9).all()
+
+
+@pytest.mark.parametrize("draw", [draw_exponential, draw_splitmix])
+def test_a_draw_costs_the_generator_the_same_whatever_the_logits(draw: Draw) -> None:
+    one, two = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    draw(torch.randn(64), one)
+    draw(torch.full((64,), -torch.inf).index_fill(0, torch.tensor([3]), 0.0), two)
+    assert torch.equal(torch.rand(4, generator=one), torch.rand(4, generator=two))
+
+
+def test_splitmix_known_bits() -> None:
+    """SplitMix64 from seed 1234567 starts 6457827717110365317, 3203168211198807973 (published)."""
+    from vllm_medusa.sampler import draw as module
+
+    words = torch.tensor([1234567]) + torch.arange(1, 3) * module._signed(module._GAMMA)
+    assert module._mix(words).tolist() == [6457827717110365317, 3203168211198807973]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.integers(-6, 6), min_size=1, max_size=12),
+    top_k=st.integers(-1, 14),
+    top_p=st.floats(0.05, 1.0),
+)
+def test_truncation_by_hand(logits: list[int], top_k: int, top_p: float) -> None:
+    row = torch.tensor([logits], dtype=torch.float32) / 2
+    kept = truncate_logits(row, top_k, top_p)[0].isfinite()
+    alive = torch.ones(len(logits), dtype=torch.bool)
+    if 0 < top_k < len(logits):
+        alive = row[0] >= sorted(row[0].tolist())[-top_k]
+    if top_p < 1:
+        probs = row[0].masked_fill(~alive, -torch.inf).softmax(-1).double()
+        mass = float(probs[kept].sum())
+        assert mass > top_p - 1e-5  # enough is kept ...
+        smallest = float(probs[kept].min())
+        assert mass - smallest <= top_p + 1e-5  # ... and nothing that could go
+        assert float(probs[~kept].max() if (~kept).any() else 0) <= smallest  # the tail goes
+        assert not (kept & ~alive).any()
+    else:
+        assert torch.equal(kept, alive)
+    assert bool(kept.any())
+
+
+def test_truncation_leaves_its_input_alone() -> None:
+    row = torch.randn(2, 9)
+    before = row.clone()
+    truncate_logits(row, 3, 0.5)
+    assert torch.equal(row, before)

@@ -1,0 +1,38 @@
+"""Acceptance: logits at the nodes -> verdict (accepted path, emitted tokens).
+
+Batched tensors in and out; knows neither how the tree was proposed nor where its KV lies.
+"""
+
+from vllm_medusa.sampler.draw import Draw, draw_exponential, draw_splitmix, truncate_logits
+from vllm_medusa.sampler.greedy import greedy_verdict
+from vllm_medusa.sampler.lossless import NodeSampler, lossless_walk
+from vllm_medusa.sampler.path import (
+    NO_TOKEN,
+    Path,
+    Verdict,
+    accept_path,
+    close_path,
+    path_to_node,
+    select_verdict,
+)
+from vllm_medusa.sampler.typical import typical_path, typical_threshold, typical_verdict
+
+__all__ = [
+    "NO_TOKEN",
+    "Draw",
+    "NodeSampler",
+    "Path",
+    "Verdict",
+    "accept_path",
+    "close_path",
+    "draw_exponential",
+    "draw_splitmix",
+    "greedy_verdict",
+    "lossless_walk",
+    "path_to_node",
+    "select_verdict",
+    "truncate_logits",
+    "typical_path",
+    "typical_threshold",
+    "typical_verdict",
+]

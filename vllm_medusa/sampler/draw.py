@@ -1,0 +1,70 @@
+"""One token from one row of logits: truncation and the random draw, as vLLM does them.
+
+The oracle must draw what vLLM draws for a seeded request, so both of vLLM's ways are here. Each
+costs the generator the same amount per token drawn, whatever the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Draw = Callable[[Tensor, torch.Generator | None], Tensor]  # fp32 logits [V] -> int64 []
+
+_MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # SplitMix64 (Steele et al. 2014)
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def truncate_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Set what top-k, then top-p, leave out to -inf: fp32 [R, V], after the temperature.
+
+    ``top_k`` up to 0 or from V on, and ``top_p`` from 1 on, leave everything. Values tied with the
+    k-th largest stay. Top-p keeps the fewest tokens, of the renormalised top k, that exceed it,
+    and always one.
+    """
+    if 0 < top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    if top_p < 1:
+        ascending, order = logits.sort(dim=-1)
+        # fp32 as vLLM's per-request top_p is: 1 - p must round alike.
+        rest = 1 - torch.tensor(top_p, dtype=torch.float32, device=logits.device)
+        drop = ascending.softmax(-1).cumsum(-1) <= rest
+        drop[..., -1] = False
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -torch.inf)
+    return logits
+
+
+def draw_exponential(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Draw like vLLM's native sampler (GPU): V exponential variates, argmax of p / q."""
+    probs = logits.softmax(-1, dtype=torch.float32)
+    return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(-1)
+
+
+def draw_splitmix(logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Draw like vLLM's CPU sampler (x86, ARM): one seed, then Gumbel noise hashed from it.
+
+    The seed s and token i give 53 bits ``mix(mix(s) + (i + 1) * gamma) >> 11``, centred in (0, 1).
+    """
+    seed = torch.randint(0, 2**31, (1,), generator=generator, device=logits.device)
+    counter = torch.arange(1, logits.shape[-1] + 1, device=logits.device)
+    bits = _shift_right(_mix(_mix(seed) + counter * _signed(_GAMMA)), 11)
+    gumbel = -(-((bits.double() + 0.5) * 2.0**-53).log()).log()
+    return (logits.double() + gumbel).argmax(-1)
+
+
+def _mix(word: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 words, which wrap as unsigned ones do."""
+    for shift, factor in _MIXERS:
+        word = (word ^ _shift_right(word, shift)) * _signed(factor)
+    return word ^ _shift_right(word, 31)
+
+
+def _shift_right(word: Tensor, count: int) -> Tensor:
+    return (word >> count) & ((1 << (64 - count)) - 1)  # logical: no sign bits come in
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word

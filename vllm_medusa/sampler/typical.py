@@ -1,0 +1,57 @@
+"""Typical acceptance: keep every draft the target finds plausible enough (not lossless).
+
+Medusa, https://arxiv.org/abs/2401.10774, section 2.3.1. With p the target distribution at the
+parent, after the request's temperature and truncation, and H its entropy in nats, x is kept when
+
+    p(x) > min(epsilon, delta * exp(-H))
+
+A flat p lowers the bar, a peaked one caps it at epsilon. The longest kept path wins, then the
+likeliest; the token that ends the step is the caller's to sample, or to take greedily, from p at
+the path's last node. Requests at temperature 0 belong to `greedy_verdict`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.sampler.path import Path, Verdict, accept_path, close_path
+from vllm_medusa.tree.batch import TreeBatch
+
+
+def typical_threshold(probs: Tensor, epsilon: float | Tensor, delta: float | Tensor) -> Tensor:
+    """The probability to exceed, fp32 [...], for distributions ``probs`` fp32 [..., V].
+
+    ``epsilon`` and ``delta``, in (0, 1], are numbers or broadcast to [...].
+    """
+    entropy = torch.special.entr(probs).sum(-1)  # -p log p, 0 at p = 0
+    bar = delta * torch.exp(-entropy)
+    if isinstance(epsilon, Tensor):
+        return torch.minimum(bar, epsilon.to(bar.dtype))
+    return bar.clamp(max=epsilon)
+
+
+def typical_path(
+    tree: TreeBatch, token_ids: Tensor, probs: Tensor, epsilon: Tensor, delta: Tensor
+) -> Path:
+    """The longest path of plausible nodes; ties go to the likelier path, then the lower node.
+
+    ``token_ids`` is int64 [B, N], negative where there is no draft; ``probs`` fp32 [B, N, V] the
+    target's distribution at each node; ``epsilon`` and ``delta`` fp32 [B].
+    """
+    parents = tree.parents.clamp(min=0)  # [B, N]
+    bar = typical_threshold(probs, epsilon.unsqueeze(1), delta.unsqueeze(1))  # [B, N]
+    entry = parents * probs.shape[-1] + token_ids.clamp(min=0)  # [B, N] into [N * V]
+    p = probs.flatten(1).gather(1, entry)  # [B, N], probability of each node given its parent
+    accepted = (p > bar.gather(1, parents)) & (token_ids >= 0)
+    log_p = torch.where(accepted & (tree.parents >= 0), p.log(), 0.0)
+    score = torch.zeros_like(log_p)
+    for _ in range(tree.max_depth):  # root to leaf, so that equal paths have equal sums
+        score = torch.where(tree.parents >= 0, score.gather(1, parents) + log_p, 0.0)
+    return accept_path(tree, accepted, score)
+
+
+def typical_verdict(tree: TreeBatch, token_ids: Tensor, path: Path, final_token: Tensor) -> Verdict:
+    """End ``path`` with ``final_token`` int64 [B], taken from p at ``path.last_node``."""
+    assert path.nodes.shape == (tree.batch_size, tree.max_depth + 1)
+    return close_path(path, token_ids, final_token)
