@@ -1,0 +1,53 @@
+"""Compaction: move the KV of the accepted path to where plain decoding would have written it.
+
+Scoring leaves node i of a request in slot ``slots[i]``, in node order behind the context. The
+accepted node of depth d belongs in ``slots[d]``; what lies behind the path is garbage to be
+overwritten. Parents come first, so a node never moves to a larger index:
+
+    slots                 20    21    22    23    24    25
+    scored node            0     1     2     3     4     5
+    accepted path 0 2 5
+    after compaction       0     2     5     -     -     -      moves 22 -> 21, 25 -> 22
+
+Slot 22 is read and written, hence everything is read before anything is written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accepted_moves(
+    slots: Tensor, path_nodes: Tensor, num_accepted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(src, dst), int64 [B, D] each: what column d - 1 reads and writes for depth d.
+
+    ``slots`` is int64 [B, N]; ``path_nodes`` int64 [B, D + 1] and ``num_accepted`` int64 [B] come
+    from a `Path`. Where nothing was accepted both are the root's slot, so that padding in
+    ``slots`` is never touched; a destination appears twice only in such no-op moves.
+    """
+    num_moves = path_nodes.shape[1] - 1
+    depth = torch.arange(1, num_moves + 1, device=slots.device)
+    moved = depth <= num_accepted.unsqueeze(1)  # [B, D]
+    root = slots[:, :1]
+    src = torch.where(moved, slots.gather(1, path_nodes[:, 1:]), root)
+    dst = torch.where(moved, slots[:, depth.clamp(max=slots.shape[1] - 1)], root)
+    return src, dst
+
+
+def copy_slots(
+    cache: Tensor, src: Tensor, dst: Tensor, slot_dims: int | tuple[int, int] = 0
+) -> None:
+    """Copy slots ``src`` to ``dst`` (int64, one shape) in place, all reads before all writes.
+
+    ``slot_dims`` is the dimension of ``cache`` that counts slots, or the pair (block, offset) for
+    a paged cache with slot = block * block_size + offset. Any layout and strides will do.
+    """
+    src, dst = src.flatten(), dst.flatten()
+    if isinstance(slot_dims, int):
+        cache.index_copy_(slot_dims, dst, cache.index_select(slot_dims, src))
+        return
+    paged = cache.movedim(slot_dims, (0, 1))  # [blocks, block_size, ...], a view
+    size = paged.shape[1]
+    paged[dst // size, dst % size] = paged[src // size, src % size]
