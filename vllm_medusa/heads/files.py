@@ -7,7 +7,6 @@ A source is a folder, a file, or a hub name. Headers (safetensors) or memory map
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +36,11 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 Fetch = Callable[[list[str]], Path]  # names wanted -> the folder they are then in, if they exist
 
@@ -46,7 +50,7 @@ class TensorSpec:
     """One tensor's header."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype | str  # str: a dtype that heads never have
+    dtype: torch.dtype | str  # str: one torch does not name, which no heads have
 
 
 @dataclass(frozen=True)
@@ -213,10 +217,13 @@ def _load_pickle(path: Path) -> Mapping[str, Tensor]:
             if "mmap can only be used" not in str(error):
                 raise
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # garbage makes an unpickler raise anything
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise HeadsError(
-            f"{path} is not a file of plain tensors ({str(error).splitlines()[0]}). Only those are "
-            "read: a pickle may run code. Convert it to safetensors where it comes from"
+            f"{path} is not a file of plain tensors ({reason}). Only those are read: a pickle may "
+            "run code. Convert it to safetensors where it comes from"
         ) from error
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()

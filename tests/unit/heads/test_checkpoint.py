@@ -1,0 +1,360 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_medusa.heads import HeadsError, MedusaHeads, load_heads, peek_heads, save_heads
+
+HIDDEN, VOCAB = 8, 20
+SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
+
+
+def target(weight):
+    return lambda rows: rows @ weight.T
+
+
+def check(source, plain, hidden, target_lm_head, **options):
+    """Load and compare the logits with the naive forward of the tensors that were written."""
+    heads, info = load_heads(source, **{**SIZES, **options})
+    logits = heads.compute_logits(heads(hidden), target(target_lm_head))
+    expected = plain.logits(hidden, target_lm_head)
+    torch.testing.assert_close(logits, expected[:, : heads.num_heads], rtol=1e-5, atol=1e-5)
+    assert peek_heads(source) == info
+    return heads, info
+
+
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_v1(file, layers, bias, tmp_path, random_heads, write, hidden, target_lm_head):
+    plain = random_heads(5, layers, bias)
+    config = {
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+        "medusa_num_heads": 2,  # published so, beside five heads
+        "medusa_num_layers": 7,
+    }
+    write(tmp_path / file, plain.spelled("v1"), config)
+    for source in (tmp_path, str(tmp_path), tmp_path / file):
+        _, info = check(source, plain, hidden, target_lm_head)
+    assert (info.format, info.num_heads, info.num_layers, info.bias) == ("v1", 5, layers, bias)
+    assert (info.num_lm_heads, info.vocab_size, info.dtype) == (5, VOCAB, torch.float32)
+    assert info.base_model == "lmsys/vicuna-7b-v1.3"
+    assert not info.includes_base
+
+
+@pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads.", "model.medusa_head."])
+def test_v1_behind_a_prefix(prefix, tmp_path, random_heads, write, hidden, target_lm_head):
+    plain = random_heads(3, 2)
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1", prefix))
+    assert check(tmp_path, plain, hidden, target_lm_head)[1].format == "v1"
+
+
+@pytest.mark.parametrize("config", [None, {"version": "2", "base_model_name_or_path": "N/A"}])
+def test_v2_uses_the_targets_lm_head(config, tmp_path, random_heads, write, hidden, target_lm_head):
+    plain = random_heads(3, 1, num_lm_heads=0)
+    write(tmp_path / "medusa_lm_head.safetensors", plain.spelled("v1"), config)
+    heads, info = check(tmp_path, plain, hidden, target_lm_head)
+    assert (info.format, info.shared_lm_head, info.vocab_size) == ("v2", True, None)
+    assert info.base_model is None
+    padded = torch.cat([target_lm_head, torch.zeros(12, HIDDEN)])
+    heads, _ = load_heads(tmp_path, **SIZES, lm_head_weight=padded)
+    assert heads.target_lm_head.data_ptr() == padded.data_ptr()
+    torch.testing.assert_close(
+        heads.compute_logits(heads(hidden)), plain.logits(hidden, target_lm_head)
+    )
+
+
+def test_heads_without_layers(tmp_path, random_heads, write, hidden, target_lm_head):
+    plain = random_heads(2, 0)
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"), {"medusa_num_layers": 0})
+    assert check(tmp_path, plain, hidden, target_lm_head)[1].num_layers == 0
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lm_bias", [True, False])
+def test_vllm(bias, lm_bias, tmp_path, random_heads, write, hidden, target_lm_head):
+    plain = random_heads(4, 2, bias, lm_bias=lm_bias)
+    write(tmp_path / "model.safetensors", plain.spelled("vllm"), {"num_heads": 9})
+    _, info = check(tmp_path, plain, hidden, target_lm_head)
+    assert (info.format, info.num_heads, info.bias, info.lm_head_bias) == ("vllm", 4, bias, lm_bias)
+
+
+@pytest.mark.parametrize("num_lm_heads", [3, 1, 0])
+def test_token_map(num_lm_heads, tmp_path, random_heads, write, hidden, target_lm_head):
+    token_map = torch.tensor([5, 0, 19, 7])
+    plain = random_heads(3, 1, num_lm_heads=num_lm_heads, rows=4, token_map=token_map)
+    config = {"vocab_size": VOCAB, "truncated_vocab_size": 4}
+    write(tmp_path / "model.safetensors", plain.spelled("vllm"), config)
+    heads, info = check(tmp_path, plain, hidden, target_lm_head)
+    assert torch.equal(heads.token_map, token_map)
+    assert (info.vocab_size, info.draft_vocab_size, info.token_map) == (VOCAB, 4, True)
+
+
+def test_token_map_over_whole_lm_heads_picks_their_rows(
+    tmp_path, random_heads, write, hidden, target_lm_head
+):
+    """As vLLM does: rows beyond the map's length mean that the LM head is not truncated yet."""
+    token_map = torch.tensor([5, 0, 19, 7])
+    plain = random_heads(2, 1, lm_bias=True, token_map=token_map)
+    write(tmp_path / "model.safetensors", plain.spelled("vllm"), {"vocab_size": VOCAB})
+    heads, _ = load_heads(tmp_path, **SIZES)
+    logits = heads.compute_logits(heads(hidden))
+    expected = plain.logits(hidden)[..., token_map]
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_lm_head_spelled_as_head_zeros(tmp_path, random_heads, write, hidden, target_lm_head):
+    plain = random_heads(3, 1, num_lm_heads=1)
+    tensors = plain.spelled("vllm")
+    tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
+    write(tmp_path / "model.safetensors", tensors, {"original_lm_head": True})
+    assert check(tmp_path, plain, hidden, target_lm_head)[1].num_lm_heads == 1
+    write(tmp_path / "model.safetensors", tensors, {})
+    with pytest.raises(HeadsError, match=r"lacks 'lm_heads.1.weight', 'lm_heads.2.weight'"):
+        load_heads(tmp_path, **SIZES)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+@pytest.mark.parametrize("num_lm_heads", [3, 0])
+def test_full_medusa_2_checkpoints(
+    suffix, num_lm_heads, tmp_path, random_heads, write_sharded, hidden, target_lm_head
+):
+    plain = random_heads(3, 1, num_lm_heads=num_lm_heads)
+    tensors = plain.spelled("v1", "medusa_head.")
+    names = sorted(tensors)
+    stem = "pytorch_model" if suffix == "bin" else "model"
+    base = {
+        "model.embed_tokens.weight": torch.zeros(VOCAB, HIDDEN),
+        "lm_head.weight": torch.ones(2),
+    }
+    shards = {
+        f"{stem}-00001-of-00003.{suffix}": base,
+        f"{stem}-00002-of-00003.{suffix}": {name: tensors[name] for name in names[:2]},
+        f"{stem}-00003-of-00003.{suffix}": {name: tensors[name] for name in names[2:]},
+    }
+    write_sharded(tmp_path, shards, f"{stem}.{suffix}.index.json", {"medusa_num_heads": 5})
+    (tmp_path / f"{stem}-00001-of-00003.{suffix}").write_bytes(b"never opened")
+    _, info = check(tmp_path, plain, hidden, target_lm_head)
+    assert (info.format, info.includes_base) == ("full", True)
+    assert info.shared_lm_head is (num_lm_heads == 0)
+
+
+def test_full_checkpoint_in_one_file(tmp_path, random_heads, write, hidden, target_lm_head):
+    plain = random_heads(2, 1)
+    base = {"model.norm.weight": torch.ones(HIDDEN), "lm_head.weight": torch.ones(VOCAB, HIDDEN)}
+    write(tmp_path / "pytorch_model.bin", {**plain.spelled("v1", "medusa_head."), **base})
+    assert check(tmp_path, plain, hidden, target_lm_head)[1].includes_base
+
+
+def test_heads_alone_come_before_whole_models(
+    tmp_path, random_heads, write, hidden, target_lm_head
+):
+    plain = random_heads(2, 1, seed=3)
+    write(tmp_path / "model.safetensors", {"model.norm.weight": torch.ones(HIDDEN)})
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
+    check(tmp_path, plain, hidden, target_lm_head)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(stored, tmp_path, random_heads, write):
+    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1, dtype=stored).spelled("v1"))
+    heads, info = load_heads(tmp_path, **SIZES)
+    assert info.dtype == heads.lm_head_weight.dtype == heads.blocks[0].bias.dtype == stored
+    heads, _ = load_heads(tmp_path, **SIZES, dtype=torch.float32)
+    assert heads.lm_head_weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("num_lm_heads", [4, 1, 0])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_only_the_first_heads(
+    count, num_lm_heads, tmp_path, random_heads, write, hidden, target_lm_head
+):
+    plain = random_heads(4, 1, num_lm_heads=num_lm_heads)
+    write(tmp_path / "model.safetensors", plain.spelled("vllm"))
+    heads, info = check(tmp_path, plain, hidden, target_lm_head, max_heads=count)
+    assert (heads.num_heads, info.num_heads) == (min(count, 4), 4)
+
+
+def test_old_pickles_that_cannot_be_mapped(tmp_path, random_heads, hidden, target_lm_head):
+    plain = random_heads(2, 1)
+    path = tmp_path / "medusa_lm_head.pt"
+    torch.save(plain.spelled("v1"), path, _use_new_zipfile_serialization=False)
+    check(path, plain, hidden, target_lm_head)
+
+
+def test_loaded_heads_are_frozen(tmp_path, random_heads, write):
+    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
+    heads, _ = load_heads(tmp_path, **SIZES)
+    assert not any(parameter.requires_grad for parameter in heads.parameters())
+
+
+# --- what is refused ---
+
+
+def edited(plain, style="v1", **changes):
+    """Tensors with some replaced, added, or (None) removed; names with dots as keys."""
+    tensors = {**plain.spelled(style), **changes}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+NAN, INF = torch.full((HIDDEN, HIDDEN), torch.nan), torch.full((HIDDEN,), -torch.inf)
+BROKEN = [
+    ({"1.0.linear.weight": None}, r"lacks '1\.0\.linear\.weight' \("),
+    ({"2.0.linear.bias": None}, r"lacks '2\.0\.linear\.bias'"),
+    ({"2.1.weight": None}, r"lacks '2\.1\.weight'"),
+    ({"9.1.weight": torch.zeros(VOCAB, HIDDEN)}, r"lacks '3\.0\.linear\.weight'.* more tensors"),
+    ({"0.1.bias": torch.zeros(VOCAB)}, r"lacks '1\.1\.bias', '2\.1\.bias'"),
+    ({"extra.scale": torch.zeros(1)}, r"has left over 'extra\.scale'"),
+    ({"0.0.linear.qweight": torch.zeros(1)}, r"has left over '0\.0\.linear\.qweight'"),
+    ({"1.2.weight": torch.zeros(VOCAB, HIDDEN)}, r"has left over '1\.2\.weight'"),
+    ({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, "has left over"),
+    ({"0.0.linear.weight": torch.zeros(HIDDEN, HIDDEN, 1)}, r"'0\.0\.linear\.weight' has shape"),
+    ({"1.0.linear.weight": torch.zeros(HIDDEN, 4)}, r"'1\.0\.linear\.weight' has shape \[8, 4\]"),
+    ({"1.0.linear.bias": torch.zeros(4)}, r"'1\.0\.linear\.bias' has shape \[4\].*must be \[8\]"),
+    ({"2.1.weight": torch.zeros(VOCAB - 1, HIDDEN)}, r"'2\.1\.weight' has shape \[19, 8\]"),
+    ({"0.0.linear.bias": torch.zeros(HIDDEN, dtype=torch.int8)}, "is int8; it must be one of"),
+    ({"token_map": torch.zeros(VOCAB)}, "'token_map' is float32; it must be one of int32, int64"),
+    ({"token_map": torch.zeros(2, 2, dtype=torch.int64)}, r"'token_map' has shape \[2, 2\]"),
+    ({"token_map": torch.tensor([1, VOCAB])}, "'token_map' holds token id 20; .* 0 to 19"),
+    ({"token_map": torch.tensor([1, -1])}, "'token_map' holds token id -1"),
+    ({"token_map": torch.tensor([1, 1])}, "'token_map' names some token twice"),
+    ({"2.0.linear.weight": NAN}, r"'2\.0\.linear\.weight' holds NaN or infinity.*retrain"),
+    ({"0.0.linear.bias": INF}, r"'0\.0\.linear\.bias' holds NaN or infinity"),
+]
+
+
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
+@pytest.mark.parametrize(("changes", "message"), BROKEN)
+def test_broken_checkpoints_name_the_tensor(file, changes, message, tmp_path, random_heads, write):
+    write(tmp_path / file, edited(random_heads(3, 1), **changes))
+    with pytest.raises(HeadsError, match=message):
+        load_heads(tmp_path, **SIZES)
+
+
+def test_names_are_the_files_own(tmp_path, random_heads, write):
+    tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
+    del tensors["medusa_head.1.0.linear.bias"]
+    tensors["medusa_head.0.0.gate.weight"] = torch.zeros(1)
+    tensors["blocks.0.layers.0.weight"] = torch.zeros(1)
+    tensors["model.norm.weight"] = torch.zeros(1)
+    write(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(HeadsError) as caught:
+        peek_heads(tmp_path)
+    assert "lacks 'medusa_head.1.0.linear.bias' and has left over" in str(caught.value)
+    assert "'medusa_head.0.0.gate.weight'" in str(caught.value)
+    assert "'blocks.0.layers.0.weight'" in str(caught.value)
+    assert "norm" not in str(caught.value)
+
+
+def test_another_models_heads(tmp_path, random_heads, write):
+    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
+    with pytest.raises(HeadsError, match="hidden size 8; this one has 16"):
+        load_heads(tmp_path, hidden_size=16, vocab_size=VOCAB)
+    for vocab in (VOCAB - 1, VOCAB + 1):
+        with pytest.raises(HeadsError, match=rf"'0.1.weight' scores 20 tokens; .* has {vocab}"):
+            load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=vocab)
+
+
+def test_padding_rows_only_where_the_config_states_the_vocabulary(
+    tmp_path, random_heads, write, hidden
+):
+    plain = random_heads(2, 1, lm_bias=True)
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"), {"vocab_size": 18})
+    heads, info = load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=18)
+    assert (info.vocab_size, info.lm_head_rows) == (18, VOCAB)
+    logits = heads.compute_logits(heads(hidden))
+    torch.testing.assert_close(logits, plain.logits(hidden)[..., :18], rtol=1e-5, atol=1e-5)
+    with pytest.raises(HeadsError, match=r'need config\.json to state "vocab_size": 17'):
+        load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=17)
+
+
+def test_values_too_large_for_the_dtype(tmp_path, random_heads, write):
+    plain = random_heads(2, 1)
+    plain.layers[1][0][0][0, 0] = 1e5
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
+    with pytest.raises(HeadsError, match=r"'1\.0\.linear\.weight' holds .* 1e\+05, too large for"):
+        load_heads(tmp_path, **SIZES, dtype=torch.float16)
+    load_heads(tmp_path, **SIZES, dtype=torch.bfloat16)
+    with pytest.raises(HeadsError, match=r"torch\.int8 is no floating-point"):
+        load_heads(tmp_path, **SIZES, dtype=torch.int8)
+
+
+# --- what we write ---
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("num_lm_heads", ["own", 1, 0])
+@pytest.mark.parametrize("token_map", [None, torch.tensor([4, 9, 1])])
+def test_what_is_saved_is_loaded(num_heads, num_lm_heads, token_map, tmp_path):
+    count = num_heads if num_lm_heads == "own" else num_lm_heads
+    heads = MedusaHeads(
+        num_heads, 2, HIDDEN, VOCAB, True, count == 0, count > 0, token_map, num_lm_heads=count
+    )
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    tree = [[0], [1], [0, 0]]
+    config = {"tree": tree, "base_model_name_or_path": "some/model", "provenance": {"seed": 3}}
+    assert save_heads(tmp_path / "heads", heads, config) == tmp_path / "heads"
+    loaded, info = load_heads(tmp_path / "heads", **SIZES)
+    state = loaded.state_dict()
+    assert state.keys() == heads.state_dict().keys()
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(state[name], tensor)
+    assert (info.tree, info.base_model) == (tree, "some/model")
+    assert info.config["medusa"]["provenance"] == {"seed": 3}
+    assert sorted(path.name for path in (tmp_path / "heads").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_config_has_the_fields_of_stock_vllm(tmp_path):
+    save_heads(tmp_path, MedusaHeads(3, 2, HIDDEN, VOCAB, bias=False))
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": 3,
+        "num_hidden_layers": 2,
+        "hidden_size": HIDDEN,
+        "vocab_size": VOCAB,
+        "truncated_vocab_size": VOCAB,
+        "medusa_fc_bias": False,
+        "original_lm_head": False,
+        "medusa": {"format_version": 1},
+    }
+
+
+def test_a_stored_copy_of_the_targets_lm_head(tmp_path, target_lm_head):
+    heads = MedusaHeads(3, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    save_heads(tmp_path, heads, lm_head_weight=torch.cat([target_lm_head, torch.ones(4, HIDDEN)]))
+    alone, info = load_heads(tmp_path, **SIZES)
+    assert info.config["original_lm_head"] is True
+    assert torch.equal(alone.lm_head_weight[0], target_lm_head)
+    bound, _ = load_heads(tmp_path, **SIZES, lm_head_weight=target_lm_head)
+    assert bound.target_lm_head.data_ptr() == target_lm_head.data_ptr()
+    other, _ = load_heads(tmp_path, **SIZES, lm_head_weight=target_lm_head + 1)
+    assert torch.equal(other.lm_head_weight[0], target_lm_head)
+    with pytest.raises(HeadsError, match="only for heads that store no LM head"):
+        save_heads(tmp_path, MedusaHeads(3, 1, HIDDEN, VOCAB), lm_head_weight=target_lm_head)
+
+
+def test_diverged_heads_are_not_saved(tmp_path):
+    heads = MedusaHeads(2, 1, HIDDEN, VOCAB)
+    with torch.no_grad():
+        heads.blocks[0].weight[1, 0, 0] = torch.nan
+    with pytest.raises(HeadsError, match=r"'blocks\.1\.layers\.0\.weight' holds NaN"):
+        save_heads(tmp_path, heads)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_never_beside_files_that_readers_prefer(tmp_path, random_heads, write):
+    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
+    with pytest.raises(HeadsError, match=r"already holds medusa_lm_head\.pt"):
+        save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
+
+
+def test_a_config_that_is_no_json_leaves_no_file(tmp_path):
+    with pytest.raises(TypeError):
+        save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB), {"tree": object()})
+    assert list(Path(tmp_path).iterdir()) == []

@@ -1,0 +1,183 @@
+import json
+import pickle
+
+import huggingface_hub
+import pytest
+import safetensors
+import torch
+
+from vllm_medusa.heads import HeadsError, files, load_heads, peek_heads
+
+SIZES = {"hidden_size": 8, "vocab_size": 20}
+
+
+class Payload:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('a pickle ran code')",))
+
+
+def test_pickles_run_no_code(tmp_path):
+    path = tmp_path / "medusa_lm_head.pt"
+    torch.save({"0.0.linear.weight": Payload()}, path)
+    with pytest.raises(HeadsError, match="not a file of plain tensors"):
+        peek_heads(path)
+    path.write_bytes(pickle.dumps(Payload(), protocol=2))
+    with pytest.raises(HeadsError, match="not a file of plain tensors"):
+        peek_heads(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing of the kind", b"\x80\x04}", b"PK\x03\x04?"])
+@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "model.safetensors"])
+def test_damaged_files(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(HeadsError, match="is not a"):
+        peek_heads(tmp_path)
+
+
+def test_truncated_safetensors(tmp_path, random_heads, write):
+    path = write(tmp_path / "model.safetensors", random_heads(2, 1).spelled("vllm"))
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(HeadsError, match="is not a safetensors file"):
+        load_heads(tmp_path, **SIZES)
+
+
+def test_a_pickle_that_is_no_state_dict(tmp_path):
+    torch.save([torch.zeros(1)], tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(HeadsError, match="must hold a state dict"):
+        peek_heads(tmp_path)
+    torch.save({"0.0.linear.weight": torch.zeros(1), "epoch": 3}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(HeadsError, match="must hold a state dict"):
+        peek_heads(tmp_path)
+
+
+def test_the_target_itself_holds_no_heads(tmp_path, write):
+    tensors = {"model.norm.weight": torch.zeros(8), "lm_head.weight": torch.zeros(20, 8)}
+    write(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(HeadsError, match=r"holds no Medusa head.*Is this the target model\?"):
+        peek_heads(tmp_path)
+
+
+def test_a_folder_without_heads(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(HeadsError, match=r"none of medusa_lm_head\.safetensors, .*only notes\.txt"):
+        peek_heads(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["./no/such", "no/such/folder", "heads.d/../x", "~/no such"])
+def test_neither_path_nor_hub_name(source):
+    with pytest.raises(HeadsError, match="no such file or folder, nor a hub name"):
+        peek_heads(source)
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_none(text, tmp_path, random_heads, write):
+    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(HeadsError, match=r"config\.json .*JSON"):
+        peek_heads(tmp_path)
+
+
+def test_indices_that_lie(tmp_path, random_heads, write_sharded):
+    tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
+    index = "model.safetensors.index.json"
+    write_sharded(tmp_path, {"a.safetensors": tensors}, index)
+    document = json.loads((tmp_path / index).read_text())
+    document["weight_map"]["medusa_head.2.0.linear.weight"] = "a.safetensors"
+    document["weight_map"]["medusa_head.2.0.linear.bias"] = "a.safetensors"
+    document["weight_map"]["medusa_head.2.1.weight"] = "a.safetensors"
+    (tmp_path / index).write_text(json.dumps(document))
+    with pytest.raises(HeadsError, match=r"a\.safetensors lacks 'medusa_head\.2\.0\.linear\.bias'"):
+        peek_heads(tmp_path)
+    document["weight_map"]["medusa_head.2.1.weight"] = "b.safetensors"
+    (tmp_path / index).write_text(json.dumps(document))
+    with pytest.raises(HeadsError, match=r"names 'b\.safetensors', which is not beside it"):
+        peek_heads(tmp_path)
+    (tmp_path / index).write_text("{}")
+    with pytest.raises(HeadsError, match="has no 'weight_map'"):
+        peek_heads(tmp_path)
+
+
+def test_peeking_reads_no_weight(tmp_path, random_heads, write, monkeypatch):
+    """A header is enough: no safetensors weight is read, and pickles are memory-mapped."""
+    write(tmp_path / "st" / "model.safetensors", random_heads(2, 1).spelled("vllm"))
+    write(tmp_path / "pt" / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
+
+    class HeaderOnly:
+        def __init__(self, *args, **kwargs):
+            self.file = safetensors.safe_open(*args, **kwargs)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *error):
+            self.file.__exit__(*error)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return self.file.get_slice(name)
+
+    monkeypatch.setattr(files, "safe_open", HeaderOnly)
+    assert peek_heads(tmp_path / "st").num_heads == 2
+    with pytest.raises(AttributeError, match="get_tensor"):
+        load_heads(tmp_path / "st", **SIZES)
+
+    mapped = []
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: mapped.append(k["mmap"]) or load(*a, **k))
+    assert peek_heads(tmp_path / "pt").num_heads == 2
+    assert mapped
+    assert all(mapped)
+
+
+class Hub:
+    """A hub that serves a folder, file by file, and remembers what was asked for."""
+
+    def __init__(self, repository, cache):
+        self.repository, self.cache, self.asked = repository, cache, []
+
+    def __call__(self, name, *, revision, allow_patterns):
+        self.asked.append((name, revision))
+        for pattern in allow_patterns:
+            source = self.repository / pattern
+            if source.is_file():
+                self.cache.mkdir(exist_ok=True)
+                (self.cache / pattern).write_bytes(source.read_bytes())
+        return str(self.cache)
+
+
+def test_hub_names_download_only_what_the_heads_need(
+    tmp_path, random_heads, write_sharded, monkeypatch
+):
+    repository, cache = tmp_path / "repository", tmp_path / "cache"
+    tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
+    shards = {"big-1.bin": {"model.norm.weight": torch.ones(8)}, "big-2.bin": tensors}
+    write_sharded(repository, shards, "pytorch_model.bin.index.json", {"medusa_num_heads": 2})
+    hub = Hub(repository, cache)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    info = peek_heads("someone/medusa-7b", revision="v3")
+    assert (info.format, info.num_heads) == ("full", 2)
+    assert set(hub.asked) == {("someone/medusa-7b", "v3")}
+    downloaded = {path.name for path in cache.iterdir()}
+    assert downloaded == {"config.json", "pytorch_model.bin.index.json", "big-2.bin"}
+
+
+def test_the_heads_alone_are_asked_for_first(tmp_path, random_heads, write, monkeypatch):
+    tensors = random_heads(2, 1).spelled("v1")
+    for name in ("medusa_lm_head.pt", "medusa_lm_head.safetensors", "model.safetensors"):
+        write(tmp_path / "repository" / name, tensors)
+    hub = Hub(tmp_path / "repository", tmp_path / "cache")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    assert load_heads("someone/heads", **SIZES)[1].format == "v1"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["medusa_lm_head.safetensors"]
+
+
+def test_offline_says_so(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(HeadsError, match=r"'someone/heads'.*not a local folder.*give the folder"):
+        peek_heads("someone/heads")

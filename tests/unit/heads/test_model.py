@@ -1,0 +1,160 @@
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm_medusa.heads import HeadsError, MedusaHeads, ResBlock
+
+HIDDEN, VOCAB = 8, 20
+
+
+def randomize(module):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return module
+
+
+def naive(heads, hidden, target=None):
+    """Head by head, layer by layer, on plain slices of the stacked weights."""
+    out = []
+    for head in range(heads.num_heads):
+        x = hidden
+        for block in heads.blocks:
+            bias = None if block.bias is None else block.bias[head]
+            x = x + F.silu(F.linear(x, block.weight[head], bias))
+        if heads.num_lm_heads:
+            lm = head % heads.num_lm_heads
+            bias = None if heads.lm_head_bias is None else heads.lm_head_bias[lm]
+            out.append(F.linear(x, heads.lm_head_weight[lm], bias))
+        else:
+            scores = F.linear(x, target)
+            out.append(scores if heads.token_map is None else scores[:, heads.token_map])
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "bias", "lm_heads", "lm_bias"),
+    [
+        case
+        for case in itertools.product([0, 1, 3], [True, False], [4, 1, 0], [False, True])
+        if case[2] or not case[3]
+    ],
+)
+def test_batched_equals_the_naive_loop(layers, bias, lm_heads, lm_bias, hidden, target_lm_head):
+    heads = randomize(
+        MedusaHeads(4, layers, HIDDEN, VOCAB, bias, lm_heads == 0, lm_bias, num_lm_heads=lm_heads)
+    )
+    with torch.no_grad():
+        logits = heads.compute_logits(heads(hidden), lambda rows: rows @ target_lm_head.T)
+        assert logits.shape == (5, 4, VOCAB)
+        expected = naive(heads, hidden, target_lm_head)
+        # fp32, values of order 1 to 10: only the order of additions differs
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        for count in (1, 2, 4):
+            some = heads.compute_logits(heads(hidden, count), lambda rows: rows @ target_lm_head.T)
+            torch.testing.assert_close(some, expected[:, :count], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_near_float32(dtype, hidden):
+    heads = randomize(MedusaHeads(3, 2, HIDDEN, VOCAB))
+    expected = naive(heads, hidden)
+    half = heads.to(dtype)
+    logits = half.compute_logits(half(hidden.to(dtype)))
+    assert logits.dtype == dtype
+    # three roundings of values of order 1 with bfloat16's 8 bits
+    torch.testing.assert_close(logits.float(), expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_untrained_heads_give_the_lm_heads_logits(layers, hidden, target_lm_head):
+    expected = F.linear(hidden, target_lm_head).unsqueeze(1).expand(-1, 3, -1)
+    own = MedusaHeads(3, layers, HIDDEN, VOCAB)
+    own.init_lm_heads(target_lm_head)
+    torch.testing.assert_close(own.compute_logits(own(hidden)), expected, rtol=1e-5, atol=1e-5)
+    shared = MedusaHeads(3, layers, HIDDEN, VOCAB, shared_lm_head=True)
+    shared.use_target_lm_head(target_lm_head)
+    torch.testing.assert_close(shared.compute_logits(shared(hidden)), expected)
+
+
+def test_the_residual_stack_of_untrained_heads_is_the_identity(hidden):
+    heads = MedusaHeads(3, 2, HIDDEN, VOCAB)
+    assert torch.equal(heads(hidden), hidden.unsqueeze(1).expand(-1, 3, -1))
+    assert torch.equal(ResBlock(HIDDEN)(hidden), hidden.unsqueeze(1))
+
+
+def test_a_truncated_vocabulary_scores_its_own_tokens_only(hidden, target_lm_head):
+    token_map = torch.tensor([3, 17, 5])
+    heads = randomize(MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map))
+    expected = naive(heads, hidden, target_lm_head)
+    padded = torch.cat([target_lm_head, torch.full((4, HIDDEN), 9.0)])
+    through_callable = heads.compute_logits(heads(hidden), lambda rows: rows @ padded.T)
+    torch.testing.assert_close(through_callable, expected, rtol=1e-5, atol=1e-5)
+    heads.use_target_lm_head(padded)
+    torch.testing.assert_close(heads.compute_logits(heads(hidden)), expected, rtol=1e-5, atol=1e-5)
+    assert heads.to_target_ids(torch.tensor([[2, 0]])).tolist() == [[5, 3]]
+    own = MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=token_map, lm_head_bias=True)
+    own.init_lm_heads(padded, torch.arange(24.0))
+    assert torch.equal(own.lm_head_weight[1], target_lm_head[token_map])
+    assert own.lm_head_bias[0].tolist() == [3, 17, 5]
+
+
+def test_padding_of_the_targets_lm_head_is_cut(hidden, target_lm_head):
+    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    padded = torch.cat([target_lm_head, torch.full((12, HIDDEN), 9.0)])
+    logits = heads.compute_logits(heads(hidden), lambda rows: rows @ padded.T)
+    assert logits.shape == (5, 2, VOCAB)
+
+
+def test_the_bound_lm_head_is_no_parameter_and_no_copy(target_lm_head):
+    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    parameter = torch.nn.Parameter(target_lm_head)
+    heads.use_target_lm_head(parameter)
+    assert heads.target_lm_head.data_ptr() == parameter.data_ptr()
+    assert {name for name, _ in heads.named_parameters()} == {"blocks.0.weight", "blocks.0.bias"}
+    assert set(heads.state_dict()) == {"blocks.0.weight", "blocks.0.bias"}
+
+
+def test_every_head_learns_on_its_own(hidden):
+    heads = randomize(MedusaHeads(3, 2, HIDDEN, VOCAB))
+    heads.compute_logits(heads(hidden))[:, 1].sum().backward()
+    for parameter in heads.parameters():
+        assert parameter.grad[1].abs().sum() > 0
+        assert parameter.grad[[0, 2]].abs().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 0}, "num_heads is 0; it must be at least 1"),
+        ({"num_layers": -1}, "num_layers is -1"),
+        ({"num_lm_heads": 2}, "num_lm_heads is 2; allowed are 3"),
+        ({"num_lm_heads": 0}, "only with shared_lm_head=True"),
+        ({"shared_lm_head": True, "lm_head_bias": True}, "needs stored LM heads"),
+        ({"token_map": torch.zeros(2, 2)}, r"token_map has shape \[2, 2\]"),
+    ],
+)
+def test_impossible_heads_are_refused(arguments, message):
+    sizes = {"num_heads": 3, "num_layers": 1, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    with pytest.raises(HeadsError, match=message):
+        MedusaHeads(**{**sizes, **arguments})
+
+
+def test_misuse_is_refused(hidden, target_lm_head):
+    own = MedusaHeads(2, 1, HIDDEN, VOCAB)
+    shared = MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    with pytest.raises(HeadsError, match="num_heads is 3; there are 2 heads"):
+        own(hidden, 3)
+    with pytest.raises(HeadsError, match="pass lm_head, or bind"):
+        shared.compute_logits(shared(hidden))
+    with pytest.raises(HeadsError, match="LM heads of their own"):
+        own.use_target_lm_head(target_lm_head)
+    with pytest.raises(HeadsError, match="store no LM head"):
+        shared.init_lm_heads(target_lm_head)
+    with pytest.raises(HeadsError, match=r"is \[19, 8\]; these heads need at least 20 rows of 8"):
+        shared.use_target_lm_head(target_lm_head[:-1])
+    with pytest.raises(HeadsError, match="if and only if"):
+        own.init_lm_heads(target_lm_head, torch.zeros(VOCAB))

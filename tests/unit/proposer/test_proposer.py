@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.proposer import draft, propose
+from vllm_medusa.tree.batch import TreeTensors
+from vllm_medusa.tree.topology import TokenTree
+
+TREES = {
+    "chain": TokenTree.chain(3),
+    "dense": TokenTree.dense([3, 2, 2]),
+    "sparse": TokenTree.from_paths([(0,), (4,), (0, 0), (4, 1), (0, 0, 2)]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_node_holds_its_heads_token_of_its_rank(name):
+    tree = TREES[name]
+    logits = torch.randn(4, 5, 30, generator=torch.Generator().manual_seed(1))
+    tokens = propose(logits, TreeTensors.from_tree(tree))
+    assert tokens.dtype == torch.int64
+    assert tokens.shape == (4, tree.num_nodes)
+    for row in range(4):
+        assert tokens[row, 0] == 0
+        for node, path in enumerate(tree.paths, start=1):
+            scores = logits[row, len(path) - 1].tolist()
+            best = sorted(range(30), key=lambda token: (-scores[token], token))
+            assert tokens[row, node] == best[path[-1]]
+
+
+def test_ties_go_to_the_lower_token():
+    tokens = propose(torch.zeros(1, 1, 50), TreeTensors.from_tree(TokenTree.dense([4])))
+    assert tokens.tolist() == [[0, 0, 1, 2, 3]]
+
+
+def test_siblings_differ_even_in_bfloat16():
+    logits = torch.randn(8, 2, 500, generator=torch.Generator().manual_seed(2)).bfloat16()
+    tree = TokenTree.dense([4, 3])
+    tokens = propose(logits, TreeTensors.from_tree(tree))
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents):
+        children.setdefault(parent, []).append(node)
+    for siblings in children.values():
+        for row in tokens[:, siblings].tolist():
+            assert len(set(row)) == len(row)
+
+
+def test_token_map_gives_target_ids():
+    token_map = torch.tensor([7, 99, 3])
+    logits = torch.tensor([[[0.0, 2.0, 1.0]]])
+    tree = TreeTensors.from_tree(TokenTree.dense([3]))
+    assert propose(logits, tree, token_map).tolist() == [[0, 99, 3, 7]]
+
+
+def test_draft_runs_only_the_heads_the_tree_uses():
+    heads = MedusaHeads(4, 1, 8, 20)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.randn(3, 8)
+    tree = TreeTensors.from_tree(TokenTree.dense([2, 2]))
+    seen = []
+    heads.register_forward_hook(lambda _, args, out: seen.append(out.shape))
+    with torch.no_grad():
+        tokens = draft(heads, hidden, tree)
+        expected = propose(heads.compute_logits(heads(hidden)), tree)
+    assert seen[0] == (3, 2, 8)
+    assert torch.equal(tokens, expected)
+
+
+def test_draft_uses_the_targets_lm_head_and_the_token_map():
+    heads = MedusaHeads(2, 1, 8, 20, shared_lm_head=True, token_map=torch.tensor([4, 11, 2]))
+    weight = torch.randn(20, 8, generator=torch.Generator().manual_seed(3))
+    hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(4))
+    tree = TreeTensors.from_tree(TokenTree.chain(2))
+    tokens = draft(heads, hidden, tree, lambda rows: rows @ weight.T)
+    best = (hidden @ weight.T)[:, [4, 11, 2]].argmax(1)
+    expected = torch.tensor([4, 11, 2])[best]
+    assert torch.equal(tokens, torch.stack([torch.zeros_like(expected), expected, expected], 1))
+
+
+def test_a_tree_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="3 deep; there are 2 heads"):
+        propose(torch.zeros(1, 2, 9), TreeTensors.from_tree(TokenTree.chain(3)))
+    with pytest.raises(ValueError, match="best 6 tokens of a head; the heads score 5"):
+        propose(torch.zeros(1, 2, 5), TreeTensors.from_tree(TokenTree.dense([6])))
