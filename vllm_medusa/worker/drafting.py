@@ -1,0 +1,59 @@
+"""The Medusa proposer as vLLM's runner sees it: loads the heads, drafts token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from vllm_medusa.heads import MedusaHeads, load_heads
+from vllm_medusa.proposer import draft
+from vllm_medusa.tree import TreeTensors
+from vllm_medusa.worker.options import EngineOptions
+
+logger = init_logger(__name__)
+
+
+class MedusaDrafter:
+    """Named in the speculative config as the custom proposer class; vLLM instantiates it."""
+
+    heads: MedusaHeads
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.options = EngineOptions.of(vllm_config)
+        self.model_config = vllm_config.model_config
+        self.device = torch.device(vllm_config.device_config.device)
+        self.tree = TreeTensors.from_tree(self.options.tree, self.device)
+        self._target: Any = None
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the heads beside ``target_model``, whose LM head serves heads that store none."""
+        self._target = target_model
+        self.heads, info = load_heads(
+            self.options.heads,
+            hidden_size=self.model_config.get_hidden_size(),
+            vocab_size=self.model_config.get_vocab_size(),
+            dtype=self.model_config.dtype,
+            device=self.device,
+            revision=self.options.revision,
+            max_heads=self.options.tree.max_depth,
+        )
+        self.heads.eval()
+        logger.info("Loaded %s; the tree has %d draft nodes.", info, self.tree.num_nodes - 1)
+
+    @torch.inference_mode()
+    def propose(self, hidden_states: Tensor) -> Tensor:
+        """Draft one tree for each request.
+
+        Args:
+            hidden_states: [B, hidden_size], the target's last hidden state at each request's last
+                accepted node.
+
+        Returns:
+            int64 [B, N - 1] token ids in node order, the root left out.
+
+        """
+        return draft(self.heads, hidden_states, self.tree, self._target.compute_logits)[:, 1:]

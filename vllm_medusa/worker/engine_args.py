@@ -1,0 +1,103 @@
+"""Hooks on vLLM's engine arguments: the flag, the speculative config, the start-up checks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vllm_medusa.worker.overrides import override
+
+METHOD = "medusa"
+
+
+def install(arg_utils: ModuleType) -> None:
+    """Hook `EngineArgs` of ``vllm.engine.arg_utils``; a second call changes nothing."""
+    engine_args = arg_utils.EngineArgs
+    override(engine_args, "create_speculative_config", _create_speculative_config)
+    override(engine_args, "create_engine_config", _create_engine_config)
+    override(engine_args, "add_cli_args", _add_cli_args)
+    override(engine_args, "from_cli_args", _from_cli_args)
+
+
+def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_speculative_config(
+        self: Any, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
+        asked = self.speculative_config or {}
+        if (self.spec_method or asked.get("method")) != METHOD:
+            return original(self, target_model_config, target_parallel_config)
+        from vllm_medusa.worker.options import prepare
+
+        return prepare(self, original, target_model_config, target_parallel_config)
+
+    return create_speculative_config
+
+
+def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        if METHOD in (config.additional_config or {}):
+            from vllm_medusa.worker.checks import check_engine
+
+            check_engine(config)
+        return config
+
+    return create_engine_config
+
+
+def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        if "--speculative-model" not in parser._option_string_actions:
+            parser.add_argument(
+                "--speculative-model",
+                metavar="HEADS",
+                default=None,
+                help="Medusa heads (folder, file or hub name) for tree speculation; the same as "
+                '--speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
+                "(tree, acceptance, num_speculative_tokens) may be given beside it.",
+            )
+        return parser
+
+    return add_cli_args
+
+
+def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_cli_args(cls: type, args: argparse.Namespace) -> Any:
+        heads = getattr(args, "speculative_model", None)
+        if heads is not None:
+            args = argparse.Namespace(**vars(args))
+            args.speculative_config = _with_heads(heads, args)
+        return original(cls, args)
+
+    return from_cli_args
+
+
+def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Fold the flag into ``--speculative-config``; whatever contradicts it is refused."""
+    config = dict(getattr(args, "speculative_config", None) or {})
+    given = {
+        "--spec-model": getattr(args, "spec_model", None),
+        "--speculative-config['model']": config.get("model"),
+    }
+    for flag, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"--speculative-model {heads} and {flag} = {value} both name the draft; "
+                "give one of them."
+            )
+    methods = {
+        "--spec-method": getattr(args, "spec_method", None),
+        "--speculative-config['method']": config.get("method"),
+    }
+    for flag, value in methods.items():
+        if value not in (None, METHOD):
+            raise ValueError(
+                f"--speculative-model {heads} asks for Medusa heads, but {flag} is {value!r}. "
+                f"Drop {flag}, or give that method's draft with --spec-model."
+            )
+    return {**config, "model": heads} | (
+        {} if methods["--spec-method"] else {"method": METHOD}
+    )

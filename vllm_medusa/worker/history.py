@@ -1,0 +1,99 @@
+"""The sampling metadata a request would have in plain decoding, node by node of its path."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+
+
+class PathHistory:
+    """Follows B walks at once; the host keeps token lists only for requests that depend on them."""
+
+    def __init__(
+        self, metadata: SamplingMetadata, batch_size: int, paths: list[list[int]] | None = None
+    ):
+        self.metadata = metadata
+        self.keeps_tokens = needs_tokens(metadata)
+        self.min_tokens = min_token_rules(metadata)
+        self.paths: list[list[int]] = paths or [[] for _ in range(batch_size)]
+
+    def at(self, level: int, active: Tensor) -> SamplingMetadata:
+        """Metadata for one row per request; requests that are not ``active`` draw nothing."""
+        changes: dict[str, Any] = {}
+        if self.metadata.generators and level > 0:
+            going = active.tolist()
+            changes["generators"] = {
+                index: gen for index, gen in self.metadata.generators.items() if going[index]
+            }
+        if self.keeps_tokens:
+            changes["output_token_ids"] = [
+                [*output, *path] if path else output
+                for output, path in zip(self.metadata.output_token_ids, self.paths, strict=True)
+            ]
+        if self.min_tokens:
+            lengths = [len(path) for path in self.paths]
+            changes["logitsprocs"] = with_min_tokens(
+                self.metadata, MinTokensAt(self.min_tokens, list(enumerate(lengths)))
+            )
+        return replace(self.metadata, **changes) if changes else self.metadata
+
+    def extend(self, tokens: Tensor) -> None:
+        """Append what was sampled at this level (int64 [B])."""
+        if self.keeps_tokens or self.min_tokens:
+            for path, token in zip(self.paths, tokens.tolist(), strict=True):
+                path.append(token)
+
+
+class MinTokensAt:
+    """`min_tokens` at given nodes: the stop tokens are barred until enough tokens are out.
+
+    vLLM's own processor counts the tokens out between steps only, so it would go on barring them
+    below the node where the request reaches its minimum.
+    """
+
+    def __init__(self, rules: dict[int, Any], rows: list[tuple[int, int]]):
+        barred: list[tuple[int, int]] = []
+        for row, (request, depth) in enumerate(rows):
+            if request in rules:
+                minimum, output, stop_token_ids, *_ = rules[request]
+                if len(output) + depth < minimum:
+                    barred.extend((row, token) for token in stop_token_ids)
+        self.barred = barred
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Bar them in place: logits [rows, V]."""
+        if self.barred:
+            index = torch.tensor(self.barred, device=logits.device).unbind(1)
+            logits[index] = -float("inf")
+        return logits
+
+
+def needs_tokens(metadata: SamplingMetadata) -> bool:
+    """Whether sampling depends on which tokens came before, not only on the logits."""
+    return not metadata.no_penalties or bool(metadata.bad_words_token_ids)
+
+
+def min_token_rules(metadata: SamplingMetadata) -> dict[int, Any]:
+    """Request -> (min_tokens, output token ids, stop token ids, ...) of vLLM's processor."""
+    rules: dict[int, Any] = {}
+    for processor in metadata.logitsprocs.non_argmax_invariant:
+        rules.update(getattr(processor, "min_toks", {}))
+    return rules
+
+
+def with_min_tokens(metadata: SamplingMetadata, processor: MinTokensAt) -> LogitsProcessors:
+    """vLLM's logits processors with its min_tokens processor replaced."""
+    kept = LogitsProcessors()
+    kept.argmax_invariant = list(metadata.logitsprocs.argmax_invariant)
+    kept.non_argmax_invariant = [
+        other
+        for other in metadata.logitsprocs.non_argmax_invariant
+        if not hasattr(other, "min_toks")
+    ]
+    kept.non_argmax_invariant.append(processor)  # type: ignore[arg-type]
+    return kept

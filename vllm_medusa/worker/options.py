@@ -1,0 +1,162 @@
+"""From the user's speculative config to what the engine runs with.
+
+Everything is resolved in the process that builds the engine's config: the heads are looked at (not
+loaded), the tree is chosen and checked. The result travels as plain JSON in
+``vllm_config.additional_config["medusa"]`` to every worker, which unpickles the config before any
+plugin is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, TreeConfig
+from vllm_medusa.heads import HeadsInfo, peek_heads
+from vllm_medusa.plugin import version_problem
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.worker import compat
+
+KEY = "medusa"
+DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
+CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the workers need to know; resolved and checked."""
+
+    heads: str  # a local path
+    revision: str | None
+    tree: TokenTree
+    acceptance: AcceptanceConfig
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> EngineOptions:
+        """Read the options of a config made by `prepare`."""
+        plain = vllm_config.additional_config[KEY]
+        return cls(
+            heads=plain["heads"],
+            revision=plain["revision"],
+            tree=TokenTree.from_paths(plain["tree"]),
+            acceptance=AcceptanceConfig(**plain["acceptance"]),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; `of` reads it back."""
+        return {
+            "heads": self.heads,
+            "revision": self.revision,
+            "tree": self.tree.to_lists(),
+            "acceptance": self.acceptance.model_dump(mode="json"),
+        }
+
+
+def prepare(
+    engine_args: Any, original: Callable[..., Any], model_config: Any, parallel_config: Any
+) -> Any:
+    """Stand in for ``EngineArgs.create_speculative_config`` when Medusa is asked for.
+
+    Returns:
+        The `SpeculativeConfig` of a custom proposer with one draft token for each draft node.
+
+    Raises:
+        MedusaConfigError, HeadsError, TreeError: All of them `ValueError`, before weights load.
+
+    """
+    if problem := version_problem():
+        raise MedusaConfigError(problem)
+    compat.refuse_unsupported_platform()
+    config = MedusaConfig.from_speculative_config(_merged(engine_args))
+    options = resolve(config, model_config)
+    _choose_worker(parallel_config)
+    engine_args.additional_config = {
+        **(engine_args.additional_config or {}),
+        KEY: options.to_dict(),
+    }
+    from vllm_medusa.worker.requests import install_request_check
+
+    install_request_check()
+    asked = engine_args.speculative_config
+    flags = engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens
+    engine_args.speculative_config = {
+        "method": "custom_class",
+        "model": DRAFTER,
+        "num_speculative_tokens": options.tree.num_draft_tokens,
+    }
+    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
+    try:
+        return original(engine_args, model_config, parallel_config)
+    finally:
+        engine_args.speculative_config = asked
+        engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens = flags
+
+
+def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
+    """Look at the heads, check them against the target and choose the tree."""
+    source = config.model or model_config.model
+    info = peek_heads(source, revision=config.revision)
+    _check_fit(info, source, model_config)
+    tree = TreeConfig.resolve(
+        config.tree,
+        heads_default=info.tree,
+        num_heads=info.num_heads,
+        vocab_size=info.draft_vocab_size or model_config.get_vocab_size(),
+        max_draft_tokens=config.num_speculative_tokens,
+    )
+    return EngineOptions(_absolute(source), config.revision, tree, config.acceptance)
+
+
+def _merged(engine_args: Any) -> dict[str, Any]:
+    """The speculative config with vLLM's ``--spec-*`` flags folded in, by vLLM's own rule."""
+    merged = {
+        key.replace("-", "_"): value
+        for key, value in (engine_args.speculative_config or {}).items()
+    }
+    for flag, key, value in (
+        ("--spec-method", "method", engine_args.spec_method),
+        ("--spec-model", "model", engine_args.spec_model),
+        ("--spec-tokens", "num_speculative_tokens", engine_args.spec_tokens),
+    ):
+        if value is None:
+            continue
+        if key in merged:
+            raise MedusaConfigError(
+                f"{flag} {value} and --speculative-config['{key}'] = {merged[key]!r} say the same "
+                "thing twice; give one of them."
+            )
+        merged[key] = value
+    return merged
+
+
+def _check_fit(info: HeadsInfo, source: str, model_config: Any) -> None:
+    target = model_config.model
+    for name, found, needed in (
+        ("hidden size", info.hidden_size, model_config.get_hidden_size()),
+        ("vocabulary", info.vocab_size, model_config.get_vocab_size()),
+    ):
+        if found is not None and found != needed:
+            raise MedusaConfigError(
+                f"The heads in {source} have {name} {found}, the target {target} has {needed}. "
+                "Heads work with the model they were trained on only: give that target, or heads "
+                "trained for this one."
+            )
+
+
+def _choose_worker(parallel_config: Any) -> None:
+    """Run our worker, unless the user named one; theirs must then derive from ours."""
+    if parallel_config.worker_cls == "auto":
+        parallel_config.worker_cls = CPU_WORKER
+    elif not compat.derives_from(parallel_config.worker_cls, CPU_WORKER):
+        raise MedusaConfigError(
+            f"worker_cls is {parallel_config.worker_cls!r}, which can not verify trees. Leave "
+            f"worker_cls out, or derive your worker from {CPU_WORKER}."
+        )
+
+
+def _absolute(source: str) -> str:
+    """A local path as workers elsewhere find it; a hub name as it is."""
+    path = Path(source)
+    return str(path.resolve()) if path.exists() else source

@@ -1,0 +1,83 @@
+"""The ledger of what is patched in vLLM: every entry says why and when it can go.
+
+Subclassing comes first; a patch is the last resort, is applied at most once and passes through
+whatever does not concern Medusa.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_MARK = "__medusa_override__"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One patched attribute of vLLM."""
+
+    target: str  # dotted name in vLLM
+    why: str
+    upstream: str  # where vLLM would have to change
+    gone_when: str
+
+
+LEDGER: tuple[Override, ...] = (
+    Override(
+        "EngineArgs.create_speculative_config",
+        "Turns method='medusa' with a tree into a custom proposer whose draft length is the number "
+        "of nodes; vLLM 0.32 ties it to the number of heads and refuses our keys.",
+        "config/speculative.py: extra='forbid', MedusaConfig.num_lookahead_tokens",
+        "vLLM lets plugins register a speculative method.",
+    ),
+    Override(
+        "EngineArgs.create_engine_config",
+        "Refuses unsupported combinations on the finished config, before any weight is loaded.",
+        "no hook after VllmConfig is built",
+        "general plugins get a config validation hook.",
+    ),
+    Override(
+        "EngineArgs.add_cli_args",
+        "Adds --speculative-model, which vLLM dropped.",
+        "engine/arg_utils.py",
+        "vLLM has the flag again, or users have moved to --speculative-config.",
+    ),
+    Override(
+        "EngineArgs.from_cli_args",
+        "Folds --speculative-model into the speculative config.",
+        "engine/arg_utils.py",
+        "together with the flag.",
+    ),
+    Override(
+        "SamplingParams._validate_spec_decode",
+        "A request with bad Medusa options must fail alone, in the front end.",
+        "sampling_params.py: extra_args are not validated by anyone",
+        "vLLM lets a proposer validate requests.",
+    ),
+    Override(
+        "cpu_worker.CPUModelRunner (module global, during init_device only)",
+        "CPUWorker names its runner class itself, where the GPU worker has a method to override.",
+        "v1/worker/cpu_worker.py: init_device",
+        "CPUWorker calls Worker._make_model_runner.",
+    ),
+)
+
+
+def override(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Replace ``owner.name`` by ``make(original)``, keeping static and class methods what they are.
+
+    Returns:
+        False if the attribute is our override already (vLLM may load plugins more than once).
+
+    """
+    raw = vars(owner)[name]
+    kind = type(raw) if isinstance(raw, staticmethod | classmethod) else None
+    original = raw.__func__ if kind else raw
+    if getattr(original, _MARK, False):
+        return False
+    replacement = functools.wraps(original)(make(original))
+    setattr(replacement, _MARK, True)
+    setattr(owner, name, kind(replacement) if kind else replacement)
+    return True

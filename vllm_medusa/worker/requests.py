@@ -1,0 +1,89 @@
+"""Options that come with a request: ``SamplingParams(extra_args={"medusa": {...}})``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.config import AcceptanceConfig, MedusaConfigError
+from vllm_medusa.worker.overrides import override
+
+_EPSILON_T = 1e-5  # vLLM's own bound below which a temperature means greedy
+
+
+def install_request_check() -> None:
+    """Validate Medusa's request options in the front end, where a bad request fails alone."""
+    from vllm.sampling_params import SamplingParams
+
+    override(SamplingParams, "_validate_spec_decode", _validate)
+
+
+def _validate(original: Callable[..., None]) -> Callable[..., None]:
+    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        original(self, speculative_config)
+        from vllm_medusa.worker.options import DRAFTER
+
+        if speculative_config is None or speculative_config.model != DRAFTER:
+            return
+        from vllm.exceptions import VLLMValidationError
+
+        if self.thinking_token_budget is not None:
+            raise VLLMValidationError(
+                "thinking_token_budget counts drafts as a chain and is not supported with Medusa "
+                "trees; leave it out.",
+                parameter="thinking_token_budget",
+                value=self.thinking_token_budget,
+            )
+        try:
+            AcceptanceConfig.from_extra_args(self.extra_args, AcceptanceConfig())
+        except MedusaConfigError as error:
+            raise VLLMValidationError(
+                str(error), parameter="extra_args", value=self.extra_args
+            ) from error
+
+    return _validate_spec_decode
+
+
+@dataclass(frozen=True)
+class TypicalRequests:
+    """The requests of a batch that accept by the typical rule, among B."""
+
+    mask: list[bool]  # [B]
+    epsilon: Tensor  # float32 [B]
+    delta: Tensor  # float32 [B]
+    greedy_root: list[bool]  # [B]
+
+    @classmethod
+    def of(
+        cls, params: list[Any], default: AcceptanceConfig, device: torch.device
+    ) -> TypicalRequests | None:
+        """Collect them from the requests' sampling parameters; None if every one is lossless.
+
+        At temperature 0 typical acceptance is greedy exactly, which the lossless walk is too.
+        """
+        chosen = [_acceptance(param, default) for param in params]
+        mask = [
+            choice.mode == "typical" and param.temperature >= _EPSILON_T
+            for choice, param in zip(chosen, params, strict=True)
+        ]
+        if not any(mask):
+            return None
+        return cls(
+            mask=mask,
+            epsilon=torch.tensor([choice.epsilon for choice in chosen], device=device),
+            delta=torch.tensor([choice.delta for choice in chosen], device=device),
+            greedy_root=[
+                choice.greedy_root and typical
+                for choice, typical in zip(chosen, mask, strict=True)
+            ],
+        )
+
+
+def _acceptance(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
+    if not params.extra_args:
+        return default
+    return AcceptanceConfig.from_extra_args(params.extra_args, default)

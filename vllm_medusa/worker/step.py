@@ -1,0 +1,102 @@
+"""What one scheduled step looks like to the tree: which rows are whose nodes.
+
+The runner lays the tokens of all requests out in one row of length T. A request that verifies a
+tree occupies ``1 + drafts`` neighbouring rows, its root first; any other request counts as a tree
+of one node, its last row. *Logits rows* are these rows only, request by request:
+
+    request          a (prefill of 4)   b (3 drafts)   c (plain decode)
+    rows             0 1 2 3            4 5 6 7        8
+    logits rows            0            1 2 3 4        5          cu_nodes = [0, 1, 5, 6]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_medusa.tree import TreeBatch, TreeTensors
+
+
+@dataclass(eq=False)
+class TreeStep:
+    """The trees of one step; built once, before the forward pass."""
+
+    tree: TreeBatch
+    num_nodes: np.ndarray  # int64 [B], root included; 1 = nothing drafted
+    cu_nodes: Tensor  # int64 [B + 1] first logits row of each request
+    rows: Tensor  # int64 [sum of num_nodes] token row of every logits row
+    row_of_node: Tensor  # int64 [B, N] logits row of each node; padding repeats the last node
+    token_ids: Tensor  # int64 [B, N]; the root's is its own, a placeholder draft is -1
+    slot_mappings: dict[int, Tensor] = field(default_factory=dict)  # KV group -> [T]
+
+    @classmethod
+    def build(
+        cls, tensors: TreeTensors, num_nodes: np.ndarray, rows: Tensor, input_ids: Tensor
+    ) -> TreeStep:
+        """Lay out a step.
+
+        Args:
+            tensors: The static tree, on the runner's device.
+            num_nodes: int64 [B], how many nodes of the tree each request verifies.
+            rows: integer [sum of num_nodes], the runner's logits indices.
+            input_ids: integer [T], the scheduled tokens, placeholders not yet replaced.
+
+        """
+        device = rows.device
+        width = int(num_nodes.max())
+        counts = torch.from_numpy(num_nodes).to(device)
+        cu_nodes = torch.from_numpy(np.concatenate(([0], num_nodes.cumsum()))).to(device)
+        tree = TreeBatch.from_static(_first(tensors, width), counts)
+        nodes = torch.arange(width, device=device)
+        row_of_node = cu_nodes[:-1, None] + torch.minimum(nodes, counts[:, None] - 1)
+        rows = rows.to(torch.int64)
+        return cls(
+            tree=tree,
+            num_nodes=num_nodes,
+            cu_nodes=cu_nodes,
+            rows=rows,
+            row_of_node=row_of_node,
+            token_ids=input_ids[rows].to(torch.int64)[row_of_node],
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self.num_nodes)
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether any request has drafts to verify."""
+        return self.tree.max_nodes > 1
+
+    def node_of_row(self) -> Tensor:
+        """int64 [sum of num_nodes]: which node of its request a logits row is."""
+        owner = np.repeat(np.arange(self.batch_size), self.num_nodes)
+        start = self.num_nodes.cumsum() - self.num_nodes
+        return torch.from_numpy(np.arange(len(owner)) - start[owner]).to(self.rows.device)
+
+    def slots(self, group: int) -> Tensor:
+        """int64 [B, N]: the KV slot each node was written to in a KV cache group."""
+        return self.slot_mappings[group][self.rows][self.row_of_node]
+
+
+def _first(tensors: TreeTensors, width: int) -> TreeTensors:
+    """The first ``width`` nodes of a tree, as views."""
+    if width == tensors.num_nodes:
+        return tensors
+    return TreeTensors(
+        parents=tensors.parents[:width],
+        depths=tensors.depths[:width],
+        ranks=tensors.ranks[:width],
+        ancestor_bits=tensors.ancestor_bits[:width],
+        ancestors=tensors.ancestors[:width, :width],
+        max_depth=tensors.max_depth,
+        head_widths=tensors.head_widths,
+    )
+
+
+def depth_offsets(depths: Tensor) -> Tensor:
+    return depths - torch.arange(len(depths), device=depths.device)

@@ -1,0 +1,213 @@
+"""Typical acceptance for the requests of a batch that ask for it, with vLLM's processed logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
+
+from vllm_medusa.sampler import Path, Verdict, typical_path, typical_verdict
+from vllm_medusa.tree import TreeBatch
+from vllm_medusa.worker.history import (
+    MinTokensAt,
+    min_token_rules,
+    needs_tokens,
+    with_min_tokens,
+)
+from vllm_medusa.worker.requests import TypicalRequests
+from vllm_medusa.worker.step import TreeStep
+
+
+@dataclass(frozen=True)
+class TypicalChoice:
+    """Paths chosen by the typical rule for Q of the B requests; the walk only ends them."""
+
+    sampler: Sampler
+    raw: Tensor  # [Q, N, V] the target's logits
+    processed: Tensor  # float32 [Q, N, V] after penalties, temperature and truncation
+    tree: TreeBatch  # of the Q
+    token_ids: Tensor  # int64 [Q, N]
+    requests: Tensor  # int64 [Q] index among B
+    path: Path  # of the Q
+    paths: list[list[int]]  # [B] accepted token ids; empty for the others
+    greedy_root: Tensor  # bool [Q]
+
+    @classmethod
+    def make(
+        cls,
+        sampler: Sampler,
+        logits: Tensor,
+        step: TreeStep,
+        metadata: SamplingMetadata,
+        typical: TypicalRequests,
+    ) -> TypicalChoice:
+        """Process the rows of the Q requests as plain decoding would, then choose their paths."""
+        chosen = [request for request, is_typical in enumerate(typical.mask) if is_typical]
+        requests = torch.tensor(chosen, device=logits.device)
+        tree = _select(step.tree, requests)
+        token_ids = step.token_ids[requests]
+        raw = logits[step.row_of_node[requests]]  # [Q, N, V]
+        rows = _Rows.of(chosen, tree, token_ids)
+        processed = _process(sampler, raw.flatten(0, 1), metadata, rows).view(*raw.shape)
+        path = typical_path(
+            tree,
+            token_ids,
+            processed.softmax(-1),
+            typical.epsilon[requests],
+            typical.delta[requests],
+        )
+        accepted = token_ids.gather(1, path.nodes)[:, 1:].tolist()
+        paths: list[list[int]] = [[] for _ in typical.mask]
+        for request, tokens, count in zip(
+            chosen, accepted, path.num_accepted.tolist(), strict=True
+        ):
+            paths[request] = tokens[:count]
+        roots = torch.tensor([typical.greedy_root[q] for q in chosen], device=logits.device)
+        return cls(
+            sampler, raw, processed, tree, token_ids, requests, path, paths, roots
+        )
+
+    def hide(self, tree: TreeBatch) -> TreeBatch:
+        """The batch's trees with those of the Q cut to their root, so that no walk descends."""
+        return replace(tree, num_nodes=tree.num_nodes.index_fill(0, self.requests, 1))
+
+    def start(self, nodes: Tensor) -> Tensor:
+        """Let the Q sample at their last accepted node: nodes int64 [B]."""
+        return nodes.index_copy(0, self.requests, self.path.last_node)
+
+    def end(self, tokens: Tensor) -> Tensor:
+        """The token that ends the step (int64 [B]); the argmax where greedy_root asks for it."""
+        last = self.processed[torch.arange(len(self.requests)), self.path.last_node]  # [Q, V]
+        ended = torch.where(self.greedy_root, last.argmax(-1), tokens[self.requests])
+        return tokens.index_copy(0, self.requests, ended)
+
+    def merge(self, verdict: Verdict) -> Verdict:
+        """Put the Q's accepted paths before the token the walk ended them with."""
+        final = verdict.output_token_ids[self.requests, 0]
+        mine = typical_verdict(self.tree, self.token_ids, self.path, final)
+
+        def put(into: Tensor, values: Tensor) -> Tensor:
+            return into.index_copy(0, self.requests, values)
+
+        path = Path(
+            nodes=put(verdict.path.nodes, mine.path.nodes),
+            num_accepted=put(verdict.path.num_accepted, mine.path.num_accepted),
+            last_node=put(verdict.path.last_node, mine.path.last_node),
+        )
+        return Verdict(path, put(verdict.output_token_ids, mine.output_token_ids))
+
+    def merge_logprobs(
+        self, logprobs: LogprobsTensors, verdict: Verdict, metadata: SamplingMetadata
+    ) -> LogprobsTensors:
+        """Give the Q the logprobs of their whole paths: [B, L, ...] -> [B, L', ...]."""
+        if metadata.max_num_logprobs is None or metadata.logprob_token_ids:
+            return logprobs
+        columns = int(verdict.path.num_accepted.max()) + 1
+        nodes = self.path.nodes[:, :columns]  # [Q, L']
+        source = self.processed if "processed" in self.sampler.logprobs_mode else self.raw
+        rows = source[torch.arange(len(self.requests)).unsqueeze(1), nodes].flatten(0, 1)
+        if self.sampler.logprobs_mode.endswith("logits"):
+            rows = rows.to(torch.float32)
+        else:
+            rows = self.sampler.compute_logprobs(rows)
+        tokens = verdict.output_token_ids[self.requests, :columns].flatten().clamp(min=0)
+        mine = self.sampler.gather_logprobs(rows, metadata.max_num_logprobs, tokens)
+
+        def put(into: Tensor, values: Tensor) -> Tensor:
+            short = columns - into.shape[1]
+            if short > 0:  # a lossless walk ended earlier; nobody reads the added columns of it
+                into = torch.cat([into, into[:, -1:].expand(-1, short, *into.shape[2:])], 1)
+            values = values.view(len(self.requests), columns, *values.shape[1:])
+            return into[:, :columns].index_copy(0, self.requests, values.to(into.dtype))
+
+        return LogprobsTensors(
+            put(logprobs.logprob_token_ids, mine.logprob_token_ids),
+            put(logprobs.logprobs, mine.logprobs),
+            put(logprobs.selected_token_ranks, mine.selected_token_ranks),
+        )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The Q * N rows of the typical requests."""
+
+    request: Tensor  # int64 [Q * N] index among B
+    request_ids: list[int]  # the same on the host
+    depths: Tensor  # int64 [Q * N]
+    parents: Tensor  # int64 [Q, N]
+    token_ids: Tensor  # int64 [Q, N]
+
+    @classmethod
+    def of(cls, chosen: list[int], tree: TreeBatch, token_ids: Tensor) -> _Rows:
+        request_ids = [request for request in chosen for _ in range(tree.max_nodes)]
+        request = torch.tensor(request_ids, device=token_ids.device)
+        return cls(request, request_ids, tree.depths.flatten(), tree.parents, token_ids)
+
+    def histories(self) -> list[list[int]]:
+        """For each row the draft token ids down to its node; only where sampling needs them."""
+        rows: list[list[int]] = []
+        for parents, ids in zip(
+            self.parents.tolist(), self.token_ids.clamp(min=0).tolist(), strict=True
+        ):
+            of_node: list[list[int]] = [[]]
+            for node in range(1, len(parents)):
+                of_node.append([*of_node[parents[node]], ids[node]])
+            rows.extend(of_node)
+        return rows
+
+
+def _process(
+    sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, rows: _Rows
+) -> Tensor:
+    """Penalties, bans, temperature and truncation as plain decoding applies them, row by row."""
+    of = rows.request
+
+    def pick(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[of]
+
+    changes: dict[str, Any] = {
+        "temperature": pick(metadata.temperature),
+        "top_p": pick(metadata.top_p),
+        "top_k": pick(metadata.top_k),
+        "generators": {},
+        "allowed_token_ids_mask": pick(metadata.allowed_token_ids_mask),
+        "bad_words_token_ids": {
+            row: metadata.bad_words_token_ids[request]
+            for row, request in enumerate(rows.request_ids)
+            if request in metadata.bad_words_token_ids
+        },
+        "spec_token_ids": None,
+    }
+    if rules := min_token_rules(metadata):
+        nodes = list(zip(rows.request_ids, rows.depths.tolist(), strict=True))
+        changes["logitsprocs"] = with_min_tokens(metadata, MinTokensAt(rules, nodes))
+    if not metadata.no_penalties:
+        for name in ("frequency_penalties", "presence_penalties", "repetition_penalties"):
+            changes[name] = getattr(metadata, name)[of]
+        changes["prompt_token_ids"] = pick(metadata.prompt_token_ids)
+    if needs_tokens(metadata):
+        changes["output_token_ids"] = [
+            [*metadata.output_token_ids[request], *history]
+            for request, history in zip(rows.request_ids, rows.histories(), strict=True)
+        ]
+    mine = replace(metadata, **changes)
+    logits = sampler.apply_logits_processors(logits.to(torch.float32, copy=True), mine, False)
+    logits = sampler.apply_temperature(logits, mine.temperature, mine.all_random)
+    return apply_top_k_top_p(logits, mine.top_k, mine.top_p)
+
+
+def _select(tree: TreeBatch, requests: Tensor) -> TreeBatch:
+    return replace(
+        tree,
+        num_nodes=tree.num_nodes[requests],
+        parents=tree.parents[requests],
+        depths=tree.depths[requests],
+        ancestor_bits=tree.ancestor_bits[requests],
+        ancestors=tree.ancestors[requests],
+    )

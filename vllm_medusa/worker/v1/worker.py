@@ -1,0 +1,27 @@
+"""The worker vLLM is told to run: its own CPU worker with our model runner."""
+
+from __future__ import annotations
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker import cpu_worker
+
+from vllm_medusa.worker import compat
+
+BACKEND = "vllm_medusa.worker.attention.TreeAttentionBackend"
+
+
+class MedusaCPUWorker(cpu_worker.CPUWorker):
+    """Runs `MedusaModelRunner` with tree attention in place of vLLM's CPU attention."""
+
+    def init_device(self) -> None:
+        """Build the runner; CPUWorker names its class itself, so the name is swapped meanwhile."""
+        from vllm_medusa.worker.v1.runner import MedusaModelRunner
+
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+        compat.forget_attention_backends()
+        stock = cpu_worker.CPUModelRunner
+        cpu_worker.CPUModelRunner = MedusaModelRunner
+        try:
+            super().init_device()
+        finally:
+            cpu_worker.CPUModelRunner = stock

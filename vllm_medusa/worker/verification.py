@@ -1,0 +1,158 @@
+"""Verification of a step's trees with vLLM's own sampler.
+
+The lossless walk asks the engine's `Sampler` for one token per request and level, with the
+request's real parameters and with the history that plain decoding would have there. So whatever a
+token's distribution depends on (temperature, truncation, penalties, bad words, allowed tokens,
+min_tokens, the request's seed) is as in plain decoding, and a generator advances once per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from vllm_medusa.sampler import Verdict, greedy_verdict, lossless_walk
+from vllm_medusa.worker.history import PathHistory
+from vllm_medusa.worker.requests import TypicalRequests
+from vllm_medusa.worker.step import TreeStep
+from vllm_medusa.worker.typical import TypicalChoice
+
+
+class TreeVerifier:
+    """Turns the logits of all nodes into verdicts, vLLM's rejection sampler's counterpart."""
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+
+    def __call__(
+        self,
+        logits: Tensor,
+        step: TreeStep,
+        metadata: SamplingMetadata,
+        typical: TypicalRequests | None,
+        discarded: list[int],
+    ) -> tuple[Verdict, SamplerOutput]:
+        """Decide every request's path and tokens.
+
+        Args:
+            logits: [sum of num_nodes, V], the target's logits at every node; left as they are.
+            step: The trees.
+            metadata: vLLM's sampling metadata of the B requests.
+            typical: The requests that accept by the typical rule, or None.
+            discarded: Requests whose token vLLM throws away (unfinished prefills); they draw
+                nothing from their generators.
+
+        Returns:
+            The verdict, and vLLM's output: int32 [B, columns] token ids padded with -1, and the
+            logprobs of [B * columns] rows if any request wants them.
+
+        """
+        if not step.has_trees:
+            return self._plain(logits, step, metadata, discarded)
+        if typical is None and _is_plain_greedy(metadata):
+            argmax = Sampler.greedy_sample(logits.to(torch.float32))[step.row_of_node]
+            return _finish(greedy_verdict(step.tree, step.token_ids, argmax), None)
+        return self._walk(logits, step, metadata, typical, discarded)
+
+    def _plain(
+        self, logits: Tensor, step: TreeStep, metadata: SamplingMetadata, discarded: list[int]
+    ) -> tuple[Verdict, SamplerOutput]:
+        output = self.sampler(logits=logits, sampling_metadata=_without(metadata, discarded))
+        tokens = output.sampled_token_ids.to(torch.int64)
+        verdict = lossless_walk(step.tree, step.token_ids, lambda *_: tokens.squeeze(1))
+        return verdict, output
+
+    def _walk(
+        self,
+        logits: Tensor,
+        step: TreeStep,
+        metadata: SamplingMetadata,
+        typical: TypicalRequests | None,
+        discarded: list[int],
+    ) -> tuple[Verdict, SamplerOutput]:
+        metadata = _without(metadata, discarded)
+        choice = (
+            TypicalChoice.make(self.sampler, logits, step, metadata, typical) if typical else None
+        )
+        tree = step.tree if choice is None else choice.hide(step.tree)
+        history = PathHistory(metadata, step.batch_size, choice.paths if choice else None)
+        levels: list[LogprobsTensors] = []
+
+        def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:
+            if choice is not None and level == 0:
+                nodes = choice.start(nodes)
+            rows = step.row_of_node.gather(1, nodes.unsqueeze(1)).squeeze(1)
+            output = self.sampler(
+                logits=logits[rows], sampling_metadata=history.at(level, active)
+            )
+            tokens = output.sampled_token_ids.squeeze(1).to(torch.int64)
+            if choice is not None and level == 0:
+                tokens = choice.end(tokens)
+            if output.logprobs_tensors is not None:
+                levels.append(output.logprobs_tensors)
+            history.extend(tokens)
+            return tokens
+
+        verdict = lossless_walk(tree, step.token_ids, sample, early_exit=True)
+        logprobs = _by_request(levels) if levels else None
+        if choice is not None:
+            verdict = choice.merge(verdict)
+            if logprobs is not None:
+                logprobs = choice.merge_logprobs(logprobs, verdict, metadata)
+        return _finish(verdict, logprobs)
+
+
+def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
+    """Nothing but the argmax of each row is asked for, so no walk is needed."""
+    return bool(
+        metadata.all_greedy
+        and metadata.no_penalties
+        and not metadata.bad_words_token_ids
+        and metadata.allowed_token_ids_mask is None
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and not any(
+            getattr(processor, "min_toks", True)
+            for processor in metadata.logitsprocs.non_argmax_invariant
+        )
+    )
+
+
+def _without(metadata: SamplingMetadata, discarded: list[int]) -> SamplingMetadata:
+    """The metadata with no generator for requests whose token is thrown away."""
+    generators: dict[int, Any] = metadata.generators
+    if not discarded or not generators:
+        return metadata
+    drop = set(discarded)
+    kept = {index: gen for index, gen in generators.items() if index not in drop}
+    return replace(metadata, generators=kept)
+
+
+def _by_request(levels: list[LogprobsTensors]) -> LogprobsTensors:
+    """L levels of [B, ...] -> [B, L, ...]."""
+    return LogprobsTensors(
+        torch.stack([level.logprob_token_ids for level in levels], 1),
+        torch.stack([level.logprobs for level in levels], 1),
+        torch.stack([level.selected_token_ranks for level in levels], 1),
+    )
+
+
+def _finish(
+    verdict: Verdict, logprobs: LogprobsTensors | None
+) -> tuple[Verdict, SamplerOutput]:
+    """vLLM's output: only as many columns as the longest verdict fills."""
+    columns = int(verdict.path.num_accepted.max()) + 1
+    tokens = verdict.output_token_ids[:, :columns].to(torch.int32)
+    if logprobs is not None:
+        logprobs = LogprobsTensors(
+            logprobs.logprob_token_ids[:, :columns].flatten(0, 1),
+            logprobs.logprobs[:, :columns].flatten(0, 1),
+            logprobs.selected_token_ranks[:, :columns].flatten(0, 1),
+        )
+    return verdict, SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
