@@ -1,0 +1,149 @@
+"""How vLLM's CPU attention packs keys and values into the blocks of its paged cache.
+
+The cache of a layer is [num_blocks, num_kv_heads, block_size, 2 * head_size]. For each block and
+head the first half of the 2 * block_size * head_size elements holds the keys and the second half
+the values. Inside a half, the element of token t and channel d sits at an offset that is always a
+sum, ``token_offset[t] + channel_offset[d]``. With bs tokens a block and D channels:
+
+    isa          keys                                   values
+    vec, vec16   t + d*bs                               t*D + d
+    amx          (t//16)*16D + (t%16)*2                 (t//2)*32 + t%2
+                 + (d//2)*32 + d%2                      + (d//16)*16bs + (d%16)*2
+
+so ``vec`` keys are transposed, [D, bs], and ``vec`` values are token-major, [bs, D], for every
+dtype; ``amx`` pairs neighbouring channels (keys) or tokens (values) of bfloat16 as its tile loads
+want them. Found by writing numbered tokens through ``cpu_attn_reshape_and_cache`` of vLLM 0.32.0;
+tests/worker/test_cpu_layout.py repeats that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+TRANSPOSED_ISAS = ("vec", "vec16")
+SUPPORTED_ISAS = (*TRANSPOSED_ISAS, "amx")
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """Shape and packing of one layer's cache; layers that agree in it share one plan a step."""
+
+    isa: str  # of the attention layer, as vLLM chose it
+    num_kv_heads: int
+    block_size: int
+    head_size: int
+    block_stride: int  # elements from one block to the next
+
+    def __post_init__(self) -> None:
+        if self.isa not in SUPPORTED_ISAS:
+            raise ValueError(
+                f"CPU attention isa {self.isa!r} has an unknown cache layout; known are "
+                f"{', '.join(SUPPORTED_ISAS)}. Run Medusa on an x86 CPU."
+            )
+        if self.isa == "amx" and (self.block_size % 32 or self.head_size % 32):
+            raise ValueError(
+                f"isa 'amx' needs a block size and a head size divisible by 32, not "
+                f"{self.block_size} and {self.head_size}; set --block-size to a multiple of 32."
+            )
+
+    @classmethod
+    def of(cls, kv_cache: Tensor, isa: str) -> CacheLayout:
+        """Read the layout off ``kv_cache`` [num_blocks, num_kv_heads, block_size, 2 * head_size].
+
+        Blocks may be apart from each other, the inside of a block must be contiguous.
+        """
+        if kv_cache.dim() != 4 or kv_cache.shape[3] % 2:
+            raise ValueError(
+                f"kv_cache has shape {tuple(kv_cache.shape)}; expected [num_blocks, "
+                "num_kv_heads, block_size, 2 * head_size]. Pass vLLM's own CPU cache tensor."
+            )
+        _, heads, block_size, width = kv_cache.shape
+        stride = kv_cache.stride(0)
+        inside = (block_size * width, width, 1)
+        if kv_cache.stride()[1:] != inside or stride % block_size or stride % (width // 2):
+            raise ValueError(
+                f"kv_cache has strides {kv_cache.stride()}; expected (any multiple of block and "
+                f"head size, {', '.join(map(str, inside))}). Pass vLLM's own CPU cache tensor."
+            )
+        return cls(isa, heads, block_size, width // 2, stride)
+
+    @property
+    def half(self) -> int:
+        """Elements of the keys, or of the values, of one head in one block."""
+        return self.block_size * self.head_size
+
+    @cached_property
+    def token_offsets(self) -> Tensor:
+        """int64 [2, block_size]: the token's share of an element's offset; keys, then values."""
+        t = torch.arange(self.block_size)
+        if self.isa == "amx":
+            return torch.stack((t // 16 * 16 * self.head_size + t % 16 * 2, t // 2 * 32 + t % 2))
+        return torch.stack((t, t * self.head_size))
+
+    @cached_property
+    def channel_offsets(self) -> Tensor:
+        """int64 [num_kv_heads, 2, head_size]: the share of head, half and channel."""
+        d = torch.arange(self.head_size)
+        if self.isa == "amx":
+            inner = (d // 2 * 32 + d % 2, d // 16 * 16 * self.block_size + d % 16 * 2)
+        else:
+            inner = (d * self.block_size, d)
+        halves = torch.arange(2 * self.num_kv_heads).view(-1, 2, 1) * self.half
+        return halves + torch.stack(inner)
+
+    def flat(self, kv_cache: Tensor, row: int = 1) -> Tensor:
+        """View the cache as rows of ``row`` elements; offsets above are in elements."""
+        span = (kv_cache.shape[0] - 1) * self.block_stride + 2 * self.num_kv_heads * self.half
+        shape, strides = ((span,), (1,)) if row == 1 else ((span // row, row), (row, 1))
+        return kv_cache.as_strided(shape, strides)
+
+    def element_offsets(self, slots: Tensor) -> Tensor:
+        """Offsets of all elements of the tokens in ``slots`` [...].
+
+        int64 [..., num_kv_heads, 2, head_size], keys before values.
+        """
+        block = torch.div(slots, self.block_size, rounding_mode="floor")
+        token = self.token_offsets[:, slots - block * self.block_size]  # [2, ...]
+        start = (block * self.block_stride + token).movedim(0, -1)  # [..., 2]
+        return start[..., None, :, None] + self.channel_offsets
+
+
+def gather_tokens(kv_cache: Tensor, isa: str, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Read whole tokens: keys and values, each [..., num_kv_heads, head_size] for slots [...]."""
+    layout = CacheLayout.of(kv_cache, isa)
+    tokens = layout.flat(kv_cache)[layout.element_offsets(slots.to(torch.int64))]
+    return tokens[..., 0, :], tokens[..., 1, :]
+
+
+@dataclass(frozen=True)
+class TokenCopy:
+    """A planned move of whole tokens, built once a step and run for every layer of one layout."""
+
+    layout: CacheLayout
+    sources: Tensor  # int64 [n], element offsets
+    targets: Tensor  # int64 [n]
+
+    @classmethod
+    def plan(cls, layout: CacheLayout, src_slots: Tensor, dst_slots: Tensor) -> TokenCopy:
+        """Plan to copy the token in ``src_slots[i]`` to ``dst_slots[i]``, both integer, any shape.
+
+        No slot may be a target twice, unless from one and the same source. Entries with source
+        equal to target do nothing.
+        """
+        slots = torch.stack((src_slots.flatten(), dst_slots.flatten())).to(torch.int64)
+        sources, targets = layout.element_offsets(slots).flatten(1)
+        return cls(layout, sources, targets)
+
+    def run(self, kv_cache: Tensor) -> None:
+        """Move the tokens inside one layer's cache; every source is read before any write."""
+        flat = self.layout.flat(kv_cache)
+        flat.index_copy_(0, self.targets, flat.index_select(0, self.sources))
+
+
+def copy_tokens(kv_cache: Tensor, isa: str, src_slots: Tensor, dst_slots: Tensor) -> None:
+    """Plan and run one `TokenCopy`: copies K and V of whole tokens inside one layer's cache."""
+    TokenCopy.plan(CacheLayout.of(kv_cache, isa), src_slots, dst_slots).run(kv_cache)
