@@ -6,12 +6,12 @@ N is the number of nodes, root included, to which every request is padded; B the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors
+from vllm_medusa.tree.packing import dense_ancestors, num_words, pack_ancestors
 from vllm_medusa.tree.topology import TokenTree
 
 
@@ -47,6 +47,19 @@ class TreeTensors:
         """N, root included."""
         return self.parents.shape[0]
 
+    def prefix(self, num_nodes: int) -> TreeTensors:
+        """The first ``num_nodes`` nodes, as views; `max_depth` and the widths stay as bounds."""
+        if num_nodes == self.num_nodes:
+            return self
+        return replace(
+            self,
+            parents=self.parents[:num_nodes],
+            depths=self.depths[:num_nodes],
+            ranks=self.ranks[:num_nodes],
+            ancestor_bits=self.ancestor_bits[:num_nodes, : num_words(num_nodes)],
+            ancestors=self.ancestors[:num_nodes, :num_nodes],
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
@@ -78,6 +91,17 @@ class TreeBatch:
             ancestor_bits=tensors.ancestor_bits.expand(batch, -1, -1),
             ancestors=tensors.ancestors.expand(batch, -1, -1),
             max_depth=tensors.max_depth,
+        )
+
+    def select(self, requests: Tensor) -> TreeBatch:
+        """The trees of ``requests`` (int64 [Q]) as a batch of their own, still N wide."""
+        return replace(
+            self,
+            num_nodes=self.num_nodes[requests],
+            parents=self.parents[requests],
+            depths=self.depths[requests],
+            ancestor_bits=self.ancestor_bits[requests],
+            ancestors=self.ancestors[requests],
         )
 
     @property

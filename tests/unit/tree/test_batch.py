@@ -81,3 +81,25 @@ def test_num_nodes_may_change_in_place() -> None:
     num_nodes.fill_(3)
     assert batch.valid.tolist() == [[True, True, True]]
     assert batch.cu_num_nodes.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 128, 129])
+def test_a_prefix_of_the_tensors_is_the_tree_of_the_prefix(size: int) -> None:
+    tree = TokenTree.dense([4, 4, 3, 1])  # 4 + 16 + 48 + 48 drafts, and the root
+    tree = TokenTree.from_paths([*tree.paths, *[(rank,) for rank in range(4, 20)]])
+    tensors = TreeTensors.from_tree(tree).prefix(size)
+    expected = TreeTensors.from_tree(tree.prefix(size))
+    for name in ("parents", "depths", "ranks", "ancestor_bits", "ancestors"):
+        assert torch.equal(getattr(tensors, name), getattr(expected, name)), name
+    assert tensors.num_nodes == size
+    assert tensors.max_depth == tree.max_depth  # still a bound
+
+
+def test_select_takes_whole_trees_in_the_order_asked() -> None:
+    tensors = TreeTensors.from_tree(TokenTree.dense([3, 2]))
+    batch = TreeBatch.from_static(tensors, torch.tensor([10, 1, 4]))
+    picked = batch.select(torch.tensor([2, 0]))
+    assert picked.num_nodes.tolist() == [4, 10]
+    assert (picked.batch_size, picked.max_nodes, picked.max_depth) == (2, 10, 2)
+    for name in ("parents", "depths", "ancestor_bits", "ancestors"):
+        assert torch.equal(getattr(picked, name), getattr(batch, name)[[2, 0]]), name

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
@@ -55,6 +55,7 @@ def test_dense_is_best_first() -> None:
     assert tree.head_widths == (2, 2)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_dense_has_every_combination_in_order(widths: list[int]) -> None:
     expected, level = 1, 1
@@ -72,6 +73,7 @@ def test_dense_has_every_combination_in_order(widths: list[int]) -> None:
     assert keys == sorted(keys)
 
 
+@settings(deadline=None)
 @given(trees())
 def test_parents_and_depths_agree_with_the_paths(tree: TokenTree) -> None:
     full = ((), *tree.paths)
@@ -83,6 +85,7 @@ def test_parents_and_depths_agree_with_the_paths(tree: TokenTree) -> None:
     assert max(tree.depths) == tree.max_depth == len(tree.head_widths)
 
 
+@settings(deadline=None)
 @given(trees())
 def test_retrieval_lists_each_leaf_once_and_covers_the_tree(tree: TokenTree) -> None:
     leaves = [branch[-1] for branch in tree.retrieval]
@@ -93,6 +96,7 @@ def test_retrieval_lists_each_leaf_once_and_covers_the_tree(tree: TokenTree) -> 
         assert all(tree.parents[low] == high for high, low in pairwise(branch))
 
 
+@settings(deadline=None)
 @given(trees(), st.data())
 def test_every_prefix_is_a_tree(tree: TokenTree, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, tree.num_nodes + 3))
@@ -103,6 +107,7 @@ def test_every_prefix_is_a_tree(tree: TokenTree, data: st.DataObject) -> None:
     assert prefix.parents == tree.parents[:kept]
 
 
+@settings(deadline=None)
 @given(trees(), st.randoms(use_true_random=False))
 def test_any_order_gives_parents_first_and_the_same_nodes(tree: TokenTree, random) -> None:  # type: ignore[no-untyped-def]
     shuffled = list(tree.paths)
@@ -112,6 +117,7 @@ def test_any_order_gives_parents_first_and_the_same_nodes(tree: TokenTree, rando
     assert TokenTree.from_paths(reordered.paths) == reordered
 
 
+@settings(deadline=None)
 @given(trees())
 def test_a_good_order_is_kept(tree: TokenTree) -> None:
     assert TokenTree.from_paths(tree.to_lists()) == tree
