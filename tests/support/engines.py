@@ -74,7 +74,9 @@ def complete(
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
     )
     return [
-        Completion(tuple(o.outputs[0].token_ids), o.outputs[0].finish_reason, o.outputs[0].stop_reason)
+        Completion(
+            tuple(o.outputs[0].token_ids), o.outputs[0].finish_reason, o.outputs[0].stop_reason
+        )
         for o in outputs
     ]
 

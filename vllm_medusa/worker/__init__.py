@@ -1,0 +1,1 @@
+"""The only code, with `plugin`, that imports vLLM: hooks, checks and the runner adapters."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -14,79 +16,189 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
-from vllm_medusa.worker import _tmp_attn
+
+from vllm_medusa.scorer.cpu import tree_attention
+from vllm_medusa.scorer.layout import CacheLayout, TokenCopy
+from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
+from vllm_medusa.tree import TreeBatch
 from vllm_medusa.worker.step import TreeStep
 
 
 @dataclass
 class TreeMetadata(CPUAttentionMetadata):
+    """vLLM's metadata of a step in which some request verifies a tree.
+
+    ``plain`` is vLLM's own metadata of the other requests, whose token rows are ``plain_rows``.
+    """
+
+    tree: TreeBatch | None = None  # of the requests that verify one
+    base: Tensor | None = None  # int64 [trees], context tokens before each root
+    row_starts: Tensor | None = None  # int64 [trees], token row of each root
     plain: CPUAttentionMetadata | None = None
-    plain_rows: Tensor | None = None
-    tree_rows: Tensor | None = None
-    items: Any = None
+    plain_rows: Tensor | None = None  # int64
+    plans: dict[tuple[CacheLayout, int, int], TreeAttentionMetadata] = field(default_factory=dict)
+
+    def plan(self, layout: CacheLayout, num_heads: int, window: int) -> TreeAttentionMetadata:
+        """The plan that all layers of one shape share; made by the first of them."""
+        key = (layout, num_heads, window)
+        if key not in self.plans:
+            assert self.tree is not None and self.base is not None
+            self.plans[key] = build_metadata(
+                self.tree,
+                self.base,
+                self.block_table,
+                layout,
+                num_heads,
+                window if window > 0 else None,
+                self.row_starts,
+            )
+        return self.plans[key]
 
 
 class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Splits a step into trees and the rest; the runner sets `step` around the build."""
+
     step: TreeStep | None = None
 
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        step = self.step
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        """Build vLLM's metadata; with a `step`, for its plain requests only."""
+        step, common = self.step, common_attn_metadata
         if step is None:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        cm = common_attn_metadata
-        import numpy as np
-        trees = np.nonzero(step.num_nodes > 1)[0]
-        plain = np.nonzero(step.num_nodes == 1)[0]
-        qsl = cm.query_start_loc.numpy()
-        def rows(idx):
-            return torch.from_numpy(np.concatenate([np.arange(qsl[i], qsl[i+1]) for i in idx]))
-        pm=None; prow=None
-        if len(plain):
-            lens = qsl[plain+1]-qsl[plain]
-            sub_q = torch.from_numpy(np.concatenate([[0], lens.cumsum()]).astype(np.int32))
-            pi=torch.from_numpy(plain)
-            sub = replace(cm, query_start_loc=sub_q, query_start_loc_cpu=sub_q, seq_lens=cm.seq_lens[pi], num_reqs=len(plain), num_actual_tokens=int(lens.sum()), max_query_len=int(lens.max()), block_table_tensor=cm.block_table_tensor[pi].contiguous(), slot_mapping=cm.slot_mapping)
-            pm = super().build(common_prefix_len, sub, fast_build)
-            prow = rows(plain)
-        items=_tmp_attn.build(cm.block_table_tensor, cm.seq_lens, step.num_nodes, step.tree, self.block_size, trees)
-        return TreeMetadata(num_actual_tokens=cm.num_actual_tokens, max_query_len=cm.max_query_len, query_start_loc=cm.query_start_loc, max_seq_len=cm.max_seq_len, seq_lens=cm.seq_lens, block_table=cm.block_table_tensor, slot_mapping=cm.slot_mapping, scheduler_metadata=None, plain=pm, plain_rows=prow, tree_rows=rows(trees), items=items)
+            return super().build(common_prefix_len, common, fast_build)
+        is_tree = step.num_nodes > 1
+        starts = common.query_start_loc_cpu.numpy()
+        plain, rows = None, None
+        if not is_tree.all():
+            part, rows = _part(common, ~is_tree, starts)
+            plain = super().build(common_prefix_len, part, fast_build)
+        trees = torch.from_numpy(np.flatnonzero(is_tree))
+        whole = len(trees) == len(is_tree)
+        num_nodes = torch.from_numpy(step.num_nodes)
+        return TreeMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor if whole else common.block_table_tensor[trees],
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            tree=step.tree if whole else step.tree.select(trees),
+            base=(common.seq_lens - num_nodes)[trees],
+            row_starts=torch.from_numpy(starts[:-1][is_tree].astype(np.int64)),
+            plain=plain,
+            plain_rows=rows,
+        )
+
+
+def _part(
+    common: CommonAttentionMetadata, chosen: np.ndarray, starts: np.ndarray
+) -> tuple[CommonAttentionMetadata, Tensor]:
+    """The metadata of some requests as if they were alone, and the token rows they have."""
+    requests = np.flatnonzero(chosen)
+    lengths = starts[requests + 1] - starts[requests]
+    cu = torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32))
+    rows = np.repeat(starts[requests] - cu[:-1].numpy(), lengths) + np.arange(int(cu[-1]))
+    index = torch.from_numpy(requests)
+    part = replace(
+        common,
+        query_start_loc=cu,
+        query_start_loc_cpu=cu,
+        seq_lens=common.seq_lens[index],
+        num_reqs=len(requests),
+        num_actual_tokens=int(cu[-1]),
+        max_query_len=int(lengths.max()),
+        block_table_tensor=common.block_table_tensor[index],
+    )
+    return part, torch.from_numpy(rows.astype(np.int64))
 
 
 class TreeAttentionBackend(CPUAttentionBackend):
+    """Stands in for ``CPU_ATTN``; without trees in a step it is vLLM's own, to the letter."""
+
     @staticmethod
-    def get_impl_cls():
+    def get_impl_cls() -> type[TreeAttentionImpl]:
+        """Layers of this backend."""
         return TreeAttentionImpl
 
     @staticmethod
-    def get_builder_cls():
+    def get_builder_cls() -> type[TreeMetadataBuilder]:
+        """Builder of its metadata."""
         return TreeMetadataBuilder
 
 
 class TreeAttentionImpl(CPUAttentionBackendImpl):
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
-        md = attn_metadata
-        if not isinstance(md, TreeMetadata):
-            return super().forward(layer, query, key, value, kv_cache, md, output, output_scale, output_block_scale)
-        if md.plain is not None:
-            q = query[md.plain_rows]; o = torch.empty_like(q)
-            super().forward(layer, q, None, None, kv_cache, md.plain, o)
-            output[md.plain_rows] = o
-        q = query[md.tree_rows]; o = torch.empty_like(q)
-        _tmp_attn.attn(q, kv_cache, md.items, self.scale, self.logits_soft_cap, self.sliding_window, o)
-        output[md.tree_rows] = o
+    """One attention layer."""
+
+    _layout: CacheLayout | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.alibi_slopes is not None:
+            raise NotImplementedError(
+                "This model uses ALiBi, which tree attention does not support. Leave "
+                "method='medusa' out."
+            )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend: query [T, Hq, D] over ``kv_cache``, which holds this step's keys already."""
+        if not isinstance(attn_metadata, TreeMetadata):
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        rows = attn_metadata.plain_rows
+        if rows is not None:
+            part = query[rows]
+            result = torch.empty_like(part)
+            super().forward(
+                layer, part, key, value, kv_cache, attn_metadata.plain, result,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+            output.index_copy_(0, rows, result)
+        if self._layout is None:
+            self._layout = CacheLayout.of(kv_cache, layer.isa)
+        plan = attn_metadata.plan(self._layout, self.num_heads, self.sliding_window)
+        tree_attention(query, kv_cache, plan, self.scale, self.logits_soft_cap, self.sinks, output)
         return output
 
 
-def compact_group(context, group, src, dst):
-    move = src != dst
-    src, dst = src[move], dst[move]
-    if not src.numel():
+def compact_group(
+    layers: Mapping[str, Any], layer_names: list[str], src: Tensor, dst: Tensor
+) -> None:
+    """Copy tokens from slots ``src`` to ``dst`` (int64 [B, D]) in every layer of a KV cache group.
+
+    Nothing is read or written when no token has to move.
+    """
+    moved = src != dst
+    if not bool(moved.any()):
         return
-    for name in group.layer_names:
-        kv = context[name].kv_cache
-        nb,H,bs,D2=kv.shape; D=D2//2
-        v2=kv.view(nb,H,2*bs,D); kc,vc=v2.chunk(2,dim=2)
-        kc=kc.as_strided((nb,H,D,bs),(kc.stride(0),kc.stride(1),bs,1))
-        sb,so,db,do=src//bs,src%bs,dst//bs,dst%bs
-        k=kc[sb,:,:,so].clone(); v=vc[sb,:,so].clone()
-        kc[db,:,:,do]=k; vc[db,:,do]=v
+    src, dst = src[moved], dst[moved]
+    plans: dict[CacheLayout, TokenCopy] = {}
+    done: set[int] = set()  # layers that share one cache
+    for name in layer_names:
+        layer = layers[name]
+        cache = layer.kv_cache
+        if cache.data_ptr() in done:
+            continue
+        done.add(cache.data_ptr())
+        layout = CacheLayout.of(cache, layer.isa)
+        if layout not in plans:
+            plans[layout] = TokenCopy.plan(layout, src, dst)
+        plans[layout].run(cache)

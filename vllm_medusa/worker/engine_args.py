@@ -98,6 +98,4 @@ def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
                 f"--speculative-model {heads} asks for Medusa heads, but {flag} is {value!r}. "
                 f"Drop {flag}, or give that method's draft with --spec-model."
             )
-    return {**config, "model": heads} | (
-        {} if methods["--spec-method"] else {"method": METHOD}
-    )
+    return {**config, "model": heads} | ({} if methods["--spec-method"] else {"method": METHOD})

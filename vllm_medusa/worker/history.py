@@ -87,7 +87,7 @@ def min_token_rules(metadata: SamplingMetadata) -> dict[int, Any]:
 
 
 def with_min_tokens(metadata: SamplingMetadata, processor: MinTokensAt) -> LogitsProcessors:
-    """vLLM's logits processors with its min_tokens processor replaced."""
+    """The logits processors of vLLM with its min_tokens processor replaced."""
     kept = LogitsProcessors()
     kept.argmax_invariant = list(metadata.logitsprocs.argmax_invariant)
     kept.non_argmax_invariant = [

@@ -65,7 +65,9 @@ LEDGER: tuple[Override, ...] = (
 )
 
 
-def override(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+def override(
+    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> bool:
     """Replace ``owner.name`` by ``make(original)``, keeping static and class methods what they are.
 
     Returns:

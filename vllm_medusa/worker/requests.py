@@ -77,8 +77,7 @@ class TypicalRequests:
             epsilon=torch.tensor([choice.epsilon for choice in chosen], device=device),
             delta=torch.tensor([choice.delta for choice in chosen], device=device),
             greedy_root=[
-                choice.greedy_root and typical
-                for choice, typical in zip(chosen, mask, strict=True)
+                choice.greedy_root and typical for choice, typical in zip(chosen, mask, strict=True)
             ],
         )
 

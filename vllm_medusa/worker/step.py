@@ -49,7 +49,7 @@ class TreeStep:
         width = int(num_nodes.max())
         counts = torch.from_numpy(num_nodes).to(device)
         cu_nodes = torch.from_numpy(np.concatenate(([0], num_nodes.cumsum()))).to(device)
-        tree = TreeBatch.from_static(_first(tensors, width), counts)
+        tree = TreeBatch.from_static(tensors.prefix(width), counts)
         nodes = torch.arange(width, device=device)
         row_of_node = cu_nodes[:-1, None] + torch.minimum(nodes, counts[:, None] - 1)
         rows = rows.to(torch.int64)
@@ -72,31 +72,11 @@ class TreeStep:
         """Whether any request has drafts to verify."""
         return self.tree.max_nodes > 1
 
-    def node_of_row(self) -> Tensor:
-        """int64 [sum of num_nodes]: which node of its request a logits row is."""
-        owner = np.repeat(np.arange(self.batch_size), self.num_nodes)
-        start = self.num_nodes.cumsum() - self.num_nodes
-        return torch.from_numpy(np.arange(len(owner)) - start[owner]).to(self.rows.device)
+    @property
+    def root_rows(self) -> Tensor:
+        """int64 [B]: the token row of each root."""
+        return self.rows[self.cu_nodes[:-1]]
 
     def slots(self, group: int) -> Tensor:
         """int64 [B, N]: the KV slot each node was written to in a KV cache group."""
         return self.slot_mappings[group][self.rows][self.row_of_node]
-
-
-def _first(tensors: TreeTensors, width: int) -> TreeTensors:
-    """The first ``width`` nodes of a tree, as views."""
-    if width == tensors.num_nodes:
-        return tensors
-    return TreeTensors(
-        parents=tensors.parents[:width],
-        depths=tensors.depths[:width],
-        ranks=tensors.ranks[:width],
-        ancestor_bits=tensors.ancestor_bits[:width],
-        ancestors=tensors.ancestors[:width, :width],
-        max_depth=tensors.max_depth,
-        head_widths=tensors.head_widths,
-    )
-
-
-def depth_offsets(depths: Tensor) -> Tensor:
-    return depths - torch.arange(len(depths), device=depths.device)

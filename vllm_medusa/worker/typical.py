@@ -50,7 +50,7 @@ class TypicalChoice:
         """Process the rows of the Q requests as plain decoding would, then choose their paths."""
         chosen = [request for request, is_typical in enumerate(typical.mask) if is_typical]
         requests = torch.tensor(chosen, device=logits.device)
-        tree = _select(step.tree, requests)
+        tree = step.tree.select(requests)
         token_ids = step.token_ids[requests]
         raw = logits[step.row_of_node[requests]]  # [Q, N, V]
         rows = _Rows.of(chosen, tree, token_ids)
@@ -69,9 +69,7 @@ class TypicalChoice:
         ):
             paths[request] = tokens[:count]
         roots = torch.tensor([typical.greedy_root[q] for q in chosen], device=logits.device)
-        return cls(
-            sampler, raw, processed, tree, token_ids, requests, path, paths, roots
-        )
+        return cls(sampler, raw, processed, tree, token_ids, requests, path, paths, roots)
 
     def hide(self, tree: TreeBatch) -> TreeBatch:
         """The batch's trees with those of the Q cut to their root, so that no walk descends."""
@@ -162,9 +160,7 @@ class _Rows:
         return rows
 
 
-def _process(
-    sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, rows: _Rows
-) -> Tensor:
+def _process(sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, rows: _Rows) -> Tensor:
     """Penalties, bans, temperature and truncation as plain decoding applies them, row by row."""
     of = rows.request
 
@@ -200,14 +196,3 @@ def _process(
     logits = sampler.apply_logits_processors(logits.to(torch.float32, copy=True), mine, False)
     logits = sampler.apply_temperature(logits, mine.temperature, mine.all_random)
     return apply_top_k_top_p(logits, mine.top_k, mine.top_p)
-
-
-def _select(tree: TreeBatch, requests: Tensor) -> TreeBatch:
-    return replace(
-        tree,
-        num_nodes=tree.num_nodes[requests],
-        parents=tree.parents[requests],
-        depths=tree.depths[requests],
-        ancestor_bits=tree.ancestor_bits[requests],
-        ancestors=tree.ancestors[requests],
-    )

@@ -88,9 +88,7 @@ class TreeVerifier:
             if choice is not None and level == 0:
                 nodes = choice.start(nodes)
             rows = step.row_of_node.gather(1, nodes.unsqueeze(1)).squeeze(1)
-            output = self.sampler(
-                logits=logits[rows], sampling_metadata=history.at(level, active)
-            )
+            output = self.sampler(logits=logits[rows], sampling_metadata=history.at(level, active))
             tokens = output.sampled_token_ids.squeeze(1).to(torch.int64)
             if choice is not None and level == 0:
                 tokens = choice.end(tokens)
@@ -143,10 +141,8 @@ def _by_request(levels: list[LogprobsTensors]) -> LogprobsTensors:
     )
 
 
-def _finish(
-    verdict: Verdict, logprobs: LogprobsTensors | None
-) -> tuple[Verdict, SamplerOutput]:
-    """vLLM's output: only as many columns as the longest verdict fills."""
+def _finish(verdict: Verdict, logprobs: LogprobsTensors | None) -> tuple[Verdict, SamplerOutput]:
+    """Output for vLLM: only as many columns as the longest verdict fills."""
     columns = int(verdict.path.num_accepted.max()) + 1
     tokens = verdict.output_token_ids[:, :columns].to(torch.int32)
     if logprobs is not None:

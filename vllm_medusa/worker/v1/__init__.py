@@ -1,0 +1,1 @@
+"""Adapter for vLLM's V1 model runner."""

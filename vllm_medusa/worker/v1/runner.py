@@ -18,7 +18,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.kv import accepted_moves
 from vllm_medusa.sampler import Verdict
-from vllm_medusa.worker.step import depth_offsets
+from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.worker.attention import TreeMetadataBuilder, compact_group
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import TypicalRequests
@@ -42,8 +42,15 @@ class MedusaModelRunner(CPUModelRunner):
         num_nodes = np.asarray(spec_metadata.num_draft_tokens, dtype=np.int64) + 1
         step = TreeStep.build(self.drafter.tree, num_nodes, logits_indices, self.input_ids.gpu)
         if step.has_trees:  # slots stay where vLLM put them; RoPE goes by depth
-            offsets = depth_offsets(self.drafter.tree.depths)  # [N]
-            self.positions.index_add_(0, step.rows, offsets[step.node_of_row()])
+            base = self.seq_lens[: step.batch_size] - step.tree.num_nodes
+            write_node_positions(
+                self.positions,
+                base,
+                step.tree.depths,
+                step.cu_nodes,
+                len(step.rows),
+                step.root_rows,
+            )
         self._step = step
         return prepared
 
@@ -53,9 +60,7 @@ class MedusaModelRunner(CPUModelRunner):
         if step is None or not step.has_trees or slot_mappings is None:
             return super()._build_attention_metadata(*args, **kwargs)
         step.slot_mappings = slot_mappings
-        builders = [
-            group.get_metadata_builder() for groups in self.attn_groups for group in groups
-        ]
+        builders = [group.get_metadata_builder() for groups in self.attn_groups for group in groups]
         for builder in builders:
             assert isinstance(builder, TreeMetadataBuilder)
             builder.step = step
@@ -131,7 +136,9 @@ class MedusaModelRunner(CPUModelRunner):
         path = verdict.path
         for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
             src, dst = accepted_moves(step.slots(gid), path.nodes, path.num_accepted)
-            compact_group(self.compilation_config.static_forward_context, group, src, dst)
+            compact_group(
+                self.compilation_config.static_forward_context, group.layer_names, src, dst
+            )
 
     def _typical_requests(self) -> TypicalRequests | None:
         params = [self.requests[req_id].sampling_params for req_id in self.input_batch.req_ids]
