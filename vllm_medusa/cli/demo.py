@@ -1,0 +1,146 @@
+"""`vllm-medusa demo`: plain vLLM and tree Medusa on the same prompts in one run, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_medusa.cli import demo_report as report
+from vllm_medusa.cli.engine import EngineSettings, Sampling, VllmEngine, medusa_config
+from vllm_medusa.cli.quiet import stderr_to_log
+from vllm_medusa.offline.batch import run_batch
+from vllm_medusa.offline.compare import compare
+from vllm_medusa.offline.prompts import Prompt, PromptError, read_prompts
+
+_DEMO = Path(__file__).resolve().parents[2] / "demo"
+_SEED = 20_000
+
+# No compiler is needed, both engines start in seconds, and every round does the same work.
+_ENGINE_ARGS: dict[str, Any] = {
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "kv_cache_memory_bytes": 1 << 29,
+    "max_num_seqs": 16,
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add this command to the subcommands of `vllm-medusa`."""
+    parser = commands.add_parser(
+        "demo",
+        help="plain vLLM beside tree Medusa: same tokens, fewer steps",
+        description="Generate for the demo prompts with plain vLLM and with tree Medusa, compare "
+        "every token and report the speed. Exit status 1 if any token differs.",
+    )
+    parser.add_argument("--target", type=Path, default=_DEMO / "target")
+    parser.add_argument("--heads", type=Path, default=_DEMO / "heads")
+    parser.add_argument("--prompts", type=Path, default=_DEMO / "prompts.jsonl")
+    parser.add_argument("--tree", help="instead of the one in the heads' config")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--limit", type=int, help="use only the first prompts")
+    parser.add_argument("--rounds", type=int, default=2, help="repetitions of the sampled part")
+    parser.add_argument("--texts", type=int, default=2, help="texts shown")
+    parser.add_argument("--no-medusa", action="store_true", help="plain vLLM on both sides")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the demo; returns 0 if all tokens are identical, 1 if not, 2 for bad input."""
+    console = Console(highlight=False)
+    try:
+        prompts = load_prompts(args)
+    except PromptError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        return 2
+    config = None if args.no_medusa else medusa_config(str(args.heads), args.tree)
+    sampled = Sampling(max_tokens=args.max_tokens, temperature=args.temperature)
+    greedy = Sampling(max_tokens=args.max_tokens)
+
+    report.opening(console, args.target, None if args.no_medusa else args.heads, prompts, sampled)
+    engines = []
+    with stderr_to_log(), _status(console) as status:
+        for name, speculation in (("plain vLLM", None), ("vLLM with tree Medusa", config)):
+            task = status.add_task(f"starting {name}", total=None)
+            settings = EngineSettings(
+                str(args.target), speculation, "float32", engine_args=_ENGINE_ARGS
+            )
+            engines.append(VllmEngine(settings, sampled, seeded=True))
+            status.update(task, total=1, completed=1)
+    plain, medusa = engines
+    plans = [
+        ("sampled, batch 1", sampled, 1, args.rounds),
+        ("greedy, batch 1", greedy, 1, 1),
+        ("sampled, batch 8", sampled, 8, args.rounds),
+    ]
+    rows = []
+    with _status(console) as status:
+        warm = status.add_task("warming up", total=2 * len(plans))
+        for _, sampling, concurrency, _ in plans:
+            for engine in engines:
+                engine.sampling = sampling
+                list(run_batch(prompts[:concurrency], engine, concurrency=concurrency, seed=0))
+                status.advance(warm)
+        for name, sampling, concurrency, rounds in plans:
+            plain.sampling = medusa.sampling = sampling
+            groups = rounds * -(-len(prompts) // concurrency)
+            task = status.add_task(name, total=groups)
+            comparison = compare(
+                plain,
+                medusa,
+                prompts,
+                concurrency=concurrency,
+                seed=_SEED,
+                rounds=rounds,
+                progress=lambda task=task: status.advance(task),  # type: ignore[misc]
+            )
+            rows.append(report.Row(name, comparison))
+    shown = [rows[0].comparison.candidate.results[p.index] for p in prompts[: args.texts]]
+    report.texts(console, shown, medusa.pieces)
+    report.figures(console, rows)
+    report.histogram(console, rows[0])
+    identical = report.verdict(console, rows)
+    for engine in engines:
+        engine.close()
+    return 0 if identical else 1
+
+
+def load_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """The demo's prompts; every file the demo needs is looked for first.
+
+    Raises:
+        PromptError: a file is missing or a prompt can't be used.
+
+    """
+    needed: Sequence[Path] = (args.target, args.prompts)
+    if not args.no_medusa:
+        needed = (*needed, args.heads)
+    for path in needed:
+        if not path.exists():
+            raise PromptError(
+                f"{path} does not exist. The demo's model, heads and prompts come with the "
+                "repository: run it from a clone, or name yours with --target, --heads, --prompts."
+            )
+    prompts = []
+    for record in read_prompts(args.prompts):
+        if not isinstance(record, Prompt):
+            raise PromptError(f"{args.prompts}, line {record.line}: {record.reason}")
+        prompts.append(record)
+    if not prompts:
+        raise PromptError(f"{args.prompts}: no prompts in it.")
+    return prompts[: args.limit]
+
+
+def _status(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )

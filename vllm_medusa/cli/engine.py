@@ -1,0 +1,194 @@
+"""vLLM's public `LLM` as the engine of `vllm_medusa.offline`: requests in, new tokens out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm_medusa.offline.batch import Delta, RequestRefused
+from vllm_medusa.offline.prompts import Message
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters of all requests of a job; the seed is given with each request."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is built from; `to_dict` is what results depend on."""
+
+    model: str
+    speculative_config: Mapping[str, Any] | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return {
+            "model": self.model,
+            "speculative_config": dict(self.speculative_config or {}) or None,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "engine_args": dict(self.engine_args),
+        }
+
+
+def medusa_config(
+    heads: str | None,
+    tree: str | None = None,
+    acceptance: str | None = None,
+    num_speculative_tokens: int | None = None,
+) -> dict[str, Any]:
+    """The ``speculative_config`` of a Medusa engine, from what a command line can hold.
+
+    Args:
+        heads: heads folder or hub name; None: the heads are in the target's own checkpoint.
+        tree: preset name, JSON file, or JSON text (a list of paths, ``{"dense": [4, 3, 2]}``).
+        acceptance: "lossless", "typical", or JSON text such as
+            ``{"mode": "typical", "epsilon": 0.1}``.
+        num_speculative_tokens: at most this many draft nodes.
+
+    """
+    options = {
+        "model": heads,
+        "tree": _json_or_text(tree),
+        "acceptance": _json_or_text(acceptance),
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+    return {"method": "medusa"} | {k: v for k, v in options.items() if v is not None}
+
+
+class VllmEngine:
+    """A vLLM engine that reports the tokens of every step of every request."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        sampling: Sampling,
+        *,
+        seeded: bool = False,
+        log_level: str = "ERROR",
+    ):
+        """Start the engine.
+
+        Args:
+            settings: model and engine options.
+            sampling: of every request.
+            seeded: requests will bring seeds. On CPU, prompts are then never prefilled in chunks:
+                vLLM would stop with "CPU Generator does not use offset".
+            log_level: of vLLM's own log; "INFO" is its default.
+
+        Raises:
+            ValueError: vLLM or the plugin refuses the settings.
+
+        """
+        import torch
+        from vllm import LLM
+
+        self.sampling = sampling
+        arguments: dict[str, Any] = {
+            "model": settings.model,
+            "dtype": settings.dtype,
+            "max_model_len": settings.max_model_len,
+            "log_level": log_level,
+        }
+        if seeded and not torch.accelerator.is_available():
+            arguments["enable_chunked_prefill"] = False
+        arguments |= settings.engine_args
+        if settings.speculative_config:
+            arguments["speculative_config"] = dict(settings.speculative_config)
+        self.llm: LLM = LLM(**arguments)
+
+    def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
+        """Queue a request; see `vllm_medusa.offline.batch.Engine`."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=self.sampling.max_tokens,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+            stop=list(self.sampling.stop),
+            ignore_eos=self.sampling.ignore_eos,
+            seed=seed,
+            output_kind=RequestOutputKind.DELTA,  # one output for each engine step
+        )
+        try:
+            self.llm.llm_engine.add_request(
+                key, prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}, params
+            )
+        except (VLLMClientError, ValueError) as error:
+            raise RequestRefused(str(error)) from error
+
+    def step(self) -> list[Delta]:
+        """Run one engine step; see `vllm_medusa.offline.batch.Engine`."""
+        deltas = []
+        for output in self.llm.llm_engine.step():
+            completion = output.outputs[0]
+            if completion.token_ids or output.finished:
+                deltas.append(
+                    Delta(
+                        key=output.request_id,
+                        text=completion.text,
+                        token_ids=list(completion.token_ids),
+                        finish_reason=completion.finish_reason if output.finished else None,
+                        stop_reason=completion.stop_reason,
+                    )
+                )
+        return deltas
+
+    def render(self, messages: list[Message]) -> list[int] | None:
+        """Token ids of a conversation; see `vllm_medusa.offline.batch.Engine`."""
+        tokenizer: Any = self.llm.get_tokenizer()
+        if getattr(tokenizer, "chat_template", None) is None:
+            return None
+        return list(
+            tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        )
+
+    def pieces(self, token_ids: list[int]) -> list[str]:
+        """Return the text that each token adds; characters of several tokens go to their last."""
+        tokenizer = self.llm.get_tokenizer()
+        pieces = []
+        done = ""
+        for end in range(1, len(token_ids) + 1):
+            text = tokenizer.decode(token_ids[:end])
+            if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(token_ids):
+                text = done  # the middle of a character
+            pieces.append(text[len(done) :])
+            done = text
+        return pieces
+
+    def close(self) -> None:
+        """Stop the engine and its processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def _json_or_text(value: str | None) -> Any:
+    """JSON where the text is JSON of a list or an object, the text itself otherwise."""
+    if value is None or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{value!r} looks like JSON but isn't: {error.msg} at character {error.pos + 1}."
+        ) from None

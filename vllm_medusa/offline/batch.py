@@ -1,0 +1,209 @@
+"""Run prompts through an engine and yield each one's result the moment it is finished.
+
+At most ``concurrency`` prompts are in the engine at a time; a conversation keeps its place until
+its last turn is answered. Results therefore come in the order in which prompts finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm_medusa.offline.acceptance import Acceptance
+from vllm_medusa.offline.prompts import Message, Prompt
+
+
+class RequestRefused(ValueError):
+    """The engine refuses one prompt, for instance because it is too long; others may go on."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New tokens of one request from one engine step; none only where the request finished."""
+
+    key: str
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Engine(Protocol):
+    """What batch generation needs of an engine."""
+
+    def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
+        """Queue a request.
+
+        Args:
+            key: names the request in ``step``'s answers.
+            prompt: text, or token ids to be used as they are.
+            seed: of the request's own random numbers; None for the engine's.
+
+        Raises:
+            RequestRefused: this prompt can't be run.
+
+        """
+
+    def step(self) -> list[Delta]:
+        """Run one engine step for the queued requests and return what it delivered."""
+
+    def render(self, messages: list[Message]) -> list[int] | None:
+        """Token ids of a conversation in the model's chat template, or None if it has none."""
+
+
+@dataclass
+class Answer:
+    """One generated text, growing."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    delivered: list[int] = field(default_factory=list)  # tokens of each engine step
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Take the tokens of one step."""
+        self.text += delta.text
+        self.token_ids.extend(delta.token_ids)
+        if delta.token_ids:
+            self.delivered.append(len(delta.token_ids))
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished prompt: one answer, or one for each turn, or the engine's reason to refuse it."""
+
+    prompt: Prompt
+    answers: tuple[Answer, ...]
+    error: str | None = None
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Acceptance over all turns."""
+        return Acceptance.total(Acceptance.of(a.delivered) for a in self.answers)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens over all turns."""
+        return sum(len(a.token_ids) for a in self.answers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as plain JSON values: one line of the result file.
+
+        ``text``, ``token_ids`` and the reasons are those of the last turn; ``turns`` lists all of
+        them and is there only when the prompt has several.
+        """
+        record: dict[str, Any] = {"index": self.prompt.index, "request_id": self.prompt.request_id}
+        if self.error is not None:
+            return record | {"error": self.error}
+        record |= _answer_dict(self.answers[-1])
+        record["acceptance"] = _acceptance_dict(self.acceptance)
+        if len(self.answers) > 1:
+            record["turns"] = [
+                _answer_dict(a) | {"acceptance": _acceptance_dict(Acceptance.of(a.delivered))}
+                for a in self.answers
+            ]
+        return record
+
+
+@dataclass
+class _Running:
+    """A prompt in the engine: its conversation so far and the answers."""
+
+    prompt: Prompt
+    messages: list[Message]
+    answers: list[Answer] = field(default_factory=list)
+
+    def next_input(self, engine: Engine) -> str | list[int]:
+        """Begin the next answer and return what the engine is to continue."""
+        turn = len(self.answers)
+        self.answers.append(Answer())
+        if self.prompt.text is not None:
+            return self.prompt.text
+        self.messages.append({"role": "user", "content": self.prompt.turns[turn]})
+        tokens = engine.render(self.messages)
+        if tokens is not None:
+            return tokens
+        return "".join(m["content"] for m in self.messages)  # no chat template: plain text
+
+    @property
+    def finished(self) -> bool:
+        return len(self.answers) >= max(1, len(self.prompt.turns))
+
+
+def run_batch(
+    prompts: Iterable[Prompt],
+    engine: Engine,
+    *,
+    concurrency: int,
+    seed: int | None = None,
+) -> Iterator[Result]:
+    """Generate for every prompt.
+
+    Args:
+        prompts: read only as fast as they are run.
+        engine: the engine; requests that others queued in it must be finished.
+        concurrency: prompts in the engine at a time, at least 1.
+        seed: prompt ``index`` uses ``seed + index`` in all its turns, so that a result depends
+            neither on the other prompts nor on where a job was resumed.
+
+    Yields:
+        Results in the order in which they finish. A prompt that the engine refuses gives a result
+        with ``error`` set and no answers.
+
+    """
+    if concurrency < 1:
+        raise ValueError(f"concurrency is {concurrency}; it must be at least 1.")
+    waiting = iter(prompts)
+    running: dict[str, _Running] = {}
+
+    def submit(key: str, state: _Running) -> Result | None:
+        prompt_seed = None if seed is None else seed + state.prompt.index
+        try:
+            engine.submit(key, state.next_input(engine), prompt_seed)
+        except RequestRefused as error:
+            return Result(state.prompt, (), error=str(error))
+        running[key] = state
+        return None
+
+    while True:
+        while len(running) < concurrency and (prompt := next(waiting, None)) is not None:
+            if refused := submit(f"{prompt.index}.0", _Running(prompt, list(prompt.history))):
+                yield refused
+        if not running:
+            return
+        for delta in engine.step():
+            state = running[delta.key]
+            answer = state.answers[-1]
+            answer.add(delta)
+            if answer.finish_reason is None:
+                continue
+            del running[delta.key]
+            if state.finished:
+                yield Result(state.prompt, tuple(state.answers))
+                continue
+            state.messages.append({"role": "assistant", "content": answer.text})
+            key = f"{state.prompt.index}.{len(state.answers)}"
+            if refused := submit(key, state):
+                yield refused
+
+
+def _answer_dict(answer: Answer) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+
+
+def _acceptance_dict(acceptance: Acceptance) -> dict[str, Any]:
+    return {
+        "steps": acceptance.steps,
+        "accepted_draft_tokens": acceptance.accepted,
+        "tokens_per_step": acceptance.tau,
+        "histogram": list(acceptance.histogram),
+    }

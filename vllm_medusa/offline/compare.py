@@ -1,0 +1,140 @@
+"""Two engines on the same prompts in turn: whether the tokens agree, and which is faster.
+
+Both get the same prompts in the same groups, one engine right after the other, and which of them
+goes first changes from group to group, so that a change in the machine's load meets both alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_medusa.offline.acceptance import Acceptance
+from vllm_medusa.offline.batch import Engine, Result, run_batch
+from vllm_medusa.offline.prompts import Prompt
+
+
+@dataclass
+class Timed:
+    """What one engine did over all rounds."""
+
+    results: dict[int, Result] = field(default_factory=dict)  # by prompt index; of the first round
+    seconds: float = 0.0
+    tokens: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput over all rounds, prefill included."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the candidate's answer leaves the baseline's; ``position`` counts tokens from 0."""
+
+    prompt: Prompt
+    round: int
+    position: int
+    baseline: int | None  # token id, or None past the end
+    candidate: int | None
+    reason: str = "token"  # or "finish reason"
+
+
+@dataclass
+class Comparison:
+    """Both engines' figures, and every request whose answers differ."""
+
+    baseline: Timed = field(default_factory=Timed)
+    candidate: Timed = field(default_factory=Timed)
+    requests: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """Every token, length and finish reason agrees, in every round."""
+        return self.requests > 0 and not self.differences
+
+    @property
+    def ratio(self) -> float:
+        """The candidate's throughput over the baseline's."""
+        base = self.baseline.tokens_per_second
+        return self.candidate.tokens_per_second / base if base else 0.0
+
+
+def compare(
+    baseline: Engine,
+    candidate: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    concurrency: int,
+    seed: int | None,
+    rounds: int = 1,
+    progress: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Run the prompts through both engines.
+
+    Args:
+        baseline: the engine whose tokens are right.
+        candidate: the engine to be judged.
+        prompts: at least one.
+        concurrency: prompts in an engine at a time.
+        seed: prompt ``index`` is sampled with ``seed + index`` in both.
+        rounds: how often everything is repeated; every round must agree.
+        progress: called after each group of prompts.
+
+    Raises:
+        ValueError: there are no prompts, or an engine refuses one.
+
+    """
+    if not prompts:
+        raise ValueError("there are no prompts to compare on.")
+    comparison = Comparison()
+    baseline_first = True
+    for number in range(rounds):
+        for start in range(0, len(prompts), concurrency):
+            group = prompts[start : start + concurrency]
+            order = [(baseline, comparison.baseline), (candidate, comparison.candidate)]
+            baseline_first = not baseline_first
+            answers = {
+                id(timed): _run(engine, timed, group, concurrency, seed)
+                for engine, timed in (order if baseline_first else reversed(order))
+            }
+            right, judged = (answers[id(timed)] for _, timed in order)
+            comparison.requests += len(group)
+            comparison.differences += [
+                difference
+                for prompt in group
+                if (difference := _difference(right[prompt.index], judged[prompt.index], number))
+            ]
+            progress()
+    return comparison
+
+
+def _run(
+    engine: Engine, timed: Timed, prompts: Sequence[Prompt], concurrency: int, seed: int | None
+) -> dict[int, Result]:
+    start = time.perf_counter()
+    results = list(run_batch(prompts, engine, concurrency=concurrency, seed=seed))
+    timed.seconds += time.perf_counter() - start
+    for result in results:
+        if result.error is not None:
+            raise ValueError(f"prompt {result.prompt.request_id} was refused: {result.error}")
+        timed.tokens += result.num_tokens
+        timed.acceptance = Acceptance.total((timed.acceptance, result.acceptance))
+        timed.results.setdefault(result.prompt.index, result)
+    return {result.prompt.index: result for result in results}
+
+
+def _difference(right: Result, judged: Result, round: int) -> Difference | None:
+    for a, b in zip(right.answers, judged.answers, strict=True):
+        for position in range(max(len(a.token_ids), len(b.token_ids))):
+            x = a.token_ids[position] if position < len(a.token_ids) else None
+            y = b.token_ids[position] if position < len(b.token_ids) else None
+            if x != y:
+                return Difference(right.prompt, round, position, x, y)
+        if (a.finish_reason, a.stop_reason) != (b.finish_reason, b.stop_reason):
+            end = len(a.token_ids)
+            return Difference(right.prompt, round, end, None, None, "finish reason")
+    return None

@@ -1,0 +1,210 @@
+"""Prompts from text, JSON-lines and Parquet files, one record at a time.
+
+A record is one of two things. A *completion* continues a text as it stands. A *conversation* is a
+list of messages, rendered with the tokenizer's chat template where it has one. What a row may hold:
+
+==========  ==========================  =========================================================
+key         value                       meaning
+==========  ==========================  =========================================================
+prompt      text                        a completion
+messages    [{"role", "content"}, ...]  a conversation; the model writes the next message
+turns       [text, ...]                 a conversation of user turns (Spec-Bench's format): each
+                                        answer is part of the prompt of the turn after it
+==========  ==========================  =========================================================
+
+A row may name itself with ``request_id``, ``id`` or ``question_id``; otherwise its index is its
+name. Other keys are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, str]
+
+FORMATS = ("text", "jsonl", "parquet")
+CONTENT_KEYS = ("prompt", "messages", "turns")
+ID_KEYS = ("request_id", "id", "question_id")
+_SUFFIXES = {
+    ".txt": "text",
+    ".text": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+
+
+class PromptError(ValueError):
+    """A prompt file, or one of its lines, that can't be used."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One usable record of a prompt file.
+
+    ``index`` counts the file's records from 0, bad ones included, and blank lines not; ``line`` is
+    the line of a text file or the row of a table, from 1. Exactly one of ``text`` (a completion)
+    and ``turns`` (a conversation after the messages in ``history``) is set.
+    """
+
+    index: int
+    line: int
+    request_id: str
+    text: str | None = None
+    history: tuple[Message, ...] = ()
+    turns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A record that can't be used, and why."""
+
+    index: int
+    line: int
+    reason: str
+
+
+def detect_format(path: Path) -> str:
+    """Return the format that a file's suffix says.
+
+    Raises:
+        PromptError: the suffix says nothing.
+
+    """
+    try:
+        return _SUFFIXES[path.suffix.lower()]
+    except KeyError:
+        raise PromptError(
+            f"{path}: the suffix {path.suffix!r} doesn't say the format; known are "
+            f"{', '.join(sorted(_SUFFIXES))}. Name it with --format {{{','.join(FORMATS)}}}."
+        ) from None
+
+
+def read_prompts(
+    path: Path, format: str = "auto", column: str | None = None
+) -> Iterator[Prompt | BadLine]:
+    """Yield every record of a prompt file, bad ones as ``BadLine``, in the file's order.
+
+    Args:
+        path: the file.
+        format: "text" (one completion per line), "jsonl", "parquet", or "auto": by suffix.
+        column: the key (JSON lines) or column (Parquet) with the prompt; its value may be a text, a
+            list of texts (turns) or a list of messages. Absent: the first of ``CONTENT_KEYS`` that
+            a row has.
+
+    Raises:
+        PromptError: the file as a whole can't be read.
+
+    """
+    kind = detect_format(path) if format == "auto" else format
+    if kind not in FORMATS:
+        raise PromptError(f"format {format!r} is unknown; use one of auto, {', '.join(FORMATS)}.")
+    if not path.is_file():
+        raise PromptError(f"{path}: no such file. Give the path of a file with prompts.")
+    if kind == "parquet":
+        yield from _read_parquet(path, column)
+    else:
+        yield from _read_lines(path, kind, column)
+
+
+def _read_lines(path: Path, kind: str, column: str | None) -> Iterator[Prompt | BadLine]:
+    if kind == "text" and column is not None:
+        raise PromptError(f"a column ({column!r}) was named, but {path} is a text file: drop it.")
+    index = 0
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                text = raw.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n")
+                if kind == "text":
+                    yield Prompt(index, line, str(index), text=text)
+                else:
+                    yield _from_row(json.loads(text), index, line, column)
+            except UnicodeDecodeError as error:
+                yield BadLine(index, line, f"not UTF-8 text: {error.reason} at byte {error.start}")
+            except json.JSONDecodeError as error:
+                yield BadLine(index, line, f"not JSON: {error.msg} at character {error.pos + 1}")
+            except PromptError as error:
+                yield BadLine(index, line, str(error))
+            index += 1
+
+
+def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise PromptError(
+            f"{path}: reading Parquet needs pyarrow; pip install 'vllm-medusa[parquet]'."
+        ) from None
+    try:
+        table = parquet.ParquetFile(path)
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise PromptError(f"{path}: not a Parquet file ({error}).") from None
+    names = table.schema_arrow.names
+    wanted = (column,) if column else CONTENT_KEYS
+    if not any(name in names for name in wanted):
+        raise PromptError(
+            f"{path}: no column {' or '.join(map(repr, wanted))}; it has "
+            f"{', '.join(map(repr, names))}. Name the one with the prompts with --column."
+        )
+    columns = [name for name in (*wanted, *ID_KEYS) if name in names]
+    index = 0
+    for batch in table.iter_batches(batch_size=1024, columns=columns):
+        for row in batch.to_pylist():
+            try:
+                yield _from_row(row, index, index + 1, column)
+            except PromptError as error:
+                yield BadLine(index, index + 1, str(error))
+            index += 1
+
+
+def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
+    if not isinstance(row, Mapping):
+        raise PromptError(f"a {type(row).__name__} instead of an object with a 'prompt'")
+    present = [k for k in ((column,) if column else CONTENT_KEYS) if row.get(k) is not None]
+    if not present:
+        wanted = repr(column) if column else " or ".join(map(repr, CONTENT_KEYS))
+        raise PromptError(f"no key {wanted}; the keys are {', '.join(map(repr, row)) or 'none'}")
+    key = present[0]
+    value = row[key]
+    name = next((row[k] for k in ID_KEYS if row.get(k) is not None), index)
+    if isinstance(value, str):
+        if key in ("messages", "turns") and column is None:
+            raise PromptError(f"{key!r} is a text; use a list, or the key 'prompt'")
+        if not value:
+            raise PromptError(f"{key!r} is empty")
+        return Prompt(index, line, str(name), text=value)
+    if not isinstance(value, list) or not value:
+        raise PromptError(f"{key!r} is {_short(value)}; use a text or a list that isn't empty")
+    if all(isinstance(turn, str) for turn in value):
+        if not all(value):
+            raise PromptError(f"{key!r} has an empty turn")
+        return Prompt(index, line, str(name), turns=tuple(value))
+    messages = tuple(_message(m, key) for m in value)
+    if messages[-1]["role"] != "user":
+        raise PromptError(f"the last of {key!r} is by {messages[-1]['role']!r}; it must be 'user'")
+    return Prompt(index, line, str(name), history=messages[:-1], turns=(messages[-1]["content"],))
+
+
+def _message(value: Any, key: str) -> Message:
+    if (
+        not isinstance(value, Mapping)
+        or not isinstance(value.get("role"), str)
+        or not isinstance(value.get("content"), str)
+    ):
+        raise PromptError(
+            f"{key!r} holds {_short(value)}; use {{'role': text, 'content': text}} objects"
+        )
+    return {"role": value["role"], "content": value["content"]}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

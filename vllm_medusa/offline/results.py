@@ -1,0 +1,179 @@
+"""A JSON-lines file of results that survives being killed at any moment.
+
+Invariants, which make resuming safe:
+
+1. Next to ``results.jsonl`` stands ``results.jsonl.manifest.json`` with the settings and the digest
+   of the prompts. It is complete before the first result is written (written aside, then renamed).
+2. A result is one line, written whole and flushed, after everything it reports is finished.
+3. Only the last line can be torn (no newline at its end); opening the file cuts it off.
+4. Whoever writes holds a lock on the file.
+
+So the finished prompts are those whose ``index`` stands on a whole line; the rest is to be done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+MANIFEST_VERSION = 1
+
+
+class ResultError(ValueError):
+    """A result file that can't be continued."""
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def manifest_path(output: Path) -> Path:
+    """Return where the manifest of a result file stands."""
+    return output.with_name(output.name + ".manifest.json")
+
+
+class ResultLog:
+    """The result file of one job, open for appending.
+
+    ``done`` holds the indices of the prompts that have a result; ``torn_bytes`` says how much of an
+    unfinished last line was cut off when the file was opened.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False):
+        """Open or create a result file.
+
+        Args:
+            path: the result file; its folder must exist.
+            settings: everything that the results depend on, as plain JSON values. Results of other
+                settings are never mixed into one file.
+            overwrite: throw away what the file holds.
+
+        Raises:
+            ResultError: the file belongs to other settings, is damaged, was not written by this
+                class, or is being written by another process.
+
+        """
+        self.path = path
+        self.settings = json.loads(json.dumps(settings))
+        self.done: set[int] = set()
+        self.torn_bytes = 0
+        if not path.parent.is_dir():
+            raise ResultError(f"{path}: no folder {path.parent}. Make it, or name another output.")
+        if path.exists() and not path.is_file():
+            raise ResultError(f"{path}: not a regular file, so it can't be resumed. Name another.")
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._lock()
+            if overwrite:
+                os.ftruncate(self._fd, 0)
+            if os.fstat(self._fd).st_size == 0:
+                self._write_manifest()
+            else:
+                self._check_manifest()
+                self._recover()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> ResultLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one finished result; ``record["index"]`` is its prompt's index."""
+        index = record["index"]
+        if index in self.done:
+            raise ResultError(f"{self.path}: prompt {index} has a result already.")
+        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        while line:
+            line = line[os.write(self._fd, line) :]
+        self.done.add(index)
+
+    def close(self) -> None:
+        """Push the results to the disk and release the file."""
+        try:
+            os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResultError(
+                f"{self.path}: another process is writing it. Wait for that one to end, or name "
+                "another output."
+            ) from None
+
+    def _write_manifest(self) -> None:
+        target = manifest_path(self.path)
+        aside = target.with_name(target.name + ".new")
+        content = {"version": MANIFEST_VERSION, "settings": self.settings}
+        with aside.open("w") as file:
+            json.dump(content, file, indent=1, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(target)
+
+    def _check_manifest(self) -> None:
+        target = manifest_path(self.path)
+        remedy = "Name another output, or pass --overwrite to throw these results away."
+        try:
+            manifest = json.loads(target.read_bytes())
+            version, before = manifest["version"], manifest["settings"]
+        except FileNotFoundError:
+            raise ResultError(
+                f"{self.path}: it has content, but no {target.name} stands beside it, so it is "
+                f"not known what it holds. {remedy}"
+            ) from None
+        except (ValueError, KeyError, TypeError):
+            raise ResultError(f"{target}: not a manifest of results. {remedy}") from None
+        if version != MANIFEST_VERSION:
+            raise ResultError(
+                f"{target}: version {version!r}; this release reads {MANIFEST_VERSION}. {remedy}"
+            )
+        changed = [
+            f"{key} was {before.get(key)!r} and is now {self.settings.get(key)!r}"
+            for key in sorted(before.keys() | self.settings.keys())
+            if before.get(key) != self.settings.get(key)
+        ]
+        if changed:
+            raise ResultError(
+                f"{self.path}: it holds results of other settings: {'; '.join(changed)}. {remedy}"
+            )
+
+    def _recover(self) -> None:
+        """Collect the finished indices and cut off a torn last line."""
+        end = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    self.torn_bytes = len(line)
+                    break
+                try:
+                    self.done.add(int(json.loads(line)["index"]))
+                except (ValueError, KeyError, TypeError):
+                    raise ResultError(
+                        f"{self.path}: line {number} is not a result, so the file was changed by "
+                        "something else. Remove that line to have its prompt done again, or pass "
+                        "--overwrite."
+                    ) from None
+                end += len(line)
+        if self.torn_bytes:
+            os.ftruncate(self._fd, end)
