@@ -8,6 +8,7 @@ not fit is remembered and raised when Medusa is asked for.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -17,6 +18,7 @@ from importlib import metadata
 from types import ModuleType
 
 SUPPORTED_VLLM = (0, 32)
+HOOKS = "vllm_medusa.worker.engine_args"
 _ARG_UTILS = "vllm.engine.arg_utils"
 _registered = False
 
@@ -71,9 +73,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def _install(arg_utils: ModuleType) -> None:
-    from vllm_medusa.worker.engine_args import install
-
-    install(arg_utils)
+    importlib.import_module(HOOKS).install(arg_utils)
 
 
 class _InstallOnImport(importlib.abc.MetaPathFinder):

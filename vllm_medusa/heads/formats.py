@@ -31,6 +31,11 @@ _SINGLE = ("lm_head.weight", "lm_head.bias")
 TOKEN_MAP = "token_map"
 
 
+def is_head_tensor(name: str) -> bool:
+    """Whether a tensor in a target's checkpoint belongs to Medusa heads stored with it."""
+    return _PREFIX.match(name) is not None
+
+
 def layer_name(head: int, layer: int, kind: str = "weight") -> str:
     """Canonical name of a residual layer's tensor."""
     return f"blocks.{head}.layers.{layer}.{kind}"

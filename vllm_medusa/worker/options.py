@@ -88,7 +88,9 @@ def prepare(
     }
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     try:
-        return original(engine_args, model_config, parallel_config)
+        config = original(engine_args, model_config, parallel_config)
+        config.medusa_acceptance = options.acceptance.model_dump(mode="json")  # for the front end
+        return config
     finally:
         engine_args.speculative_config = asked
         engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens = flags

@@ -57,6 +57,13 @@ LEDGER: tuple[Override, ...] = (
         "vLLM lets a proposer validate requests.",
     ),
     Override(
+        "DefaultModelLoader.get_all_weights (during load_model only)",
+        "A full Medusa-2 checkpoint holds the heads beside the target, and vLLM's models refuse "
+        "tensors they do not know.",
+        "model_executor/models/utils.py: AutoWeightsLoader raises on unknown names",
+        "a plugin can name prefixes to skip.",
+    ),
+    Override(
         "cpu_worker.CPUModelRunner (module global, during init_device only)",
         "CPUWorker names its runner class itself, where the GPU worker has a method to override.",
         "v1/worker/cpu_worker.py: init_device",

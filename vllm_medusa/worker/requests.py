@@ -38,8 +38,9 @@ def _validate(original: Callable[..., None]) -> Callable[..., None]:
                 parameter="thinking_token_budget",
                 value=self.thinking_token_budget,
             )
+        default = AcceptanceConfig(**speculative_config.medusa_acceptance)
         try:
-            AcceptanceConfig.from_extra_args(self.extra_args, AcceptanceConfig())
+            AcceptanceConfig.from_extra_args(self.extra_args, default)
         except MedusaConfigError as error:
             raise VLLMValidationError(
                 str(error), parameter="extra_args", value=self.extra_args
@@ -85,4 +86,7 @@ class TypicalRequests:
 def _acceptance(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
     if not params.extra_args:
         return default
-    return AcceptanceConfig.from_extra_args(params.extra_args, default)
+    try:
+        return AcceptanceConfig.from_extra_args(params.extra_args, default)
+    except MedusaConfigError:  # the front end refuses these; whatever slips by costs no engine
+        return AcceptanceConfig()

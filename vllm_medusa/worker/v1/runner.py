@@ -24,6 +24,7 @@ from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import TypicalRequests
 from vllm_medusa.worker.step import TreeStep
 from vllm_medusa.worker.verification import TreeVerifier
+from vllm_medusa.worker.weights import heads_left_out
 
 
 class MedusaModelRunner(CPUModelRunner):
@@ -35,6 +36,11 @@ class MedusaModelRunner(CPUModelRunner):
         self._verifier = TreeVerifier(self.sampler)
         self._step: TreeStep | None = None
         self._verdict: Verdict | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the target, then the heads (vLLM does both); heads in its checkpoint are no part."""
+        with heads_left_out():
+            super().load_model(*args, **kwargs)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
