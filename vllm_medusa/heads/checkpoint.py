@@ -1,9 +1,10 @@
 """Reading and writing head checkpoints. Strict: nothing is dropped, guessed or left at random.
 
-We write what vLLM 0.32 reads: a folder with ``model.safetensors`` (``blocks.{h}.layers.{l}.weight``
-and so on, see `formats`) and ``config.json``. What vLLM has no field for is under ``"medusa"``
-there: the tree, the provenance. Heads on the target's LM head store none; vLLM 0.32 would leave its
-own at random for those, so for its sake `save_heads` can store a copy.
+We write what stock vLLM 0.32 reads: a folder with ``model.safetensors`` (names as the ``vllm`` row
+of `formats`) and ``config.json``. What vLLM has no field for is under ``"medusa"`` there: the tree,
+the provenance. Two limits are vLLM's: heads on the target's LM head store none, and it would leave
+its own at random, so for its sake `save_heads` can store a copy; and a token map beside one LM head
+for each head fails an assertion there.
 """
 
 from __future__ import annotations

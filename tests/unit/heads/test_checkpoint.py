@@ -208,7 +208,15 @@ BROKEN = [
     ({"extra.scale": torch.zeros(1)}, r"has left over 'extra\.scale'"),
     ({"0.0.linear.qweight": torch.zeros(1)}, r"has left over '0\.0\.linear\.qweight'"),
     ({"1.2.weight": torch.zeros(VOCAB, HIDDEN)}, r"has left over '1\.2\.weight'"),
+    (
+        {"2.1.weight": None, "2.2.weight": torch.zeros(VOCAB, HIDDEN)},
+        r"lacks '2\.1\.weight' and has left over '2\.2\.weight'",
+    ),
     ({"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}, "has left over"),
+    (
+        {"blocks.0.layers.0.weight": torch.zeros(HIDDEN, HIDDEN)},
+        r"left over .blocks\.0\.layers\.0\.weight",
+    ),
     ({"0.0.linear.weight": torch.zeros(HIDDEN, HIDDEN, 1)}, r"'0\.0\.linear\.weight' has shape"),
     ({"1.0.linear.weight": torch.zeros(HIDDEN, 4)}, r"'1\.0\.linear\.weight' has shape \[8, 4\]"),
     ({"1.0.linear.bias": torch.zeros(4)}, r"'1\.0\.linear\.bias' has shape \[4\].*must be \[8\]"),
@@ -267,6 +275,11 @@ def test_padding_rows_only_where_the_config_states_the_vocabulary(
     torch.testing.assert_close(logits, plain.logits(hidden)[..., :18], rtol=1e-5, atol=1e-5)
     with pytest.raises(HeadsError, match=r'need config\.json to state "vocab_size": 17'):
         load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=17)
+
+
+def test_a_config_with_too_large_a_vocabulary_is_not_believed(tmp_path, random_heads, write):
+    write(tmp_path / "model.safetensors", random_heads(2, 1).spelled("vllm"), {"vocab_size": 32001})
+    assert load_heads(tmp_path, **SIZES)[1].vocab_size == VOCAB
 
 
 def test_values_too_large_for_the_dtype(tmp_path, random_heads, write):

@@ -26,7 +26,7 @@ def test_pickles_run_no_code(tmp_path):
         peek_heads(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"nothing of the kind", b"\x80\x04}", b"PK\x03\x04?"])
+@pytest.mark.parametrize("content", [b"", b"nothing of the kind", b"\x80\x02}", b"PK\x03\x04?"])
 @pytest.mark.parametrize("name", ["medusa_lm_head.pt", "model.safetensors"])
 def test_damaged_files(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
