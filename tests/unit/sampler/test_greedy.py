@@ -1,7 +1,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import Case, cases, padded
+from support.random_trees import Case, cases, padded
 from torch import Tensor
 
 from vllm_medusa.sampler import greedy_verdict, lossless_walk

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import Case, cases, padded
+from support.random_trees import Case, cases, padded
 
 from vllm_medusa.sampler import typical_path, typical_threshold, typical_verdict
 from vllm_medusa.tree import TokenTree
