@@ -1,4 +1,4 @@
-"""Tree attention over vLLM's paged CPU cache: about a dozen torch operators a layer and group.
+"""Tree attention over vLLM's paged CPU cache, in about a dozen operators a layer and group.
 
 Per group: gather the keys [D, L] and values [L, D] of each key head by rows of the flat cache, fold
 the query heads of a key head into its rows, and run two batched products around one softmax, all
@@ -17,36 +17,21 @@ go there only on machines on which a probe finds the products exact.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.scorer.layout import TRANSPOSED_ISAS, CacheLayout
+from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.scorer.metadata import TreeAttentionMetadata, TreeGroup
+from vllm_medusa.scorer.scratch import Pass, Scratch, Workspace, bind
 
-# Logits of one pass; above it the key heads of a lone request take turns (fp32: 64 MiB).
-PASS_LIMIT = 16 * 1024 * 1024
-
-
-class Workspace:
-    """Scratch memory that grows to the largest step and is then reused by every layer."""
-
-    def __init__(self) -> None:
-        self._flat: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Uninitialised contiguous tensor; it is overwritten by the next ``take`` of the name."""
-        size = 1
-        for extent in shape:
-            size *= extent
-        flat = self._flat.get((name, dtype))
-        if flat is None or flat.numel() < size:
-            flat = torch.empty(size + size // 4, dtype=dtype)
-            self._flat[name, dtype] = flat
-        return flat[:size].view(shape)
-
-
+# Multiply-adds of one product from which oneDNN, slower to start, is the quicker.
+ONEDNN_FROM = 768 * 1024
+# torch before 2.9 has no such switch: its BLAS does the work
+HAS_SWITCH = torch.backends.mkldnn.is_available() and hasattr(torch.backends.mkldnn, "matmul")
 _WORKSPACE = Workspace()  # attention layers of a process run one after another
 
 
@@ -84,18 +69,15 @@ def tree_attention(
         )
     if out is None:
         out = torch.empty_like(query)
-    switch = getattr(torch.backends.mkldnn, "matmul", None)
-    if switch is None or not (query.dtype == torch.bfloat16 or onednn_is_exact()):
-        for group in meta.groups:
-            _attend(query, kv_cache, meta.layout, group, scale, softcap, sinks, out)
-        return out
-    before = switch.fp32_precision
-    switch.fp32_precision = "bf16"
-    try:
-        for group in meta.groups:
-            _attend(query, kv_cache, meta.layout, group, scale, softcap, sinks, out)
-    finally:
-        switch.fp32_precision = before
+    dtype, heads = query.dtype, query.shape[1]
+    scratches = meta.scratches.get((dtype, heads))
+    if scratches is None:
+        scratches = [bind(_WORKSPACE, g, meta.layout, heads, dtype) for g in meta.groups]
+        meta.scratches[dtype, heads] = scratches
+    may_switch = HAS_SWITCH and (dtype == torch.bfloat16 or onednn_is_exact())
+    for group, scratch in zip(meta.groups, scratches, strict=True):
+        with _onednn(may_switch and scratch.macs >= ONEDNN_FROM):
+            _attend(query, kv_cache, meta.layout, group, scratch, scale, softcap, sinks, out)
     return out
 
 
@@ -104,6 +86,7 @@ def _attend(
     kv_cache: Tensor,
     layout: CacheLayout,
     group: TreeGroup,
+    scratch: Scratch,
     scale: float,
     softcap: float,
     sinks: Tensor | None,
@@ -111,107 +94,78 @@ def _attend(
 ) -> None:
     """One group of one layer."""
     requests, nodes = group.num_requests, group.num_nodes
-    heads, dim = query.shape[1:]
-    kv_heads = layout.num_kv_heads
-    batch, rows, length = requests * kv_heads, heads // kv_heads * nodes, group.last - group.first
+    rows = query[group.rows]  # a view for a slice
+    scratch.query.copy_(rows.unflatten(0, (requests, nodes)).transpose(1, 2))
+    for target, indices in (
+        (scratch.key_rows, group.key_rows),
+        (scratch.value_rows, group.value_rows),
+    ):
+        torch.index_select(layout.flat(kv_cache, target.shape[1]), 0, indices, out=target)
+    for target, source in scratch.casts:
+        target.copy_(source)
 
-    gathered = query[group.rows]  # a view for a slice
-    q = _WORKSPACE.take("query", (requests, heads, nodes, dim))
-    q.copy_(gathered.unflatten(0, (requests, nodes)).transpose(1, 2))
-    q = q.view(batch, rows, dim)
-    keys, values = _gather(kv_cache, layout, group)  # [batch, D, L], [batch, L, D]
-    result = _WORKSPACE.take("result", (batch, rows, dim))
-
-    step = batch
-    if requests == 1 and batch * rows * length > PASS_LIMIT:
-        step = max(1, PASS_LIMIT // (rows * length))
-    for lo in range(0, batch, step):
-        part = slice(lo, lo + step)
-        logits = _WORKSPACE.take("logits", (min(step, batch - lo), rows, length))
-        alpha = scale / softcap if softcap else scale
-        torch.baddbmm(logits, q[part], keys[part], beta=0, alpha=alpha, out=logits)
+    alpha = scale / softcap if softcap else scale
+    for part in scratch.passes:
+        probabilities = part.logits
+        torch.baddbmm(part.logits, part.query, part.keys, beta=0, alpha=alpha, out=part.logits)
         if softcap:
-            logits.tanh_().mul_(softcap)
-        by_head = logits.view(requests, -1, nodes, length)
-        for mask in group.masks:
-            by_head[..., mask.lo : mask.hi].masked_fill_(mask.hidden, float("-inf"))
+            part.logits.tanh_().mul_(softcap)
+        for logits, hidden in part.hidden:
+            logits.masked_fill_(hidden, float("-inf"))
         if sinks is None:
-            torch.softmax(logits, -1, out=logits)
-            probabilities = logits
+            torch.softmax(part.logits, -1, out=part.logits)
         else:
-            probabilities = _softmax_with_sinks(by_head, sinks.view(kv_heads, -1), part)
-        torch.bmm(probabilities, values[part], out=result[part])
+            probabilities = _softmax_with_sinks(part, sinks.view(layout.num_kv_heads, -1))
+        torch.bmm(probabilities, part.values, out=part.result)
 
-    nodes_first = result.view(requests, heads, nodes, dim).transpose(1, 2)
     if isinstance(group.out_rows, slice):
-        out[group.out_rows].unflatten(0, (requests, nodes)).copy_(nodes_first)
+        out[group.out_rows].unflatten(0, (requests, nodes)).copy_(scratch.result)
         return
-    flat = nodes_first.flatten(0, 1)
+    result = scratch.result.flatten(0, 1)
     if group.kept is not None:
-        flat = flat.index_select(0, group.kept)
-    out.index_copy_(0, group.out_rows, flat.to(out.dtype))
+        result = result.index_select(0, group.kept)
+    out.index_copy_(0, group.out_rows, result.to(out.dtype))
 
 
-def _softmax_with_sinks(by_head: Tensor, sinks: Tensor, part: slice) -> Tensor:
-    """Softmax of [requests, heads, nodes, L] with one extra logit a head, which is then dropped.
+def _softmax_with_sinks(part: Pass, sinks: Tensor) -> Tensor:
+    """Softmax with one extra logit a head, which is then dropped.
 
-    ``sinks`` is [key heads, query heads of each]. Returns [heads of all requests, rows, L].
+    ``sinks`` is [key heads, query heads of each]. Returns the shape of ``part.logits``.
     """
-    requests, heads, nodes, length = by_head.shape
-    mine = sinks[part] if requests == 1 else sinks
-    column = mine.reshape(1, heads, 1, 1).to(by_head.dtype).expand(requests, -1, nodes, -1)
-    padded = torch.cat((by_head, column), -1)
+    requests, heads, nodes, length = part.by_head.shape
+    column = sinks[part.key_heads].reshape(1, heads, 1, 1).to(part.by_head.dtype)
+    padded = torch.cat((part.by_head, column.expand(requests, -1, nodes, -1)), -1)
     torch.softmax(padded, -1, out=padded)
-    return padded.view(requests * mine.shape[0], -1, length + 1)[..., :length]
+    return padded.view(*part.logits.shape[:2], length + 1)[..., :length]
 
 
-def _gather(kv_cache: Tensor, layout: CacheLayout, group: TreeGroup) -> tuple[Tensor, Tensor]:
-    """Keys fp32 [batch, D, L] and values fp32 [batch, L, D] of a group; heads within requests."""
-    size, dim = layout.block_size, layout.head_size
-    batch = group.num_requests * layout.num_kv_heads
-    columns = slice(group.first, group.last)
-    if layout.isa in TRANSPOSED_ISAS:
-        keys = _rows("key rows", layout.flat(kv_cache, size), group.key_rows)
-        values = _rows("value rows", layout.flat(kv_cache, dim), group.value_rows)
-        keys = keys.view(batch, dim, -1)[..., columns]
-        return _fp32("keys", keys), _fp32("values", values.view(batch, -1, dim))
-    flat = layout.flat(kv_cache, layout.half)
-    keys = _rows("key rows", flat, group.key_rows)
-    values = _rows("value rows", flat, group.value_rows)
-    keys = keys.view(batch, -1, size // 16, dim // 2, 16, 2).permute(0, 3, 5, 1, 2, 4)
-    values = values.view(batch, -1, dim // 16, size // 2, 16, 2).permute(0, 1, 3, 5, 2, 4)
-    keys = _fp32("keys", keys).reshape(batch, dim, -1)[..., columns]
-    return keys, _fp32("values", values).reshape(batch, -1, dim)[:, columns]
-
-
-def _rows(name: str, flat: Tensor, rows: Tensor) -> Tensor:
-    shape = (rows.shape[0], flat.shape[1])
-    return torch.index_select(flat, 0, rows, out=_WORKSPACE.take(name, shape, flat.dtype))
-
-
-def _fp32(name: str, source: Tensor) -> Tensor:
-    """Cast into scratch memory; fp32 is passed on as it is."""
-    if source.dtype == torch.float32:
-        return source
-    return _WORKSPACE.take(name, tuple(source.shape)).copy_(source)
+@contextmanager
+def _onednn(wanted: bool) -> Iterator[None]:
+    """Send fp32 products to oneDNN."""
+    if not wanted:
+        yield
+        return
+    switch: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009, as torch 2.6 lacks it
+    before = switch.fp32_precision
+    switch.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        switch.fp32_precision = before
 
 
 @functools.cache
 def onednn_is_exact() -> bool:
     """Whether fp32 products keep fp32 precision in oneDNN although bf16 internals are allowed."""
-    switch: Any = getattr(torch.backends.mkldnn, "matmul", None)
-    if switch is None or not torch.backends.mkldnn.is_available():
+    if not HAS_SWITCH:
         return False
     generator = torch.Generator().manual_seed(0)
-    before = switch.fp32_precision
-    try:
-        for shape, other in (((2, 112, 64), (2, 64, 640)), ((2, 8, 1024), (2, 1024, 64))):
-            a = torch.randn(shape, generator=generator)
-            b = torch.randn(other, generator=generator)
-            switch.fp32_precision = "bf16"
-            error = (torch.bmm(a, b).double() - torch.bmm(a.double(), b.double())).abs().max()
-            if error > 2e-3:  # bf16 rounding makes it 0.1
-                return False
-    finally:
-        switch.fp32_precision = before
+    for shape, other in (((2, 112, 64), (2, 64, 640)), ((2, 8, 1024), (2, 1024, 64))):
+        a = torch.randn(shape, generator=generator)
+        b = torch.randn(other, generator=generator)
+        with _onednn(True):
+            product = torch.bmm(a, b)
+        error = (product.double() - torch.bmm(a.double(), b.double())).abs().max()
+        if error > 2e-3:  # rounding to bf16 makes it 0.1
+            return False
     return True

@@ -28,7 +28,7 @@ def tree_attention_reference(
     """
     if out is None:
         out = torch.zeros(query.shape, dtype=torch.float64)
-    group = meta.num_heads // meta.layout.num_kv_heads
+    group = query.shape[1] // meta.layout.num_kv_heads
     for b in range(meta.tree.batch_size):
         base = int(meta.base[b])
         for i in range(int(meta.tree.num_nodes[b])):

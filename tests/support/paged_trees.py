@@ -1,0 +1,100 @@
+"""Random trees, caches and batches for the tests of the scorer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.scorer.layout import CacheLayout
+from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
+from vllm_medusa.tree.batch import TreeBatch
+from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors
+
+
+def random_tree_batch(sizes: list[int], generator: torch.Generator, shape: str) -> TreeBatch:
+    """Trees of ``sizes`` nodes; "random", "chain" or "star" (all children of the root)."""
+    nodes = max(sizes)
+    parents = torch.full((len(sizes), nodes), -1)
+    depths = torch.zeros(len(sizes), nodes, dtype=torch.int64)
+    for b in range(len(sizes)):
+        for i in range(1, nodes):
+            if shape == "chain":
+                parent = i - 1
+            elif shape == "star":
+                parent = 0
+            else:
+                parent = int(torch.randint(0, i, (), generator=generator))
+            parents[b, i] = parent
+            depths[b, i] = depths[b, parent] + 1
+    ancestors = dense_ancestors(parents)
+    return TreeBatch(
+        num_nodes=torch.tensor(sizes),
+        parents=parents,
+        depths=depths,
+        ancestor_bits=pack_ancestors(ancestors),
+        ancestors=ancestors,
+        max_depth=int(depths.max()),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    query: Tensor
+    kv_cache: Tensor
+    meta: TreeAttentionMetadata
+    scale: float
+
+
+def make_case(
+    sizes: list[int],
+    bases: list[int],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 32,
+    block: int = 16,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+    shape: str = "random",
+    isa: str = "vec16",
+    gap: int = 0,
+    seed: int = 0,
+) -> Case:
+    """Build a poisoned cache in which only what the trees may see holds numbers.
+
+    ``gap`` rows stand before each tree. Blocks that a sliding window has left behind point to
+    block 0, the null block.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_tree_batch(sizes, generator, shape)
+    needed = [-(-(c + n) // block) for c, n in zip(bases, sizes, strict=True)]
+    num_blocks = sum(needed) + 2
+    ids = torch.randperm(num_blocks - 1, generator=generator) + 1
+    table = torch.full((len(sizes), max(needed) + 2), num_blocks - 1, dtype=torch.int32)
+    kv_cache = torch.full((num_blocks, heads[1], block, 2 * dim), float("nan"), dtype=dtype)
+    layout = CacheLayout.of(kv_cache, isa)
+    flat = layout.flat(kv_cache)
+    used = 0
+    for b, (c, n) in enumerate(zip(bases, sizes, strict=True)):
+        table[b, : needed[b]] = ids[used : used + needed[b]]
+        used += needed[b]
+        left = 0 if window is None else max(0, c - window + 1)
+        table[b, : left // block] = 0
+        index = torch.arange(left, c + n)
+        slots = table[b, index // block].long() * block + index % block
+        tokens = torch.randn(c + n - left, heads[1], 2, dim, generator=generator).to(dtype)
+        flat[layout.element_offsets(slots)] = tokens
+    starts = torch.tensor([sum(sizes[:b]) + gap * (b + 1) for b in range(len(sizes))])
+    rows = sum(sizes) + gap * len(sizes)
+    query = torch.randn(rows, heads[0], dim, generator=generator).to(dtype)
+    meta = build_metadata(
+        tree,
+        torch.tensor(bases, dtype=torch.int32),
+        table,
+        layout,
+        heads[0],
+        window,
+        starts if gap else None,
+    )
+    return Case(query, kv_cache, meta, dim**-0.5)

@@ -1,0 +1,177 @@
+"""The CPU path against the fp64 reference; every cache is NaN wherever no tree may look.
+
+Tolerances: fp32 results differ by summation order, ``1e-5`` is 80 ulp of outputs near 1. The half
+types add one rounding of the output, half an ulp of its largest value (4 and 2**-8, 4 and 2**-11).
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.paged_trees import Case, make_case
+
+from vllm_medusa.scorer import cpu, grouping, scratch
+from vllm_medusa.scorer.cpu import tree_attention
+from vllm_medusa.scorer.metadata import build_metadata
+from vllm_medusa.scorer.reference import tree_attention_reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
+UNTOUCHED = 7.0
+
+
+def error(case: Case, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> float:
+    """Largest difference to the reference; rows between the trees must stay as they were."""
+    out = torch.full_like(case.query, UNTOUCHED)
+    expected = torch.full(case.query.shape, UNTOUCHED, dtype=torch.float64)
+    result = tree_attention(case.query, case.kv_cache, case.meta, case.scale, softcap, sinks, out)
+    assert result is out
+    tree_attention_reference(
+        case.query, case.kv_cache, case.meta, case.scale, softcap, sinks, expected
+    )
+    assert expected.isfinite().all()
+    return (out.double() - expected).abs().max().item()  # NaN fails every comparison
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    batch = draw(st.integers(1, 5))
+    isa = draw(st.sampled_from(("vec", "vec16", "amx")))
+    size = st.integers(1, 20)
+    even = draw(st.booleans())
+    sizes = [draw(size)] * batch if even else [draw(size) for _ in range(batch)]
+    return make_case(
+        sizes,
+        [draw(st.integers(0, 100)) for _ in range(batch)],
+        heads=draw(st.sampled_from(((4, 2), (3, 3), (4, 1), (6, 2)))),
+        dim=draw(st.sampled_from((32, 64))),
+        block=32 if isa == "amx" else draw(st.sampled_from((16, 32))),
+        dtype=draw(st.sampled_from(tuple(TOLERANCE))),
+        window=draw(st.sampled_from((None, 1, 3, 16, 20, 50))),
+        shape=draw(st.sampled_from(("random", "chain", "star"))),
+        isa=isa,
+        gap=draw(st.sampled_from((0, 2))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.sampled_from((0.0, 2.0)), st.booleans())
+def test_equals_the_reference(case, softcap, with_sinks):
+    sinks = torch.linspace(-2, 3, case.query.shape[1]) if with_sinks else None
+    assert error(case, softcap, sinks) < TOLERANCE[case.query.dtype]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 63, 64, 65, 256])
+@pytest.mark.parametrize("base", [0, 1, 15, 16, 17])
+def test_boundaries_of_trees_and_blocks(nodes, base):
+    assert error(make_case([nodes], [base])) < 1e-5
+    assert error(make_case([nodes], [base], dtype=torch.bfloat16)) < 4 * 2**-8
+
+
+@pytest.mark.parametrize("window", [1, 2, 5])
+def test_window_smaller_than_the_tree_is_deep(window):
+    case = make_case([12, 7], [30, 3], window=window, shape="chain")
+    assert error(case) < 1e-5
+    # a node must not see its own root once that is `window` tokens above it
+    touched = replace(case, kv_cache=case.kv_cache.clone())
+    root = int(case.meta.block_table[0, 1]) * 16 + 14  # position 30
+    layout = case.meta.layout
+    layout.flat(touched.kv_cache)[layout.element_offsets(torch.tensor([root]))] += 1.0
+    before, after = (tree_attention(c.query, c.kv_cache, c.meta, c.scale) for c in (case, touched))
+    changed = (before != after).flatten(1).any(1).nonzero().flatten().tolist()
+    assert changed == list(range(window))
+
+
+def test_one_changed_slot_reaches_exactly_its_descendants():
+    case = make_case([9, 14], [20, 33])
+    layout = case.meta.layout
+    before = tree_attention(case.query, case.kv_cache, case.meta, case.scale)
+    for node in range(14):
+        cache = case.kv_cache.clone()
+        index = 33 + node
+        slot = int(case.meta.block_table[1, index // 16]) * 16 + index % 16
+        layout.flat(cache)[layout.element_offsets(torch.tensor([slot]))] += 1.0
+        after = tree_attention(case.query, cache, case.meta, case.scale)
+        changed = (before != after).flatten(1).any(1)
+        assert torch.equal(changed[9:], case.meta.tree.ancestors[1, :, node])
+        assert not changed[:9].any()
+
+
+def test_a_causal_mask_is_not_a_tree():
+    case = make_case([16], [20])
+    tree = case.meta.tree
+    causal = replace(tree, ancestors=torch.ones_like(tree.ancestors).tril())
+    assert not torch.equal(causal.ancestors, tree.ancestors)
+    meta = build_metadata(causal, case.meta.base, case.meta.block_table, case.meta.layout, 4)
+    assert error(replace(case, meta=meta)) < 1e-5  # both ends read the same mask
+    chain = tree_attention(case.query, case.kv_cache, meta, case.scale)
+    right = tree_attention(case.query, case.kv_cache, case.meta, case.scale)
+    assert (chain - right).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cost", "limit"), [(-1, 0), (1 << 40, 1 << 40)])
+def test_any_grouping_gives_the_same(monkeypatch, dtype, cost, limit):
+    monkeypatch.setattr(grouping, "GROUP_COST", cost)
+    monkeypatch.setattr(grouping, "GROUP_LIMIT", limit)
+    for window in (None, 6):
+        case = make_case([5, 12, 1, 12], [90, 3, 40, 70], dtype=dtype, window=window)
+        assert len(case.meta.groups) == (4 if limit == 0 else 1)
+        assert error(case, 3.0, torch.linspace(-1, 1, 4)) < TOLERANCE[dtype]
+
+
+def test_long_and_short_requests_part():
+    case = make_case([8, 8, 8], [20, 4000, 25])
+    assert [group.num_requests for group in case.meta.groups] == [1, 2]
+
+
+def test_key_heads_take_turns_when_logits_are_many(monkeypatch):
+    monkeypatch.setattr(scratch, "PASS_LIMIT", 100)
+    case = make_case([7], [25], heads=(8, 4))
+    assert error(case, 2.0, torch.linspace(-3, 3, 8)) < 1e-5
+    assert len(case.meta.scratches[torch.float32, 8][0].passes) == 4
+
+
+@pytest.mark.parametrize("threshold", [0, 1 << 60])
+def test_both_product_libraries_agree_with_the_reference(monkeypatch, threshold):
+    monkeypatch.setattr(cpu, "ONEDNN_FROM", threshold)
+    before = getattr(torch.backends.mkldnn, "matmul", None)
+    before = before and before.fp32_precision
+    for dtype in TOLERANCE:
+        assert error(make_case([33], [100], dtype=dtype)) < TOLERANCE[dtype]
+    after = getattr(torch.backends.mkldnn, "matmul", None)
+    assert (after and after.fp32_precision) == before
+
+
+def test_the_switch_is_put_back_after_an_error(monkeypatch):
+    monkeypatch.setattr(cpu, "ONEDNN_FROM", 0)
+    case = make_case([8], [20], dtype=torch.bfloat16)
+    before = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
+    with pytest.raises(RuntimeError):
+        tree_attention(case.query, case.kv_cache, case.meta, 1.0, out=torch.empty(1, 4, 32))
+    after = getattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision", None)
+    assert before == after
+
+
+def test_layers_share_a_plan_and_strided_rows_are_fine():
+    case = make_case([6, 3], [40, 9], heads=(4, 2))
+    packed = torch.randn(9, 4 + 2 + 2, 32)
+    strided = replace(case, query=packed[:, :4])
+    assert not strided.query.is_contiguous()
+    assert error(case) < 1e-5
+    assert error(strided) < 1e-5
+    assert error(replace(case, query=packed.bfloat16()[:, :2], kv_cache=case.kv_cache.bfloat16()))
+    assert len(case.meta.scratches) == 2
+
+
+def test_refusals_name_the_value_and_the_remedy():
+    case = make_case([4], [5])
+    with pytest.raises(TypeError, match=r"bfloat16.*float32.*--kv-cache-dtype auto"):
+        tree_attention(case.query, case.kv_cache.bfloat16(), case.meta, 1.0)
+    meta = case.meta
+    with pytest.raises(ValueError, match="window is 0"):
+        build_metadata(meta.tree, meta.base, meta.block_table, meta.layout, 4, 0)
+    with pytest.raises(ValueError, match="5 query heads"):
+        build_metadata(meta.tree, meta.base, meta.block_table, meta.layout, 5)

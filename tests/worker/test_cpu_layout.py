@@ -1,0 +1,154 @@
+"""The scorer against vLLM's own CPU kernels: how tokens are packed, and what a chain comes to."""
+
+import pytest
+import torch
+
+vllm_platforms = pytest.importorskip("vllm.platforms")
+
+from support.paged_trees import random_tree_batch  # noqa: E402
+
+from vllm_medusa.scorer.cpu import tree_attention  # noqa: E402
+from vllm_medusa.scorer.layout import CacheLayout, copy_tokens, gather_tokens  # noqa: E402
+from vllm_medusa.scorer.metadata import build_metadata  # noqa: E402
+from vllm_medusa.scorer.reference import tree_attention_reference  # noqa: E402
+
+if not vllm_platforms.current_platform.is_cpu():
+    pytest.skip("needs a CPU build of vLLM", allow_module_level=True)
+vllm_platforms.current_platform.import_kernels()
+
+from vllm import _custom_ops as ops  # noqa: E402
+
+LAYOUTS = [
+    (isa, dtype, dim, block)
+    for isa, dtypes, multiple in (
+        ("vec", (torch.float32, torch.bfloat16, torch.float16), 32),
+        ("vec16", (torch.float32, torch.bfloat16, torch.float16), 16),
+        ("amx", (torch.bfloat16,), 32),
+    )
+    for dtype in dtypes
+    for dim in (32, 64, 80, 96, 128, 192, 256)
+    for block in (16, 32, 128)
+    if dim % multiple == 0 and block % multiple == 0
+]
+
+
+def halves(kv_cache):
+    """Key and value cache as the backend passes them to the kernels."""
+    blocks, heads, block, width = kv_cache.shape
+    return kv_cache.view(blocks, heads, 2 * block, width // 2).chunk(2, dim=2)
+
+
+def store(kv_cache, isa, keys, values, slots):
+    ops.cpu_attn_reshape_and_cache(keys, values, *halves(kv_cache), slots, isa)
+
+
+@pytest.mark.parametrize(("isa", "dtype", "dim", "block"), LAYOUTS)
+def test_tokens_are_found_where_vllm_put_them(isa, dtype, dim, block):
+    kv_cache = torch.full((3, 2, block, 2 * dim), float("nan"), dtype=dtype)
+    slots = torch.randperm(3 * block)[: block + 5]
+    keys, values = torch.randn(2, len(slots), 2, dim).to(dtype)
+    store(kv_cache, isa, keys, values, slots)
+    found = gather_tokens(kv_cache, isa, slots)
+    assert torch.equal(found[0], keys)
+    assert torch.equal(found[1], values)
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+def test_copied_tokens_equal_stored_ones(isa):
+    keys, values = torch.randn(2, 4 * 32, 2, 64).bfloat16()
+    moved = torch.zeros(4, 2, 32, 128, dtype=torch.bfloat16)
+    store(moved, isa, keys, values, torch.arange(128))
+    src, dst = torch.tensor([35, 40, 69, 7]), torch.tensor([33, 35, 64, 7])
+    copy_tokens(moved, isa, src, dst)
+    stored = torch.zeros_like(moved)
+    where = torch.arange(128)
+    where[dst] = src
+    store(stored, isa, keys[where], values[where], torch.arange(128))
+    assert torch.equal(moved, stored)
+
+
+def run_both(
+    dtype, isa, sizes, bases, *, heads=(4, 2), dim=64, window=None, softcap=0.0, sinks=None
+):
+    """Chains through the stock kernel and through ours, and the fp64 reference of the same."""
+    block = 32
+    generator = torch.Generator().manual_seed(sum(sizes) + sum(bases))
+    tree = random_tree_batch(sizes, generator, "chain")
+    lens = [c + n for c, n in zip(bases, sizes, strict=True)]
+    count = -(-max(lens) // block)
+    table = torch.randperm(len(sizes) * count, generator=generator).to(torch.int32)
+    table = table.view(len(sizes), count)
+    kv_cache = torch.zeros(len(sizes) * count, heads[1], block, 2 * dim, dtype=dtype)
+    for b, length in enumerate(lens):
+        index = torch.arange(length)
+        slots = table[b, index // block].long() * block + index % block
+        tokens = torch.randn(2, length, heads[1], dim, generator=generator).to(dtype)
+        store(kv_cache, isa, tokens[0], tokens[1], slots)
+    query = torch.randn(sum(sizes), heads[0], dim, generator=generator).to(dtype)
+    layout = CacheLayout.of(kv_cache, isa)
+    meta = build_metadata(tree, torch.tensor(bases), table, layout, heads[0], window)
+    ours = tree_attention(query, kv_cache, meta, dim**-0.5, softcap, sinks)
+    exact = tree_attention_reference(query, kv_cache, meta, dim**-0.5, softcap, sinks)
+
+    starts = tree.cu_num_nodes.to(torch.int32)
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(sizes),
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=dim,
+        seq_lens=seq_lens,
+        dtype=dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=window or -1,
+        isa=isa,
+        enable_kv_split=True,
+    )
+    stock = torch.empty_like(query)
+    ops.cpu_attention_with_kv_cache(
+        query=query,
+        key_cache=halves(kv_cache)[0],
+        value_cache=halves(kv_cache)[1],
+        output=stock,
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        scale=dim**-0.5,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=window or -1,
+        block_table=table,
+        softcap=softcap,
+        scheduler_metadata=plan,
+        s_aux=sinks,
+    )
+    return ours, stock, exact
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(0.0, False), (3.0, False), (0.0, True)])
+def test_a_chain_equals_the_stock_kernel(isa, window, softcap, with_sinks):
+    sinks = torch.linspace(-2, 3, 4) if with_sinks else None
+    ours, stock, exact = run_both(
+        torch.float32,
+        isa,
+        [9, 1, 64],
+        [100, 31, 0],
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    assert (ours.double() - exact).abs().max() < 1e-5
+    # the stock kernel computes softcaps through a fast tanh or exp
+    assert (ours - stock).abs().max() < (1e-3 if softcap else 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("nodes", "base"), [(1, 512), (8, 256), (16, 1000), (64, 100)])
+def test_rounding_is_that_of_plain_decoding(dtype, nodes, base):
+    """Near ties between tokens must fall as they do without a tree."""
+    ours, stock, exact = run_both(dtype, "vec", [nodes], [base], heads=(14, 2))
+    mine, theirs = ((x.double() - exact).abs() for x in (ours, stock))
+    assert mine.max() <= 2 * theirs.max()
+    assert mine.square().mean().sqrt() <= 1.5 * theirs.square().mean().sqrt()
