@@ -1,0 +1,63 @@
+"""Every number of the demo's recipe in one place; `demo.build` scales them with `--tokens`."""
+
+from dataclasses import dataclass
+
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"  # ids 0, 1, 2
+
+
+@dataclass(frozen=True)
+class CorpusRecipe:
+    """Which Python files become text, and which of them stay held out."""
+
+    min_bytes: int = 256
+    max_bytes: int = 200_000  # larger ones are mostly generated tables
+    heldout_every: int = 64  # a file is held out when its digest is 0 modulo this
+    heldout_tokens: int = 120_000
+    tokenizer_bytes: int = 24_000_000
+
+
+@dataclass(frozen=True)
+class TargetRecipe:
+    """The base model: a 4-layer Llama with tied embeddings."""
+
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    max_positions: int = 2048
+    tokens: int = 15_000_000
+    batch_size: int = 8
+    context: int = 384
+    learning_rate: float = 3e-3
+    warmup_steps: int = 100
+    weight_decay: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class HeadsRecipe:
+    """Medusa-1 heads on the frozen target: residual blocks only, the target's own LM head."""
+
+    num_heads: int = 5
+    num_layers: int = 3
+    source_tokens: int = 1_200_000  # Python source
+    sampled_tokens: int = 1_200_000  # text that the target wrote itself
+    temperatures: tuple[float, ...] = (0.6, 0.8, 0.8, 1.0)  # dealt to the sampled rows in turn
+    sample_batch: int = 128
+    prompt_tokens: tuple[int, int] = (8, 96)  # bounds of the source prefix of a sampled row
+    context: int = 384
+    epochs: int = 3
+    batch_tokens: int = 2048
+    learning_rate: float = 2e-3
+    warmup_steps: int = 50
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    decay: float = 0.8  # head k (0-based) weighs decay**k in the loss
+    tree_draft_tokens: int = 12
+    tree_temperature: float = 0.8  # the text that the tree is measured on
+    tree_max_rank: int = 8
+    heldout_rows: int = 128

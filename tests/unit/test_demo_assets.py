@@ -1,0 +1,205 @@
+"""What lies in demo/: it loads, it fits together, it is small, and the heads can really predict."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vllm_medusa.heads import load_heads, peek_heads
+from vllm_medusa.tree import TokenTree
+
+DEMO = Path(__file__).parents[2] / "demo"
+LIMIT = 12_000_000  # bytes
+
+# Written for this test, so neither the target nor the heads were trained on it.
+UNSEEN = '''<s>"""A small priority queue of named tasks."""
+
+import heapq
+import itertools
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+class TaskQueue:
+    """Tasks come out by priority; equal priorities in the order they were added."""
+
+    def __init__(self, tasks=None):
+        self._heap = []
+        self._entries = {}
+        self._counter = itertools.count()
+        if tasks is not None:
+            for name, priority in tasks:
+                self.add(name, priority)
+
+    def __len__(self):
+        return len(self._entries)
+
+    def __contains__(self, name):
+        return name in self._entries
+
+    def add(self, name, priority=0):
+        """Add a task, or change the priority of a task that is already there."""
+        if name in self._entries:
+            self.remove(name)
+        entry = [priority, next(self._counter), name]
+        self._entries[name] = entry
+        heapq.heappush(self._heap, entry)
+
+    def remove(self, name):
+        """Remove a task.
+
+        Raises KeyError if there is no task of this name.
+        """
+        entry = self._entries.pop(name)
+        entry[-1] = None
+
+    def pop(self):
+        """Remove and return the next task."""
+        while self._heap:
+            priority, count, name = heapq.heappop(self._heap)
+            if name is not None:
+                del self._entries[name]
+                logger.debug("task %s with priority %d", name, priority)
+                return name
+        raise IndexError("the queue is empty")
+
+
+def main():
+    queue = TaskQueue([("write", 2), ("test", 1)])
+    queue.add("release", priority=3)
+    for index in range(len(queue)):
+        print(index, queue.pop())
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@cache
+def target():
+    return AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
+
+
+@cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO / "target")
+
+
+@cache
+def heads():
+    config = target().config
+    weight = target().lm_head.weight
+    loaded, _ = load_heads(
+        DEMO / "heads",
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        lm_head_weight=weight,
+        dtype=torch.float32,
+    )
+    return loaded
+
+
+@cache
+def unseen():
+    """Token ids [T] of the text and, for LM head and heads, whether each was right [K + 1, T]."""
+    ids = tokenizer()(UNSEEN, return_tensors="pt").input_ids[0]
+    with torch.no_grad():
+        hidden = target().model(ids[None]).last_hidden_state[0]  # [T, H]
+        own = target().lm_head(hidden)[:, None]  # [T, 1, V]
+        logits = torch.cat([own, heads().compute_logits(heads()(hidden))], dim=1)  # [T, K + 1, V]
+    ahead = logits.shape[1]
+    stop = len(ids) - ahead
+    labels = torch.stack([ids[1 + k : 1 + k + stop] for k in range(ahead)])  # [K + 1, T - K - 1]
+    return logits[:stop].transpose(0, 1), labels
+
+
+def test_everything_stays_below_the_limit():
+    sizes = {
+        path: path.stat().st_size
+        for path in DEMO.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert sum(sizes.values()) <= LIMIT, sorted(sizes.items(), key=lambda item: -item[1])[:5]
+
+
+def test_weights_are_safetensors_and_nothing_else_is_binary():
+    suffixes = {path.suffix for path in DEMO.rglob("*") if "__pycache__" not in path.parts}
+    assert suffixes <= {"", ".py", ".md", ".json", ".jsonl", ".safetensors"}
+
+
+def test_stored_tensors_are_finite_bf16():
+    for part in ("target", "heads"):
+        for name, tensor in load_file(DEMO / part / "model.safetensors").items():
+            assert tensor.dtype == torch.bfloat16, (part, name)
+            assert bool(tensor.isfinite().all()), (part, name)
+
+
+def test_heads_are_made_for_the_target():
+    info = peek_heads(DEMO / "heads")
+    config = json.loads((DEMO / "target" / "config.json").read_text())
+    assert (info.hidden_size, info.vocab_size) == (config["hidden_size"], config["vocab_size"])
+    assert info.num_heads >= 4
+    assert info.shared_lm_head
+
+
+def test_the_tree_of_the_config_fits_the_heads():
+    info = peek_heads(DEMO / "heads")
+    tree = TokenTree.from_paths(info.tree)
+    assert 8 <= tree.num_draft_tokens <= 16
+    assert tree.max_depth <= info.num_heads
+    assert tree.max_depth >= 2
+
+
+def test_measured_figures_agree_with_each_other():
+    document = json.loads((DEMO / "heads" / "config.json").read_text())["medusa"]
+    shares = document["tree_node_accepted"]
+    assert len(shares) == len(document["tree"])
+    assert shares == sorted(shares, reverse=True), "the tree is stored best node first"
+    assert document["expected_tokens_per_step"] == pytest.approx(1 + sum(shares), abs=1e-3)
+    for kind in ("head_accuracies_sampled", "head_accuracies_source"):
+        firsts = [ranks[0] for ranks in document[kind]]
+        assert firsts == sorted(firsts, reverse=True), "further ahead is harder"
+        assert all(0 < sum(ranks) < 1 for ranks in document[kind])
+    # A node of depth 1 is right when head 0's choice of that rank is.
+    first = document["tree"].index([0])
+    assert shares[first] == pytest.approx(document["head_accuracies_sampled"][0][0], abs=1e-3)
+
+
+def test_the_target_knows_python():
+    logits, labels = unseen()
+    loss = torch.nn.functional.cross_entropy(logits[0], labels[0])
+    assert loss < 2.4  # nats; a uniform guess has 8.3
+
+
+def test_each_head_predicts_unseen_text():
+    logits, labels = unseen()
+    right = (logits.argmax(-1) == labels).float().mean(-1)  # [K + 1]
+    floors = torch.tensor([0.45, 0.20, 0.13, 0.08, 0.06, 0.06])
+    assert bool((right > floors[: len(right)]).all()), right.tolist()
+
+
+def test_the_heads_know_more_than_the_lm_head_alone():
+    logits, labels = unseen()
+    untrained = (logits[0].argmax(-1) == labels[1:]).float().mean(-1)  # what zero blocks predict
+    trained = (logits[1:].argmax(-1) == labels[1:]).float().mean(-1)
+    assert bool((trained > untrained + 0.05).all()), (trained.tolist(), untrained.tolist())
+
+
+def test_prompts_are_code_after_the_start_token():
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert 24 <= len(records) <= 40
+    assert len({record["id"] for record in records}) == len(records)
+    assert len({record["prompt"] for record in records}) == len(records)
+    for record in records:
+        ids = tokenizer()(record["prompt"]).input_ids
+        assert ids[0] == tokenizer().bos_token_id == target().config.bos_token_id
+        assert ids.count(tokenizer().bos_token_id) == 1, "the tokenizer adds none of its own"
+        assert 16 <= len(ids) <= 128, record["id"]
+        assert not tokenizer().decode(ids[1:2])[0].isspace(), "starts with code"
