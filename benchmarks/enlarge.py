@@ -12,7 +12,7 @@ How each part stays the same (small width d, big width W):
 - RMSNorm: with zeros appended the mean square shrinks by d/W, so
   `x / sqrt(mean_W(x^2) + eps')` with `eps' = eps * d/W` is `sqrt(W/d) * x / sqrt(mean_d + eps)`,
   and the gain becomes `w' = w * sqrt(d/W)`. When W/d is a power of 4 both factors are powers of
-  two: no bit of the result changes;
+  two and cost no rounding;
 - attention: heads keep their size (RoPE and the softmax scale depend on it) and their key/value
   group; the columns of `o_proj` that read a new query head are 0;
 - MLP: the columns of `down_proj` that read a new neuron are 0;

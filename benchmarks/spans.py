@@ -1,0 +1,123 @@
+"""Timers around the parts of an engine's step, by wrapping methods of the live objects.
+
+Every span counts *exclusive* time: what a nested span takes is not counted in the outer one, so
+the spans of a step add up to the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+# What a step would not have without us; the rest exists in plain vLLM too.
+OWN = (
+    "tree layout",
+    "tree plan",
+    "verification",
+    "compaction",
+    "heads",
+    "heads' LM head",
+    "drafting, rest",
+)
+
+
+class Spans:
+    """Exclusive seconds per label since the last `take`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._stack: list[str] = []
+        self._since = 0.0
+
+    def take(self) -> dict[str, float]:
+        """Returns what has been collected and starts anew."""
+        taken, self._seconds = dict(self._seconds), defaultdict(float)
+        return taken
+
+    def hook(self, owner: Any, name: str, label: str, within: dict[str, str] | None = None) -> None:
+        """Times `owner.name`, if there is one, as `label`.
+
+        Args:
+            owner: an object, class or module.
+            name: of a function or method.
+            label: of the span.
+            within: labels to use instead when the span directly around has the given label.
+
+        """
+        function: Callable[..., Any] | None = getattr(owner, name, None)
+        if function is None:
+            return
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            around = self._stack[-1] if self._stack else ""
+            self._enter((within or {}).get(around, label))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave()
+
+        setattr(owner, name, timed)
+
+    def _enter(self, label: str) -> None:
+        now = time.perf_counter()
+        if self._stack:
+            self._seconds[self._stack[-1]] += now - self._since
+        self._stack.append(label)
+        self._since = now
+
+    def _leave(self) -> None:
+        now = time.perf_counter()
+        self._seconds[self._stack.pop()] += now - self._since
+        self._since = now
+
+
+def hook_engine(llm: Any) -> Spans:
+    """Times the parts of an in-process engine, whatever kind of speculation it has."""
+    spans = Spans()
+    engine = llm.llm_engine
+    core = engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    spans.hook(engine, "step", "engine, rest")
+    spans.hook(engine.output_processor, "process_outputs", "detokenization, outputs")
+    for name in ("schedule", "update_from_output", "update_draft_token_ids"):
+        spans.hook(core.scheduler, name, "scheduler")
+    spans.hook(runner, "execute_model", "runner, rest")
+    spans.hook(runner, "sample_tokens", "runner, rest")
+    spans.hook(runner, "_update_states", "batch state")
+    spans.hook(runner, "_prepare_inputs", "inputs")
+    spans.hook(runner, "_build_attention_metadata", "attention metadata")
+    spans.hook(runner, "_model_forward", "forward without attention")
+    spans.hook(runner, "_bookkeeping_sync", "bookkeeping")
+    drafting = "drafting, rest"
+    in_heads = {drafting: "heads' LM head", "heads' LM head": "heads' LM head"}
+    spans.hook(runner.model, "compute_logits", "LM head", within=in_heads)
+    for layer in runner.compilation_config.static_forward_context.values():
+        if hasattr(layer, "impl"):
+            spans.hook(layer.impl, "forward", "attention")
+    speculates = runner.speculative_config is not None
+    spans.hook(runner, "_sample", "verification" if speculates else "sampling")
+    spans.hook(runner, "propose_draft_token_ids", drafting)
+    heads = (
+        getattr(runner.drafter, "heads", getattr(runner.drafter, "model", None))
+        if speculates
+        else None
+    )
+    if heads is not None:
+        spans.hook(heads, "forward", "heads")
+        spans.hook(heads, "compute_logits", "heads' LM head")
+    if hasattr(runner, "_compact"):
+        _hook_trees(spans, runner)
+    return spans
+
+
+def _hook_trees(spans: Spans, runner: Any) -> None:
+    """Times what only our own runner has."""
+    from vllm_medusa.worker import attention
+    from vllm_medusa.worker.v1 import runner as module
+
+    spans.hook(runner, "_compact", "compaction")
+    spans.hook(module.TreeStep, "build", "tree layout")
+    spans.hook(module, "write_node_positions", "tree layout")
+    spans.hook(attention, "build_metadata", "tree plan")

@@ -1,0 +1,101 @@
+"""Best-first draft trees for given heads, from how often each path was right on the target's text.
+
+The target continues some prompts by sampling; at every position of what it wrote, the heads rank
+the tokens that really came next. A path is right there if each of its choices is the rank that the
+next token had, and the tree of n nodes that is right most often consists of the n best paths. Use
+other prompts than those measured afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.prompts import load_prompts
+from demo.heads_stage import best_tree
+from vllm_medusa.heads import MedusaHeads, load_heads
+
+MAX_RANK = 10
+
+
+@torch.inference_mode()
+def observed_ranks(
+    model: Any,  # a transformers causal LM
+    heads: MedusaHeads,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float,
+) -> Tensor:
+    """Rank of the token that came next in every head's logits: int64 [T, K]."""
+    lm_head = model.get_output_embeddings()
+    torch.manual_seed(0)
+    rows = []
+    for ids in tqdm(prompts, desc="ranks", unit="prompt"):
+        text = model.generate(
+            torch.tensor([ids]),
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+        )
+        count = text.shape[1] - len(ids) - heads.num_heads  # positions with K known tokens after
+        if count < 1:
+            continue
+        hidden = model(text, output_hidden_states=True).hidden_states[-1][0]  # [L, H]
+        start = len(ids) - 1  # the state that gives the first new token
+        logits = heads.compute_logits(heads(hidden[start : start + count]), lm_head)  # [T, K, V]
+        nexts = text[0, len(ids) + 1 :].unfold(0, heads.num_heads, 1)[:count]  # [T, K]
+        own = logits.gather(2, nexts[..., None])
+        rows.append((logits > own).sum(-1))
+    return torch.cat(rows)
+
+
+def main() -> None:
+    """Command line: writes the tree's paths, best first, and how often each was right."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("target", type=Path)
+    parser.add_argument("heads", type=Path)
+    parser.add_argument("prompts", type=Path, help="JSON lines with turns or a prompt")
+    parser.add_argument("output", type=Path, help="JSON file to write")
+    parser.add_argument("--skip", type=int, default=0, help="leave out the first prompts")
+    parser.add_argument("--limit", type=int, default=64, help="prompts to use")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--num-draft-tokens", type=int, default=63)
+    arguments = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
+    heads, _ = load_heads(
+        arguments.heads,
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        dtype=torch.float32,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+    prompts = load_prompts(arguments.prompts, tokenizer, arguments.skip, arguments.limit, 256)
+    ranks = observed_ranks(model, heads, prompts, arguments.max_new_tokens, arguments.temperature)
+    paths, shares = best_tree(ranks, arguments.num_draft_tokens, MAX_RANK)
+    accuracy = (ranks == 0).double().mean(0)
+    document = {
+        "tree": paths,
+        "right": shares,
+        "top1": [round(float(share), 4) for share in accuracy],
+        "positions": len(ranks),
+        "temperature": arguments.temperature,
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(document) + "\n")
+    for size in (1, 4, 7, 10, 14, 22, 32, 63):
+        if size <= len(paths):
+            print(f"{size:3} draft nodes: expected tau {1 + sum(shares[:size]):.3f}")
+
+
+if __name__ == "__main__":
+    main()
