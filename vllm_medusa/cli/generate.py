@@ -102,15 +102,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit status: 0, 1 if prompts failed, 2 for bad input."""
-    console = Console(file=os.fdopen(os.dup(2), "w"), highlight=False)
-    try:
-        return _run(args, console)
-    except (PromptError, ResultError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        console.print(f"interrupted; the same command goes on from {args.output}")
-        return 130
+    # its own handle: standard error goes to a log while the engine starts
+    with os.fdopen(os.dup(2), "w") as terminal:
+        console = Console(file=terminal, highlight=False)
+        try:
+            return _run(args, console)
+        except (PromptError, ResultError) as error:
+            console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+            return 2
+        except KeyboardInterrupt:
+            console.print(f"interrupted; the same command goes on from {args.output}")
+            return 130
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:

@@ -1,0 +1,62 @@
+"""An engine without a model: tokens are a fixed function of the prompt, the seed and the position.
+
+Speculation is imitated by handing out several tokens a step; the tokens themselves don't depend on
+it, as with a lossless engine.
+"""
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+
+from vllm_medusa.offline.batch import Delta, RequestRefused
+from vllm_medusa.offline.prompts import Message
+
+
+@dataclass
+class FakeEngine:
+    max_tokens: int = 8
+    step_sizes: tuple[int, ...] = (1,)  # tokens of the steps after a request's first, in turn
+    longest_prompt: int = 10_000
+    step_seconds: float = 0.0
+    chat: bool = False
+    wrong_at: int | None = None  # position at which every request's token is off
+    prompts: dict[str, str | list[int]] = field(default_factory=dict)  # all that were submitted
+    seeds: dict[str, int | None] = field(default_factory=dict)
+    active: dict[str, list[int]] = field(default_factory=dict)
+    done: dict[str, int] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    most_active: int = 0
+
+    def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
+        if len(prompt) > self.longest_prompt:
+            raise RequestRefused(f"the prompt has {len(prompt)} tokens")
+        assert key not in self.prompts, "a request was submitted twice"
+        self.prompts[key] = prompt
+        self.seeds[key] = seed
+        digest = hashlib.sha256(repr((prompt, seed)).encode()).digest()
+        tokens = [digest[i % 32] for i in range(1 + digest[0] % self.max_tokens)]
+        if self.wrong_at is not None and self.wrong_at < len(tokens):
+            tokens[self.wrong_at] += 1000
+        self.active[key], self.done[key], self.steps[key] = tokens, 0, 0
+        self.most_active = max(self.most_active, len(self.active))
+
+    def step(self) -> list[Delta]:
+        time.sleep(self.step_seconds)
+        deltas = []
+        for key, tokens in list(self.active.items()):
+            sizes = self.step_sizes
+            size = 1 if self.steps[key] == 0 else sizes[(self.steps[key] - 1) % len(sizes)]
+            new = tokens[self.done[key] : self.done[key] + size]
+            self.done[key] += len(new)
+            self.steps[key] += 1
+            finished = self.done[key] == len(tokens)
+            if finished:
+                del self.active[key]
+            text = "".join(f"{t}," for t in new)
+            deltas.append(Delta(key, text, new, "length" if finished else None))
+        return deltas
+
+    def render(self, messages: list[Message]) -> list[int] | None:
+        if not self.chat:
+            return None
+        return list("".join(f"[{m['role']}]{m['content']}" for m in messages).encode())

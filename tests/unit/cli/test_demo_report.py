@@ -1,0 +1,104 @@
+import io
+
+import pytest
+from rich.console import Console
+from support.fake_engine import FakeEngine
+
+from vllm_medusa.cli import demo_report as report
+from vllm_medusa.offline.batch import Answer, Result
+from vllm_medusa.offline.compare import Comparison, compare
+from vllm_medusa.offline.prompts import Prompt
+
+PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(6)]
+ANSWER = Answer("abcdefg", list(range(7)), [1, 3, 2, 1], "length")
+
+
+def terminal(colour: bool) -> Console:
+    return Console(
+        file=io.StringIO(),
+        width=80,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        highlight=False,
+    )
+
+
+def output(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def compared(wrong_at: int | None = None) -> Comparison:
+    return compare(
+        FakeEngine(),
+        FakeEngine(step_sizes=(3, 1), wrong_at=wrong_at),
+        PROMPTS,
+        concurrency=2,
+        seed=1,
+    )
+
+
+def test_the_last_token_of_a_step_is_the_targets_own() -> None:
+    assert report.draft_flags([1, 3, 2, 1]) == [False, True, True, False, True, False, False]
+
+
+def test_without_colour_the_drafts_stand_between_marks() -> None:
+    text = report.marked_text(ANSWER, list("abcdefg"), colour=False)
+    assert text.plain == "a«bc»d«e»fg"
+
+
+def test_a_draft_at_the_very_end_is_closed() -> None:
+    cut = Answer("ab", [0, 1], [2], "length")
+    assert report.marked_text(cut, ["a", "b"], colour=False).plain == "«a»b"
+
+
+def test_with_colour_the_text_is_unchanged() -> None:
+    text = report.marked_text(ANSWER, list("abcdefg"), colour=True)
+    assert text.plain == "abcdefg"
+    drafted = [text.plain[s.start : s.end] for s in text.spans if s.style == report.DRAFT_STYLE]
+    assert drafted == ["b", "c", "e"]
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_texts_show_prompt_legend_and_steps(colour: bool) -> None:
+    console = terminal(colour)
+    result = Result(PROMPTS[0], (ANSWER,))
+    report.texts(console, [result], lambda ids: [chr(97 + i) for i in ids])
+    shown = output(console)
+    assert "prompt 0" in shown
+    assert "drafted by the heads and accepted" in shown
+    assert "7 tokens in 4 steps" in shown
+    assert ("\x1b[" in shown) == colour
+    assert ("«bc»" in shown) == (not colour)
+
+
+def test_markup_in_generated_text_is_not_interpreted() -> None:
+    console = terminal(False)
+    prompt = Prompt(0, 1, "m", text="x[/]")
+    report.texts(console, [Result(prompt, (ANSWER,))], lambda ids: ["[bold]"] * len(ids))
+    assert "[bold]" in output(console)
+    assert "x[/]" in output(console)
+
+
+def test_identical_runs_are_called_so() -> None:
+    console = terminal(False)
+    rows = [report.Row("sampled", compared())]
+    report.figures(console, rows)
+    report.histogram(console, rows[0])
+    assert report.verdict(console, rows)
+    shown = output(console)
+    tokens = rows[0].comparison.baseline.tokens
+    assert f"IDENTICAL: all {tokens} tokens of 6 requests" in shown
+    assert "6/6" in shown
+    assert "100.0%" not in shown  # drafts were accepted in some steps
+
+
+def test_one_different_token_is_called_so() -> None:
+    console = terminal(False)
+    rows = [report.Row("sampled", compared()), report.Row("greedy", compared(wrong_at=1))]
+    assert not report.verdict(console, rows)
+    shown = output(console)
+    assert "DIFFERENT" in shown
+    assert "IDENTICAL" not in shown
+    assert "greedy, prompt r" in shown
+    assert "at token 1" in shown

@@ -1,0 +1,34 @@
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from vllm_medusa.cli.quiet import stderr_to_log
+
+
+def test_noise_goes_to_the_log_and_comes_back_on_failure(capfd: Any) -> None:
+    with stderr_to_log() as log:
+        os.write(2, b"noise from C\n")
+        subprocess.run([sys.executable, "-c", "import sys; sys.stderr.write('child\\n')"])
+    assert log is not None
+    assert log.read_text() == "noise from C\nchild\n"
+    assert capfd.readouterr().err == ""
+
+    with pytest.raises(RuntimeError):
+        fail_loudly()
+    assert "the reason" in capfd.readouterr().err
+
+
+def fail_loudly() -> None:
+    with stderr_to_log():
+        os.write(2, b"the reason\n")
+        raise RuntimeError
+
+
+def test_disabled_it_changes_nothing(capfd: Any) -> None:
+    with stderr_to_log(enabled=False) as log:
+        os.write(2, b"seen\n")
+    assert log is None
+    assert capfd.readouterr().err == "seen\n"

@@ -1,0 +1,105 @@
+import json
+
+import pytest
+from support.fake_engine import FakeEngine
+
+from vllm_medusa.offline.batch import Result, run_batch
+from vllm_medusa.offline.prompts import Prompt
+
+PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(20)]
+
+
+def by_index(results: list[Result]) -> dict[int, list[int]]:
+    return {r.prompt.index: r.answers[-1].token_ids for r in results}
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 64])
+def test_every_prompt_once_and_never_more_at_a_time(concurrency: int) -> None:
+    engine = FakeEngine()
+    results = list(run_batch(PROMPTS, engine, concurrency=concurrency, seed=4))
+    assert sorted(r.prompt.index for r in results) == list(range(20))
+    assert engine.most_active == min(concurrency, 20)
+    alone = list(run_batch(PROMPTS, FakeEngine(), concurrency=1, seed=4))
+    assert by_index(results) == by_index(alone)
+
+
+def test_a_seed_belongs_to_the_prompt_and_not_to_the_order() -> None:
+    whole = by_index(list(run_batch(PROMPTS, FakeEngine(), concurrency=4, seed=9)))
+    rest = by_index(list(run_batch(PROMPTS[7:], FakeEngine(), concurrency=4, seed=9)))
+    assert rest == {i: whole[i] for i in range(7, 20)}
+    engine = FakeEngine()
+    list(run_batch(PROMPTS[7:], engine, concurrency=4, seed=9))
+    assert engine.seeds == {f"{i}.0": 9 + i for i in range(7, 20)}
+    other = by_index(list(run_batch(PROMPTS, FakeEngine(), concurrency=4, seed=10)))
+    assert other != whole
+
+
+def test_prompts_are_read_only_as_they_are_needed() -> None:
+    taken = []
+
+    def source():  # type: ignore[no-untyped-def]
+        for prompt in PROMPTS:
+            taken.append(prompt.index)
+            yield prompt
+
+    results = run_batch(source(), FakeEngine(max_tokens=1), concurrency=2)
+    next(results)
+    assert len(taken) <= 2
+
+
+def test_acceptance_comes_from_the_steps() -> None:
+    engine = FakeEngine(max_tokens=1, step_sizes=(3,))
+    engine.submit = lambda key, prompt, seed: (  # type: ignore[method-assign]
+        engine.active.update({key: list(range(8))}),
+        engine.done.update({key: 0}),
+        engine.steps.update({key: 0}),
+    )[-1]
+    (result,) = run_batch(PROMPTS[:1], engine, concurrency=1)
+    assert result.answers[0].delivered == [1, 3, 3, 1]
+    record = json.loads(json.dumps(result.to_dict()))
+    assert record["acceptance"] == {
+        "steps": 3,
+        "accepted_draft_tokens": 4,
+        "tokens_per_step": pytest.approx(7 / 3),
+        "histogram": [1, 0, 2],
+    }
+    assert record["token_ids"] == list(range(8))
+    assert (record["index"], record["request_id"], record["finish_reason"]) == (0, "r0", "length")
+    assert "turns" not in record
+
+
+def test_without_a_chat_template_turns_are_joined_as_they_are() -> None:
+    engine = FakeEngine()
+    prompt = Prompt(0, 1, "c", turns=("Say. ", " More. ", " Again."))
+    (result,) = run_batch([prompt], engine, concurrency=4, seed=1)
+    one, two, _three = (a.text for a in result.answers)
+    assert engine.prompts["0.0"] == "Say. "
+    assert engine.prompts["0.1"] == f"Say. {one} More. "
+    assert engine.prompts["0.2"] == f"Say. {one} More. {two} Again."
+    record = result.to_dict()
+    assert [turn["text"] for turn in record["turns"]] == [a.text for a in result.answers]
+    assert record["text"] == result.answers[-1].text
+
+
+def test_with_a_chat_template_the_conversation_is_rendered() -> None:
+    engine = FakeEngine(chat=True)
+    system = {"role": "system", "content": "S"}
+    prompt = Prompt(0, 1, "c", history=(system,), turns=("A", "B"))
+    (result,) = run_batch([prompt], engine, concurrency=1)
+    answer = result.answers[0].text
+    last = engine.prompts["0.1"]
+    assert isinstance(last, list)
+    assert bytes(last).decode() == f"[system]S[user]A[assistant]{answer}[user]B"
+
+
+def test_a_refused_prompt_is_a_result_and_the_others_go_on() -> None:
+    prompts = [*PROMPTS[:3], Prompt(3, 4, "long", text="x" * 50), *PROMPTS[4:6]]
+    results = list(run_batch(prompts, FakeEngine(longest_prompt=20), concurrency=2))
+    errors = {r.prompt.request_id: r.to_dict().get("error") for r in results if r.error}
+    assert errors == {"long": "the prompt has 50 tokens"}
+    assert len(results) == 6
+
+
+def test_concurrency_has_a_lower_bound() -> None:
+    with pytest.raises(ValueError, match="concurrency is 0"):
+        next(run_batch(PROMPTS, FakeEngine(), concurrency=0))

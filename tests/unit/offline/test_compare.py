@@ -1,0 +1,61 @@
+import pytest
+from support.fake_engine import FakeEngine
+
+from vllm_medusa.offline.compare import compare
+from vllm_medusa.offline.prompts import Prompt
+
+PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(10)]
+
+
+class Repeating(FakeEngine):
+    """Forgets which requests it had, since rounds repeat their keys."""
+
+    def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
+        self.prompts.pop(key, None)
+        super().submit(key, prompt, seed)
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_equal_tokens_are_identical_however_many_come_in_a_step(concurrency: int) -> None:
+    calls: list[None] = []
+    comparison = compare(
+        Repeating(),
+        Repeating(step_sizes=(3, 1)),
+        PROMPTS,
+        concurrency=concurrency,
+        seed=3,
+        rounds=2,
+        progress=lambda: calls.append(None),
+    )
+    assert comparison.identical
+    assert comparison.requests == 20
+    assert comparison.baseline.tokens == comparison.candidate.tokens
+    assert comparison.baseline.acceptance.tau == 1
+    assert comparison.candidate.acceptance.tau > 1  # type: ignore[operator]
+    assert len(calls) == 2 * -(-10 // concurrency)
+    assert sorted(comparison.candidate.results) == list(range(10))
+
+
+def test_one_wrong_token_is_found_and_named() -> None:
+    comparison = compare(
+        Repeating(), Repeating(wrong_at=2), PROMPTS, concurrency=4, seed=3, rounds=1
+    )
+    assert not comparison.identical
+    difference = comparison.differences[0]
+    assert (difference.position, difference.reason) == (2, "token")
+    assert difference.candidate == difference.baseline + 1000  # type: ignore[operator]
+
+
+def test_a_shorter_answer_differs() -> None:
+    comparison = compare(
+        Repeating(max_tokens=50), Repeating(max_tokens=2), PROMPTS, concurrency=4, seed=3
+    )
+    assert comparison.differences
+    assert any(d.candidate is None and d.baseline is not None for d in comparison.differences)
+
+
+def test_nothing_compared_is_not_identical() -> None:
+    with pytest.raises(ValueError, match="no prompts"):
+        compare(Repeating(), Repeating(), [], concurrency=1, seed=0)
+    with pytest.raises(ValueError, match="r0 was refused"):
+        compare(Repeating(longest_prompt=1), Repeating(), PROMPTS, concurrency=1, seed=0)

@@ -1,0 +1,120 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, detect_format, read_prompts
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_text_lines_are_completions_and_blank_lines_only_count_as_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.txt", "first\n\n   \n  second \r\nlast")
+    assert list(read_prompts(path)) == [
+        Prompt(0, 1, "0", text="first"),
+        Prompt(1, 4, "1", text="  second "),
+        Prompt(2, 5, "2", text="last"),
+    ]
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"\xef\xbb\xbfhello\n")
+    assert next(iter(read_prompts(path))) == Prompt(0, 1, "0", text="hello")
+
+
+def test_json_lines_of_all_three_kinds(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"prompt": "def f(", "id": "a"},
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
+        {"messages": [system, {"role": "user", "content": "Hi"}], "request_id": "r"},
+    ]
+    path = write(tmp_path / "p.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
+    assert list(read_prompts(path)) == [
+        Prompt(0, 1, "a", text="def f("),
+        Prompt(1, 2, "81", turns=("Write.", "Rewrite.")),
+        Prompt(2, 3, "r", history=(system,), turns=("Hi",)),
+    ]
+
+
+BAD = [
+    ("{", "not JSON"),
+    ("[1]", "a list instead of an object"),
+    ('{"text": "x"}', "no key 'prompt' or 'messages' or 'turns'; the keys are 'text'"),
+    ('{"prompt": ""}', "'prompt' is empty"),
+    ('{"prompt": 7}', "'prompt' is 7"),
+    ('{"turns": []}', "'turns' is []"),
+    ('{"turns": "one"}', "'turns' is a text"),
+    ('{"turns": ["a", ""]}', "an empty turn"),
+    ('{"turns": ["a", 3]}', "role"),
+    ('{"messages": [{"role": "user"}]}', "'content': text"),
+    ('{"messages": [{"role": "assistant", "content": "x"}]}', "must be 'user'"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD)
+def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path: Path, line: str, reason: str) -> None:
+    path = write(tmp_path / "p.jsonl", f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "b"}}\n')
+    first, bad, last = read_prompts(path)
+    assert isinstance(bad, BadLine)
+    assert (bad.index, bad.line) == (1, 3)
+    assert reason in bad.reason
+    assert (first, last) == (Prompt(0, 1, "0", text="a"), Prompt(2, 4, "2", text="b"))
+
+
+def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"ok\n\xff\xfe\nok\n")
+    kinds = [type(record) for record in read_prompts(path)]
+    assert kinds == [Prompt, BadLine, Prompt]
+
+
+def test_parquet_reads_as_json_lines_do(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"id": f"r{i}", "turns": [f"q{i}", "and?"], "note": "x"} for i in range(3)]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    jsonl = write(tmp_path / "p.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
+    assert list(read_prompts(tmp_path / "p.parquet")) == list(read_prompts(jsonl))
+
+
+def test_a_column_is_chosen_by_name_in_both_formats(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": "no", "body": "yes"}, {"prompt": "no", "body": None}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    good, bad = read_prompts(tmp_path / "p.parquet", column="body")
+    assert isinstance(good, Prompt)
+    assert good.text == "yes"
+    assert isinstance(bad, BadLine)
+    assert bad.line == 2
+    with pytest.raises(PromptError, match=r"no column 'nope'; it has 'prompt', 'body'"):
+        list(read_prompts(tmp_path / "p.parquet", column="nope"))
+
+
+def test_files_that_can_not_be_read_say_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="no such file"):
+        list(read_prompts(tmp_path / "missing.txt"))
+    with pytest.raises(PromptError, match="--format"):
+        detect_format(tmp_path / "prompts")
+    with pytest.raises(PromptError, match="drop it"):
+        list(read_prompts(write(tmp_path / "a.txt", "x"), column="c"))
+    not_parquet = write(tmp_path / "b.parquet", "this is no table")
+    with pytest.raises(PromptError, match="not a Parquet file"):
+        list(read_prompts(not_parquet))
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=8))
+def test_any_text_survives_json_lines(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
+    path = tmp_path_factory.mktemp("any") / "p.jsonl"
+    write(path, "".join(json.dumps({"prompt": t}, ensure_ascii=False) + "\n" for t in texts))
+    read = list(read_prompts(path))
+    assert [r.text for r in read if isinstance(r, Prompt)] == texts

@@ -1,0 +1,154 @@
+import json
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from support.fake_engine import FakeEngine
+
+from vllm_medusa.offline.batch import run_batch
+from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.offline.results import ResultError, ResultLog, digest_of, manifest_path
+
+SETTINGS = {"model": "m", "sampling": {"temperature": 0.5, "stop": ("a", "b")}}
+PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt number {i} " * 20) for i in range(60)]
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def generate(path: Path, step_seconds: float = 0.0) -> None:
+    with ResultLog(path, SETTINGS) as log:
+        engine = FakeEngine(step_seconds=step_seconds, step_sizes=(2, 1))
+        waiting = (p for p in PROMPTS if p.index not in log.done)
+        for result in run_batch(waiting, engine, concurrency=4, seed=11):
+            log.append(result.to_dict())
+
+
+def test_what_was_written_is_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with ResultLog(path, SETTINGS) as log:
+        assert log.done == set()
+        log.append({"index": 4, "text": "é\n\u2028"})
+        log.append({"index": 1})
+    with ResultLog(path, SETTINGS) as log:
+        assert log.done == {4, 1}
+        assert log.torn_bytes == 0
+        with pytest.raises(ResultError, match="prompt 4 has a result"):
+            log.append({"index": 4})
+    assert lines(path) == [{"index": 4, "text": "é\n\u2028"}, {"index": 1}]
+
+
+def test_every_cut_of_the_last_line_is_repaired(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with ResultLog(path, SETTINGS) as log:
+        log.append({"index": 0, "text": "whole"})
+        log.append({"index": 1, "text": "töm"})
+    content = path.read_bytes()
+    first = content.index(b"\n") + 1
+    for size in range(len(content)):
+        path.write_bytes(content[:size])
+        with ResultLog(path, SETTINGS) as log:
+            assert log.done == ({0} if size >= first else set())
+            assert path.read_bytes() == (content[:first] if size >= first else b"")
+            assert log.torn_bytes == (size - first if size >= first else size)
+
+
+def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with ResultLog(path, SETTINGS) as log:
+        log.append({"index": 0})
+    with pytest.raises(ResultError, match=r"model was 'm' and is now 'other'.*--overwrite"):
+        ResultLog(path, SETTINGS | {"model": "other"})
+    with pytest.raises(ResultError, match="sampling was"):
+        ResultLog(path, {"model": "m"})
+    with pytest.raises(ResultError, match="tree was None and is now 'x'"):
+        ResultLog(path, SETTINGS | {"tree": "x"})
+    assert lines(path) == [{"index": 0}]
+    with ResultLog(path, SETTINGS | {"model": "other"}, overwrite=True) as log:
+        assert log.done == set()
+    with ResultLog(path, SETTINGS | {"model": "other"}):
+        pass
+
+
+def test_a_file_of_unknown_origin_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"index": 0}\n')
+    with pytest.raises(ResultError, match="not known what it holds"):
+        ResultLog(path, SETTINGS)
+    manifest_path(path).write_text("{}")
+    with pytest.raises(ResultError, match="not a manifest"):
+        ResultLog(path, SETTINGS)
+    manifest_path(path).write_text('{"version": 99, "settings": {}}')
+    with pytest.raises(ResultError, match="version 99"):
+        ResultLog(path, SETTINGS)
+    assert path.read_text() == '{"index": 0}\n'
+
+
+def test_damage_in_the_middle_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with ResultLog(path, SETTINGS) as log:
+        log.append({"index": 0})
+    with path.open("a") as file:
+        file.write("garbage\n")
+    with pytest.raises(ResultError, match="line 2 is not a result"):
+        ResultLog(path, SETTINGS)
+
+
+def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with ResultLog(path, SETTINGS), pytest.raises(ResultError, match="another process"):
+        ResultLog(path, SETTINGS)
+    with ResultLog(path, SETTINGS):
+        pass
+
+
+def test_places_that_can_not_hold_results(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match="no folder"):
+        ResultLog(tmp_path / "none" / "out.jsonl", SETTINGS)
+    with pytest.raises(ResultError, match="not a regular file"):
+        ResultLog(tmp_path, SETTINGS)
+
+
+def test_a_digest_is_of_the_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    (tmp_path / "b").write_bytes(b"x")
+    (tmp_path / "c").write_bytes(b"x\n")
+    assert digest_of(tmp_path / "a") == digest_of(tmp_path / "b") != digest_of(tmp_path / "c")
+
+
+def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path: Path) -> None:
+    path, unbroken = tmp_path / "killed.jsonl", tmp_path / "unbroken.jsonl"
+    generate(unbroken)
+    moments = random.Random(7)
+    context = multiprocessing.get_context("fork")
+    kills = 0
+    for _ in range(200):
+        process = context.Process(target=generate, args=(path, 0.002))
+        process.start()
+        process.join(moments.uniform(0.005, 0.06))
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            kills += 1
+        process.join()
+        if process.exitcode == 0:
+            break
+    else:
+        pytest.fail("the job never finished")
+    assert kills >= 2, "the kills came too late to test anything"
+    assert sorted(lines(path), key=lambda r: r["index"]) == sorted(  # type: ignore[arg-type,return-value]
+        lines(unbroken),
+        key=lambda r: r["index"],  # type: ignore[arg-type,return-value]
+    )
+
+
+def test_the_writing_survives_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
+    path = tmp_path / "out.jsonl"
+    with ResultLog(path, SETTINGS) as log:
+        log.append({"index": 0, "text": "long enough to need many writes"})
+    assert lines(path) == [{"index": 0, "text": "long enough to need many writes"}]
