@@ -225,6 +225,9 @@ def test_length_limits_cut_anywhere(llama: Any) -> None:
         result = decode(llama, heads, TREE, prompt(), limit)
         assert result.token_ids == tokens[:limit]
         assert (result.accepted_per_step == []) == (limit == 1)
+        # An end token accepted in the same step, but behind the limit, changes nothing.
+        late = decode(llama, heads, TREE, prompt(), limit, eos_token_id=tokens[limit + 1])
+        assert late.token_ids == tokens[:limit] or tokens[limit + 1] in tokens[:limit]
 
 
 def test_end_tokens_cut_anywhere_and_the_step_counts_whole(llama: Any) -> None:

@@ -60,7 +60,7 @@ def accept_path(tree: TreeBatch, node_accepted: Tensor, score: Tensor | None = N
     index.
     """
     index = _node_index(tree)  # [N]
-    stops = ~(node_accepted & tree.valid) & (index > 0)  # [B, N]
+    stops = ~node_accepted & (index > 0)  # [B, N]; no node has padding above it
     reached = ~(tree.ancestors & stops.unsqueeze(1)).any(-1)  # [B, N]
     depth = torch.where(reached & tree.valid, tree.depths, -1)
     best = depth == depth.amax(1, keepdim=True)
