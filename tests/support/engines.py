@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_medusa.worker import compat
 
 Prompt = list[int]
 
@@ -33,9 +37,27 @@ def start(model: str, speculative_config: dict[str, Any] | None = None, **change
         "max_num_seqs": 32,
         "enable_prefix_caching": False,
         "disable_log_stats": False,
-        "kv_cache_memory_bytes": 256 << 20,
+        "kv_cache_memory_bytes": 64 << 20,
     }
+    if speculative_config is None:  # an engine with trees has put its attention there for good
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        compat.forget_attention_backends()
     return LLM(model, speculative_config=speculative_config, **options | changes)
+
+
+@contextmanager
+def engine(
+    model: str, speculative_config: dict[str, Any] | None = None, **changes: Any
+) -> Iterator[LLM]:
+    """An engine of `start` that is stopped at the end of the block.
+
+    One lives at a time: the end of any takes vLLM's process groups from all.
+    """
+    llm = start(model, speculative_config, **changes)
+    try:
+        yield llm
+    finally:
+        stop(llm)
 
 
 def medusa(heads: str, tree: Any, **options: Any) -> dict[str, Any]:
@@ -73,12 +95,12 @@ def complete(
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
     )
-    return [
-        Completion(
-            tuple(o.outputs[0].token_ids), o.outputs[0].finish_reason, o.outputs[0].stop_reason
-        )
-        for o in outputs
-    ]
+    return [completion_of(output.outputs[0]) for output in outputs]
+
+
+def completion_of(output: Any) -> Completion:
+    """What is compared, of one of vLLM's ``CompletionOutput``."""
+    return Completion(tuple(output.token_ids), output.finish_reason, output.stop_reason)
 
 
 def metric(llm: LLM, name: str) -> int:

@@ -15,6 +15,7 @@ from vllm_medusa.heads import MedusaHeads, save_heads
 
 VOCAB = 512
 HIDDEN = 64
+STOPS = (1, 50, 100, 150, 200, 250, 300, 350)  # end tokens a chaotic model often meets
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,

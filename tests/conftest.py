@@ -1,0 +1,28 @@
+"""Settings that vLLM reads when it is first imported, and the models many tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines run here, where tests can look in
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a busy machine two threads wait for each other
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+@pytest.fixture(scope="session")
+def chaotic_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama that never loops; `support.models.STOPS` end its outputs."""
+    from support.models import STOPS, save_model
+
+    return save_model(tmp_path_factory.mktemp("llama"), "Llama", eos_token_id=list(STOPS))
+
+
+@pytest.fixture(scope="session")
+def random_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four heads for `chaotic_llama` that predict nothing."""
+    from support.models import save_random_heads
+
+    return save_random_heads(tmp_path_factory.mktemp("heads"))

@@ -1,0 +1,87 @@
+"""Token for token what plain vLLM says, with long acceptances along branches that are not first.
+
+The model is chaotic: one wrong key anywhere in a context changes all that follows (see the negative
+controls). Planted drafts make nearly every step accept and move KV; random heads make nearly every
+step reject.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.engines import complete, engine, greedy, medusa, random_prompts
+from support.models import VOCAB
+from support.planted import planted
+from support.reference import Reference, assert_chaotic, differing, plain_greedy
+from support.spies import mean_accepted, recorded_steps, tree_rows
+from vllm import LLM
+
+from vllm_medusa.tree import TokenTree
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 40
+EIGHT = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0, 0]]
+SIXTY_THREE = "mc_sim_7b_63"
+TWO_HUNDRED = TokenTree.dense([4, 4, 3, 3]).prefix(201).to_lists()
+# draft nodes -> tree, and the engine's block size (vLLM on CPU has multiples of 32 only)
+TREES = {8: (EIGHT, 32), 14: ({"dense": [2, 2, 2]}, 64), 63: (SIXTY_THREE, 128),
+         200: (TWO_HUNDRED, 32)}  # fmt: skip
+# draft nodes -> batch size -> prompts; every prompt of the reference is some batch's
+PLANTED = {8: {1: 4, 8: 32, 32: 64}, 14: {1: 8, 8: 48, 32: 210}, 63: {1: 8, 8: 32, 32: 210},
+           200: {1: 4, 8: 16, 32: 64}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(chaotic_llama: str) -> Reference:
+    """At least 210 prompts of 1 to 400 tokens."""
+    edges = [[7], [8, 9], [10 + i for i in range(400)]]
+    prompts = edges + random_prompts(214, VOCAB, seed=11)
+    with engine(chaotic_llama) as llm:
+        return plain_greedy(llm, prompts, TOKENS)
+
+
+@pytest.fixture(scope="module", params=list(TREES), ids=lambda nodes: f"{nodes}_nodes")
+def tree_engine(
+    request: pytest.FixtureRequest, reference: Reference, chaotic_llama: str, random_heads: str
+) -> Iterator[tuple[int, LLM]]:  # after the reference: one engine lives at a time
+    tree, block_size = TREES[request.param]
+    config = medusa(random_heads, tree)
+    with engine(chaotic_llama, config, block_size=block_size) as llm:
+        yield request.param, llm
+
+
+def test_the_reference_proves_something(reference: Reference) -> None:
+    lengths = {len(prompt) for prompt in reference.prompts}
+    assert len(reference.prompts) >= 200 and min(lengths) == 1 and max(lengths) == 400
+    assert reference.dropped <= 0.05 * len(reference.prompts)
+    assert_chaotic(reference.outputs)
+    assert all(c.finish_reason == "length" for c in reference.completions)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
+def test_planted_drafts(
+    tree_engine: tuple[int, LLM], reference: Reference, batch_size: int
+) -> None:
+    nodes, llm = tree_engine
+    part = reference.part(nodes, PLANTED[nodes][batch_size])
+    got = []
+    with planted(part.prompts, part.outputs, VOCAB) as moves, recorded_steps() as steps:
+        for start in range(0, len(part.prompts), batch_size):
+            prompts = part.prompts[start : start + batch_size]
+            got += complete(llm, prompts, greedy(TOKENS))
+    assert differing(part.completions, got) == []
+    assert max(map(len, steps)) == min(batch_size, len(part.prompts))
+    assert max(row.num_nodes for row in tree_rows(steps)) == nodes + 1
+    assert sum(moves) > 0.7 * len(moves) > 0
+    assert mean_accepted(steps) > 1.4
+
+
+def test_random_heads(tree_engine: tuple[int, LLM], reference: Reference) -> None:
+    nodes, llm = tree_engine
+    part = reference.part(7 * nodes, 16)
+    with recorded_steps() as steps:
+        got = complete(llm, part.prompts, greedy(TOKENS))
+    assert differing(part.completions, got) == []
+    assert len(tree_rows(steps)) > 10 * len(part.prompts)

@@ -1,0 +1,93 @@
+"""Take one idea of the tree away, and equality with plain vLLM breaks: the tests can fail.
+
+Each control breaks one seam of the worker. The hidden state of the wrong node is another matter:
+drafts are only guesses, so it costs acceptance, never equality; `test_decode_agreement` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.engines import complete, engine, greedy, medusa, random_prompts
+from support.models import VOCAB
+from support.planted import planted
+from support.reference import Reference, differing, plain_greedy
+from vllm import LLM
+
+from vllm_medusa.worker import attention
+from vllm_medusa.worker.v1 import runner
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 40
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(scope="module")
+def reference(chaotic_llama: str) -> Reference:
+    with engine(chaotic_llama) as llm:
+        return plain_greedy(llm, random_prompts(24, VOCAB, shortest=8, longest=120), TOKENS)
+
+
+@pytest.fixture(scope="module")
+def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    with engine(chaotic_llama, medusa(random_heads, {"dense": [3, 2, 2]})) as llm:
+        yield llm
+
+
+def no_compaction(patch: Patch) -> None:
+    patch.setattr(runner, "compact_group", lambda *args: None)
+
+
+def causal_mask(patch: Patch) -> None:
+    """Every node attends to all nodes before it."""
+    build = attention.build_metadata
+
+    def build_metadata(tree: Any, *args: Any) -> Any:
+        causal = torch.ones_like(tree.ancestors).tril()
+        return build(replace(tree, ancestors=causal), *args)
+
+    patch.setattr(attention, "build_metadata", build_metadata)
+
+
+def positions_by_slot(patch: Patch) -> None:
+    """vLLM's own positions stay: node i stands i behind its root."""
+    patch.setattr(runner, "write_node_positions", lambda *args: None)
+
+
+def compaction_of_one_layer(patch: Patch) -> None:
+    compact = runner.compact_group
+
+    def first_only(layers: Any, names: list[str], *moves: Any) -> None:
+        compact(layers, names[:1], *moves)
+
+    patch.setattr(runner, "compact_group", first_only)
+
+
+CONTROLS = [no_compaction, causal_mask, positions_by_slot, compaction_of_one_layer]
+
+
+def outcome(llm: LLM, reference: Reference) -> list[int]:
+    with planted(reference.prompts, reference.outputs, VOCAB):
+        got = complete(llm, reference.prompts, greedy(TOKENS))
+    return differing(reference.completions, got)
+
+
+def test_nothing_broken_is_equal(llm: LLM, reference: Reference) -> None:
+    assert outcome(llm, reference) == []
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
+def test_broken_differs(
+    llm: LLM, reference: Reference, monkeypatch: Patch, control: Callable[[Patch], None]
+) -> None:
+    control(monkeypatch)
+    assert len(outcome(llm, reference)) > 0.8 * len(reference.prompts)
+
+
+def test_repaired_is_equal_again(llm: LLM, reference: Reference) -> None:
+    assert outcome(llm, reference) == []

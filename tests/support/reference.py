@@ -1,0 +1,74 @@
+"""What plain vLLM says, and whether it is worth comparing with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm import LLM
+
+from support.engines import Completion, Prompt, completion_of, greedy
+
+# Two runs in fp32 may differ where the best two logits do by rounding errors (about 1e-5 here).
+NEAR_TIE = 1e-3
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Greedy outputs of plain vLLM, with no near-tie in any of them."""
+
+    prompts: list[Prompt]
+    completions: list[Completion]
+    dropped: int  # prompts whose output met a near-tie
+
+    @property
+    def outputs(self) -> list[tuple[int, ...]]:
+        return [completion.token_ids for completion in self.completions]
+
+    def part(self, start: int, count: int) -> Reference:
+        """Some of it, counted round and round."""
+        chosen = [(start + i) % len(self.prompts) for i in range(count)]
+        return Reference(
+            [self.prompts[i] for i in chosen], [self.completions[i] for i in chosen], 0
+        )
+
+
+def plain_greedy(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> Reference:
+    """Run plain vLLM; prompts on which even plain vLLM might disagree with itself are dropped."""
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        greedy(max_tokens, logprobs=2),
+        use_tqdm=False,
+    )
+    kept = [
+        (list(prompt), completion_of(output.outputs[0]))
+        for prompt, output in zip(prompts, outputs, strict=True)
+        if min(map(top_gap, output.outputs[0].logprobs)) > NEAR_TIE
+    ]
+    return Reference([p for p, _ in kept], [c for _, c in kept], len(prompts) - len(kept))
+
+
+def top_gap(logprobs: dict[int, object]) -> float:
+    """Distance of the best two logits of one position."""
+    best, second, *_ = sorted((entry.logprob for entry in logprobs.values()), reverse=True)
+    return best - second
+
+
+def assert_chaotic(outputs: Sequence[Sequence[int]]) -> None:
+    """Outputs neither loop nor resemble each other.
+
+    Of n uniform draws among 512 tokens about 512 * (1 - exp(-n / 512)) are distinct: 46 of 48.
+    """
+    long = [tuple(output) for output in outputs if len(output) >= 24]
+    assert len(long) >= len(outputs) / 2
+    for output in long:
+        assert len(set(output)) > 0.6 * len(output), f"repeats itself: {output}"
+        for period in range(1, 9):
+            assert output[-16:-period] != output[-16 + period :], f"loops: {output}"
+    assert len({output[-8:] for output in long}) == len({output for output in long})
+
+
+def differing(expected: Sequence[Completion], got: Sequence[Completion]) -> list[int]:
+    """Indices of requests whose outcome is not the same in every respect."""
+    assert len(expected) == len(got)
+    return [i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]

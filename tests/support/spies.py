@@ -1,0 +1,99 @@
+"""What the scheduler and the verifier really did: a test of mixed steps must have seen some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_medusa.worker.v1.runner import MedusaModelRunner
+
+
+@dataclass
+class Row:
+    """One request in one step of an engine with trees."""
+
+    prompt: tuple[int, ...]
+    computed: int  # tokens in the KV cache before the step
+    scheduled: int  # tokens of the step, drafts included
+    num_nodes: int  # of the tree, root included; 1: nothing drafted
+    accepted: int = 0
+
+    @property
+    def is_tree(self) -> bool:
+        return self.num_nodes > 1
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.computed < len(self.prompt)
+
+    @property
+    def is_partial_prefill(self) -> bool:
+        """A chunk that leaves some of the prompt to a later step."""
+        return self.computed + self.scheduled < len(self.prompt)
+
+
+Step = list[Row]
+
+
+@contextmanager
+def recorded_steps() -> Iterator[list[Step]]:
+    """Collect every step of every engine with trees that runs within the block."""
+    steps: list[Step] = []
+    prepare, sample = MedusaModelRunner._prepare_inputs, MedusaModelRunner._sample
+
+    def prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        step: Step = []
+        for req_id, scheduled in zip(self.input_batch.req_ids, num_scheduled_tokens, strict=True):
+            request = self.requests[req_id]
+            drafts = scheduler_output.scheduled_spec_decode_tokens.get(req_id, ())
+            step.append(
+                Row(
+                    tuple(request.prompt_token_ids),
+                    int(request.num_computed_tokens),
+                    int(scheduled),
+                    1 + len(drafts),
+                )
+            )
+        steps.append(step)
+        return prepare(self, scheduler_output, num_scheduled_tokens)
+
+    def sample_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = sample(self, *args, **kwargs)
+        for row, tokens in zip(steps[-1], output.sampled_token_ids.tolist(), strict=True):
+            row.accepted = sum(token >= 0 for token in tokens) - 1
+        return output
+
+    MedusaModelRunner._prepare_inputs = prepare_inputs
+    MedusaModelRunner._sample = sample_step
+    try:
+        yield steps
+    finally:
+        MedusaModelRunner._prepare_inputs, MedusaModelRunner._sample = prepare, sample
+
+
+def tree_rows(steps: Sequence[Step]) -> list[Row]:
+    """Every request that verified a tree, step by step."""
+    return [row for step in steps for row in step if row.is_tree]
+
+
+def mixed(steps: Sequence[Step]) -> list[Step]:
+    """The steps in which some request verified a tree while another was in its prefill."""
+    return [
+        step
+        for step in steps
+        if any(row.is_tree for row in step)
+        and any(row.is_prefill and row.scheduled > 1 for row in step)
+    ]
+
+
+def accepted_per_step(steps: Sequence[Step], prompt: Sequence[int]) -> list[int]:
+    """How many drafts each verification of one request accepted."""
+    return [row.accepted for row in tree_rows(steps) if row.prompt == tuple(prompt)]
+
+
+def mean_accepted(steps: Sequence[Step]) -> float:
+    """Accepted drafts per verified tree; tau is one more."""
+    rows = tree_rows(steps)
+    return sum(row.accepted for row in rows) / len(rows)
