@@ -3,7 +3,6 @@
 The tables of benchmarks/results/tree_attention.md come from
 
     OMP_NUM_THREADS=1 python -m benchmarks.tree_attention
-    OMP_NUM_THREADS=2 python -m benchmarks.tree_attention
     OMP_NUM_THREADS=1 python -m benchmarks.tree_attention --strategies
 
 Every time is the least of several short runs, so that a shared machine disturbs it little. The
