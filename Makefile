@@ -4,8 +4,10 @@
 .DEFAULT_GOAL := help
 SHELL := bash
 VENV ?= .venv
+DEMO := .demo
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 export VENV
 
 .PHONY: help setup demo test lint format unit serve-example clean
@@ -16,8 +18,15 @@ help:  ## this list
 setup:  ## the virtual environment with vLLM for CPU, no CUDA packages
 	@scripts/setup.sh
 
-demo: setup  ## plain vLLM and tree Medusa on the model that comes with the repository
-	@$(BIN)/vllm-medusa demo
+demo: setup $(DEMO)/target/config.json  ## plain vLLM and tree Medusa on the repository's model
+	@echo 'The demo model, 4M parameters, was made 75M by widths and layers that compute nothing'
+	@echo '(benchmarks/enlarge.py), so that weights dominate a step as they do in real models.'
+	@$(BIN)/vllm-medusa demo --target $(DEMO)/target --heads $(DEMO)/heads --limit 10 \
+		--num-speculative-tokens 7 $(DEMO_ARGS)
+
+$(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safetensors | setup
+	@rm -rf $(DEMO)
+	@$(BIN)/python -m benchmarks.enlarge demo/target $(DEMO) --heads demo/heads --num-layers 6
 
 test: setup lint  ## all checks: ruff, mypy, the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -35,7 +44,8 @@ unit: setup  ## the quick tests: no engine is started
 	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
 
 serve-example: setup  ## an OpenAI-compatible server with the demo model, at port 8000
-	$(BIN)/vllm-medusa serve demo/target --speculative-model demo/heads --dtype float32
+	$(BIN)/vllm-medusa serve demo/target --speculative-model demo/heads --dtype float32 \
+		--chat-template examples/plain_chat_template.jinja
 
 clean:  ## remove caches and the virtual environment
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

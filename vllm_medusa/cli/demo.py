@@ -26,7 +26,6 @@ _ENGINE_ARGS: dict[str, Any] = {
     "enforce_eager": True,
     "enable_prefix_caching": False,
     "kv_cache_memory_bytes": 1 << 29,
-    "max_num_seqs": 16,
 }
 
 
@@ -42,6 +41,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--heads", type=Path, default=_DEMO / "heads")
     parser.add_argument("--prompts", type=Path, default=_DEMO / "prompts.jsonl")
     parser.add_argument("--tree", help="instead of the one in the heads' config")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, metavar="N", help="at most N draft nodes"
+    )
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1], metavar="B", help="prompts at a time (1)"
+    )
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--limit", type=int, help="use only the first prompts")
@@ -59,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
     except PromptError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 2
-    config = None if args.no_medusa else medusa_config(str(args.heads), args.tree)
+    config = (
+        None
+        if args.no_medusa
+        else medusa_config(
+            str(args.heads), args.tree, num_speculative_tokens=args.num_speculative_tokens
+        )
+    )
     sampled = Sampling(max_tokens=args.max_tokens, temperature=args.temperature)
     greedy = Sampling(max_tokens=args.max_tokens)
 
@@ -75,9 +86,12 @@ def run(args: argparse.Namespace) -> int:
             status.update(task, total=1, completed=1)
     plain, medusa = engines
     plans = [
-        ("sampled, batch 1", sampled, 1, args.rounds),
-        ("greedy, batch 1", greedy, 1, 1),
-        ("sampled, batch 8", sampled, 8, args.rounds),
+        plan
+        for batch in args.batch
+        for plan in (
+            (f"sampled, batch {batch}", sampled, batch, args.rounds),
+            (f"greedy, batch {batch}", greedy, batch, 1),
+        )
     ]
     rows = []
     with _status(console) as status:

@@ -1,0 +1,44 @@
+"""Stream from a served model with the official `openai` client.
+
+Start a server, for instance with the demo model (`make serve-example`), then:
+
+    python examples/openai_client.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from openai import OpenAI
+
+
+def main() -> None:
+    """Stream one completion and one chat answer."""
+    parser = argparse.ArgumentParser(description="Stream from an OpenAI-compatible server.")
+    parser.add_argument("--base-url", default="http://localhost:8000/v1")
+    parser.add_argument("--prompt", default="<s>def fibonacci(n):\n")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    args = parser.parse_args()
+    client = OpenAI(base_url=args.base_url, api_key="not needed")
+    model = client.models.list().data[0].id
+
+    print("--- completion\n" + args.prompt, end="")
+    for part in client.completions.create(
+        model=model, prompt=args.prompt, max_tokens=args.max_tokens, temperature=0, stream=True
+    ):
+        print(part.choices[0].text, end="", flush=True)
+
+    print("\n--- chat")
+    for chunk in client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": args.prompt.removeprefix("<s>")}],
+        max_tokens=args.max_tokens,
+        temperature=0,
+        stream=True,
+    ):
+        print(chunk.choices[0].delta.content or "", end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()
