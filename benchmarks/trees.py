@@ -31,28 +31,36 @@ def observed_ranks(
     prompts: list[list[int]],
     max_new_tokens: int,
     temperature: float,
+    samples: int,
 ) -> Tensor:
-    """Rank of the token that came next in every head's logits: int64 [T, K]."""
+    """Rank of the token that came next in every head's logits: int64 [T, K].
+
+    Each prompt is continued `samples` times. A position counts if all K tokens the heads foresee
+    there were written, up to the end of the text.
+    """
     lm_head = model.get_output_embeddings()
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
     torch.manual_seed(0)
     rows = []
     for ids in tqdm(prompts, desc="ranks", unit="prompt"):
-        text = model.generate(
+        texts = model.generate(
             torch.tensor([ids]),
             max_new_tokens=max_new_tokens,
+            num_return_sequences=samples,
             do_sample=True,
             temperature=temperature,
             top_k=0,
         )
-        count = text.shape[1] - len(ids) - heads.num_heads  # positions with K known tokens after
-        if count < 1:
-            continue
-        hidden = model(text, output_hidden_states=True).hidden_states[-1][0]  # [L, H]
-        start = len(ids) - 1  # the state that gives the first new token
-        logits = heads.compute_logits(heads(hidden[start : start + count]), lm_head)  # [T, K, V]
-        nexts = text[0, len(ids) + 1 :].unfold(0, heads.num_heads, 1)[:count]  # [T, K]
-        own = logits.gather(2, nexts[..., None])
-        rows.append((logits > own).sum(-1))
+        hidden = model(texts, output_hidden_states=True).hidden_states[-1]  # [S, L, H]
+        for text, states in zip(texts[:, len(ids) :], hidden[:, len(ids) - 1 :], strict=True):
+            stop = next((i + 1 for i, token in enumerate(text.tolist()) if token in ends), None)
+            if len(text[1:stop]) < heads.num_heads:
+                continue
+            nexts = text[1:stop].unfold(0, heads.num_heads, 1)  # [T, K], heads skip one token
+            logits = heads.compute_logits(heads(states[: len(nexts)]), lm_head)  # [T, K, V]
+            own = logits.gather(2, nexts[..., None])
+            rows.append((logits > own).sum(-1))
     return torch.cat(rows)
 
 
@@ -68,6 +76,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="leave out the first prompts")
     parser.add_argument("--limit", type=int, default=64, help="prompts to use")
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=16, help="continuations of each prompt")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--num-draft-tokens", type=int, default=63)
     arguments = parser.parse_args()
@@ -80,7 +89,14 @@ def main() -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     prompts = load_prompts(arguments.prompts, tokenizer, arguments.skip, arguments.limit, 256)
-    ranks = observed_ranks(model, heads, prompts, arguments.max_new_tokens, arguments.temperature)
+    ranks = observed_ranks(
+        model,
+        heads,
+        prompts,
+        arguments.max_new_tokens,
+        arguments.temperature,
+        arguments.samples,
+    )
     paths, shares = best_tree(ranks, arguments.num_draft_tokens, MAX_RANK)
     accuracy = (ranks == 0).double().mean(0)
     document = {
