@@ -7,7 +7,7 @@ what moves KV. The rest of the tree is filled with random tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,31 @@ def planted(
     in order (0) or has to be moved (1).
     """
     known = {tuple(p): list(o) for p, o in zip(prompts, outputs, strict=True)}
+
+    def output(request: Any) -> Sequence[int]:
+        return known[tuple(request.prompt_token_ids)]
+
+    with _planting(output, vocab, seed, miss) as moves:
+        yield moves
+
+
+@contextmanager
+def planted_by_seed(
+    outputs: Mapping[int, Sequence[int]], vocab: int, seed: int = 0, miss: float = 0.1
+) -> Iterator[list[int]]:
+    """The same for requests told apart by their own sampling seed; others are left alone."""
+
+    def output(request: Any) -> Sequence[int]:
+        return outputs.get(request.sampling_params.seed, ())
+
+    with _planting(output, vocab, seed, miss) as moves:
+        yield moves
+
+
+@contextmanager
+def _planting(
+    output: Callable[[Any], Sequence[int]], vocab: int, seed: int, miss: float
+) -> Iterator[list[int]]:
     rng = random.Random(seed)
     moves: list[int] = []
     original = MedusaModelRunner.propose_draft_token_ids
@@ -38,10 +63,10 @@ def planted(
         drafts = original(self, scheduler_output, sampled, *args, **kwargs)
         tree: TokenTree = self._options.tree
         for index, req_id in enumerate(self.input_batch.req_ids):
-            if not drafts[index]:
-                continue
             request = self.requests[req_id]
-            future = known[tuple(request.prompt_token_ids)][len(request.output_token_ids) :]
+            if not drafts[index] or not (known := output(request)):
+                continue
+            future = known[len(request.output_token_ids) :]
             drafts[index] = _plant(tree, future, rng, vocab, miss, moves)[: len(drafts[index])]
         return drafts
 

@@ -1,0 +1,129 @@
+"""At temperature > 0 with equal seeds: plain vLLM's tokens, whatever the parameters.
+
+Planted drafts make nearly every step accept several tokens, so a generator that advances once too
+often, a penalty that forgets an accepted token or a stop token barred one level too long shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.engines import engine, medusa, random_prompts, stop
+from support.models import VOCAB
+from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
+from support.planted import planted_by_seed
+from support.spies import mean_accepted, recorded_steps
+from support.spies import mixed as both_in_one
+from vllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.engine
+
+TREE = {"dense": [3, 2, 2]}
+PROMPTS = random_prompts(8, VOCAB, longest=100, seed=21)
+PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+OFTEN = list(range(5, VOCAB, 9))  # about one token in nine ends the output
+CASES: dict[str, dict[str, Any]] = {
+    "t0.3": {"temperature": 0.3},
+    "t0.7": {"temperature": 0.7},
+    "t1": {"temperature": 1.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "top_k": {"temperature": 0.7, "top_k": 12},
+    "top_p_and_top_k": {"temperature": 1.0, "top_p": 0.7, "top_k": 30},
+    "presence": {"temperature": 0.7, "presence_penalty": 1.5},
+    "frequency": {"temperature": 0.7, "frequency_penalty": -1.0},
+    "repetition": {"temperature": 0.7, "repetition_penalty": 1.5},
+    "greedy_penalised": {"temperature": 0.0} | PENALTIES,
+    "all_penalties": {"temperature": 1.0, "top_k": 50, "top_p": 0.9} | PENALTIES,
+    "allowed": {"temperature": 1.0, "allowed_token_ids": list(range(40, 90))},
+    "greedy_allowed": {"temperature": 0.0, "allowed_token_ids": list(range(40, 90))},
+    "min_tokens": {"temperature": 0.7, "min_tokens": 17, "stop_token_ids": OFTEN},
+    "greedy_min_tokens": {"temperature": 0.0, "min_tokens": 17, "stop_token_ids": OFTEN},
+    "min_tokens_eos": {"temperature": 1.0, "min_tokens": 30, "ignore_eos": False},
+    "logprobs": {"temperature": 0.7, "logprobs": 5},
+    "greedy_logprobs": {"temperature": 0.0, "logprobs": 3},
+    "logprobs_penalised": {"temperature": 1.0, "logprobs": 0} | PENALTIES,
+    "prompt_logprobs": {"temperature": 0.7, "prompt_logprobs": 3, "logprobs": 2},
+    "n3": {"temperature": 1.0, "n": 3, "logprobs": 2},
+}
+
+
+def requests(name: str) -> list[SamplingParams]:
+    return seeded(len(PROMPTS), 1000 * list(CASES).index(name), **CASES[name])
+
+
+def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Two requests of every kind in one batch."""
+    pairs = [(prompt, param) for name in CASES for prompt, param in
+             list(zip(PROMPTS, requests(name), strict=True))[:2]]  # fmt: skip
+    return [prompt for prompt, _ in pairs], [param for _, param in pairs]
+
+
+@pytest.fixture(scope="module")
+def plain(chaotic_llama: str) -> dict[str, list[Outcome]]:
+    with engine(chaotic_llama) as llm:
+        results = {name: outcomes(llm, PROMPTS, requests(name)) for name in CASES}
+        results["mixed"] = outcomes(llm, *mixed())
+    return results
+
+
+@pytest.fixture(scope="module")
+def llm(plain: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    with engine(chaotic_llama, medusa(random_heads, TREE)) as llm:
+        yield llm
+
+
+def test_the_cases_do_something(plain: dict[str, list[Outcome]]) -> None:
+    tokens = {name: [o.tokens for o in results] for name, results in plain.items()}
+    for name in ("greedy_penalised", "greedy_allowed", "greedy_min_tokens"):
+        assert tokens[name] != tokens["greedy_logprobs"]
+    assert {t for output in tokens["allowed"] for t in output} <= set(range(40, 90))
+    for name in ("min_tokens", "greedy_min_tokens"):
+        lengths = [len(output) for output in tokens[name]]
+        assert min(lengths) >= 17 and len(set(lengths)) > 2 and min(lengths) < 25
+        assert any(o.completion.stop_reason in OFTEN for o in plain[name])
+    assert any(o.completion.finish_reason == "stop" for o in plain["min_tokens_eos"])
+    assert len(set(tokens["n3"])) == 3 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_seeded(llm: LLM, plain: dict[str, list[Outcome]], name: str) -> None:
+    with planted_by_seed(by_seed(plain[name]), VOCAB), recorded_steps() as steps:
+        got = outcomes(llm, PROMPTS, requests(name))
+    assert_same(plain[name], got)
+    assert mean_accepted(steps) > 1.2
+
+
+def test_all_kinds_in_one_batch(llm: LLM, plain: dict[str, list[Outcome]]) -> None:
+    with planted_by_seed(by_seed(plain["mixed"]), VOCAB), recorded_steps() as steps:
+        got = outcomes(llm, *mixed())
+    assert_same(plain["mixed"], got)
+    assert mean_accepted(steps) > 1.2 and max(map(len, steps)) == 32
+
+
+def test_batch_invariance_of_a_seed(llm: LLM, plain: dict[str, list[Outcome]]) -> None:
+    """The drafts a step had, and who shared it, are no part of a request's randomness."""
+    alone = [outcomes(llm, [p], [s])[0] for p, s in zip(PROMPTS, requests("t1"), strict=True)]
+    assert_same(plain["t1"], alone)
+
+
+def test_unplanted_heads_change_nothing(llm: LLM, plain: dict[str, list[Outcome]]) -> None:
+    assert_same(plain["mixed"], outcomes(llm, *mixed()))
+
+
+def test_seeds_survive_chunked_prefill(
+    llm: LLM, plain: dict[str, list[Outcome]], chaotic_llama: str, random_heads: str
+) -> None:
+    """Plain vLLM crashes here ("CPU Generator does not use offset"); we equal its unchunked run."""
+    stop(llm)
+    changes = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "enable_chunked_prefill": True}
+    with (
+        engine(chaotic_llama, medusa(random_heads, TREE), **changes) as chunked,
+        planted_by_seed(by_seed(plain["mixed"]), VOCAB),
+        recorded_steps() as steps,
+    ):
+        got = outcomes(chunked, *mixed())
+    assert_same(plain["mixed"], got)
+    assert sum(row.is_partial_prefill for step in steps for row in step) > 20
+    assert len(both_in_one(steps)) > 20
