@@ -18,6 +18,17 @@ def refuse_unsupported_platform() -> None:
         )
 
 
+def refuse_v2_runner() -> None:
+    """Say so here when the environment asks for it: without Triton vLLM's own error says less."""
+    from vllm import envs
+
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise MedusaConfigError(
+            "VLLM_USE_V2_MODEL_RUNNER=1 asks for vLLM's V2 model runner, which has no tree support "
+            "yet. Unset it to get the V1 runner, or leave method='medusa' out."
+        )
+
+
 def derives_from(worker_cls: Any, base: str) -> bool:
     """Whether a worker class, given by name or as a class, is ``base`` or derives from it."""
     from vllm.utils.import_utils import resolve_obj_by_qualname

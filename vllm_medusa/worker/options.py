@@ -69,6 +69,7 @@ def prepare(
     if problem := version_problem():
         raise MedusaConfigError(problem)
     compat.refuse_unsupported_platform()
+    compat.refuse_v2_runner()
     config = MedusaConfig.from_speculative_config(_merged(engine_args))
     options = resolve(config, model_config)
     _choose_worker(parallel_config)
