@@ -72,6 +72,10 @@ def medusa_config(
     return {"method": "medusa"} | {k: v for k, v in options.items() if v is not None}
 
 
+class EngineRefused(ValueError):
+    """vLLM or the plugin refuses what the engine was to be built from."""
+
+
 class VllmEngine:
     """A vLLM engine that reports the tokens of every step of every request."""
 
@@ -93,7 +97,7 @@ class VllmEngine:
             log_level: of vLLM's own log; "INFO" is its default.
 
         Raises:
-            ValueError: vLLM or the plugin refuses the settings.
+            EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
 
         """
         import torch
@@ -111,7 +115,10 @@ class VllmEngine:
         arguments |= settings.engine_args
         if settings.speculative_config:
             arguments["speculative_config"] = dict(settings.speculative_config)
-        self.llm: LLM = LLM(**arguments)
+        try:
+            self.llm: LLM = LLM(**arguments)
+        except (ValueError, OSError) as error:
+            raise EngineRefused(str(error)) from error
 
     def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
         """Queue a request; see `vllm_medusa.offline.batch.Engine`."""

@@ -15,7 +15,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_medusa.cli.engine import EngineSettings, Sampling, VllmEngine, medusa_config
+from vllm_medusa.cli.engine import (
+    EngineRefused,
+    EngineSettings,
+    Sampling,
+    VllmEngine,
+    medusa_config,
+)
 from vllm_medusa.cli.progress import PromptProgress
 from vllm_medusa.cli.quiet import stderr_to_log
 from vllm_medusa.config import run_engines_in_this_process
@@ -107,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         console = Console(file=terminal, highlight=False)
         try:
             return _run(args, console)
-        except (PromptError, ResultError) as error:
+        except (PromptError, ResultError, EngineRefused) as error:
             console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
             return 2
         except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -18,7 +19,9 @@ def stderr_to_log(enabled: bool = True) -> Iterator[Path | None]:
 
     vLLM, torch and the tokenizers warn while they start, partly from C++ and from child processes,
     where no log level reaches. The children go on writing to the file when the block has ended. If
-    the block raises, the end of the file is shown, since it usually has the reason.
+    the block raises, the end of the file is shown, since it usually has the reason; errors about
+    the user's input (`ValueError`, `OSError`) say it themselves. The file goes when this process
+    ends.
 
     Args:
         enabled: False changes nothing.
@@ -35,15 +38,19 @@ def stderr_to_log(enabled: bool = True) -> Iterator[Path | None]:
     terminal = os.dup(2)
     os.dup2(handle, 2)
     os.close(handle)
-    failed = True
+    atexit.register(Path(name).unlink, missing_ok=True)
+    explained = False
     try:
         yield Path(name)
-        failed = False
+        explained = True
+    except (ValueError, OSError):
+        explained = True
+        raise
     finally:
         sys.stderr.flush()
         os.dup2(terminal, 2)
         os.close(terminal)
-        if failed:
+        if not explained:
             show_end(Path(name))
 
 

@@ -32,3 +32,15 @@ def test_disabled_it_changes_nothing(capfd: Any) -> None:
         os.write(2, b"seen\n")
     assert log is None
     assert capfd.readouterr().err == "seen\n"
+
+
+def test_errors_that_explain_themselves_bring_no_log(capfd: Any) -> None:
+    with pytest.raises(ValueError, match="the tree"):
+        refuse()
+    assert "noise" not in capfd.readouterr().err
+
+
+def refuse() -> None:
+    with stderr_to_log():
+        os.write(2, b"noise\n")
+        raise ValueError("the tree has an orphan")
