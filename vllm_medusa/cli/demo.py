@@ -12,7 +12,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_medusa.cli import demo_report as report
-from vllm_medusa.cli.engine import EngineSettings, Sampling, VllmEngine, medusa_config
+from vllm_medusa.cli.engine import (
+    EngineRefused,
+    EngineSettings,
+    Sampling,
+    VllmEngine,
+    medusa_config,
+)
 from vllm_medusa.cli.quiet import stderr_to_log
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.compare import compare
@@ -60,10 +66,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo; returns 0 if all tokens are identical, 1 if not, 2 for bad input."""
     console = Console(highlight=False)
     try:
-        prompts = load_prompts(args)
-    except PromptError as error:
+        return _run(args, console)
+    except (PromptError, EngineRefused) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 2
+
+
+def _run(args: argparse.Namespace, console: Console) -> int:
+    prompts = load_prompts(args)
     config = (
         None
         if args.no_medusa
