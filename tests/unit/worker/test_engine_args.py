@@ -1,0 +1,230 @@
+"""The command line, through vLLM's own parser, down to vLLM's own config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from support.models import COMMON, save_random_heads
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_medusa.tree import TokenTree, load_preset
+from vllm_medusa.tree.presets import DEFAULT_TREE
+from vllm_medusa.worker.options import CPU_WORKER, DRAFTER, EngineOptions
+
+Parse = Callable[..., AsyncEngineArgs]
+TREE = [[0], [0, 0], [1]]
+
+
+@pytest.fixture(scope="module")
+def parser() -> FlexibleArgumentParser:
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The config of a target; nothing here loads weights."""
+    import transformers
+
+    folder: Path = tmp_path_factory.mktemp("target")
+    config = transformers.LlamaConfig(**COMMON)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_random_heads(tmp_path_factory.mktemp("heads"))
+
+
+@pytest.fixture(scope="module")
+def parse(parser: FlexibleArgumentParser, model: str) -> Parse:
+    def parsed(*arguments: str) -> AsyncEngineArgs:
+        basics = ["--model", model, "--dtype", "float32", "--skip-tokenizer-init"]
+        return AsyncEngineArgs.from_cli_args(parser.parse_args([*basics, *arguments]))
+
+    return parsed
+
+
+def options(args: EngineArgs) -> EngineOptions:
+    return EngineOptions.of(args.create_engine_config())
+
+
+def test_the_json_of_speculative_config(parse: Parse, heads: str) -> None:
+    asked = {
+        "method": "medusa", "model": heads, "tree": "mc_sim_7b_63", "num_speculative_tokens": 20,
+        "acceptance": {"mode": "typical", "epsilon": 0.2},
+    }  # fmt: skip
+    args = parse("--speculative-config", json.dumps(asked))
+    config = args.create_engine_config()
+    found = EngineOptions.of(config)
+    assert found.tree == load_preset("mc_sim_7b_63").prefix(21)
+    assert (found.acceptance.mode, found.acceptance.epsilon) == ("typical", 0.2)
+    assert found.heads == heads
+    spec = config.speculative_config
+    assert (spec.method, spec.model, spec.num_speculative_tokens) == ("custom_class", DRAFTER, 20)
+    assert config.parallel_config.worker_cls == CPU_WORKER
+    assert args.speculative_config == asked
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--speculative-model", "HEADS"],
+        ["--speculative-model=HEADS"],
+        ["--speculative_model", "HEADS"],
+        ["--speculative-model", "HEADS", "--spec-method", "medusa"],
+        ["--speculative-model", "HEADS", "--speculative-config", '{"method": "medusa"}'],
+        ["--spec-method", "medusa", "--spec-model", "HEADS"],
+        ["--spec-method", "medusa", "--speculative-config", '{"model": "HEADS"}'],
+        ["--speculative-config.method", "medusa", "--speculative-config.model", "HEADS"],
+    ],
+    ids=" ".join,
+)
+def test_every_way_to_say_it(parse: Parse, heads: str, arguments: list[str]) -> None:
+    found = options(parse(*[argument.replace("HEADS", heads) for argument in arguments]))
+    assert found.heads == heads
+    assert found.tree == DEFAULT_TREE.cut(max_depth=4, num_ranks=512)
+    assert found.acceptance.mode == "lossless"
+
+
+def test_the_flag_beside_other_options(parse: Parse, heads: str) -> None:
+    found = options(
+        parse(
+            "--speculative-model", heads, "--spec-tokens", "2",
+            "--speculative-config", json.dumps({"tree": TREE, "acceptance": "typical"}),
+        )
+    )  # fmt: skip
+    assert found.tree == TokenTree.from_paths(TREE).prefix(3)
+    assert found.acceptance.mode == "typical"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--spec-model", "other"], ["--spec-model", "other", "give one of them"]),
+        (["--speculative-config", '{"model": "other"}'], ["['model']", "give one of them"]),
+        (["--spec-method", "ngram"], ["--spec-method is 'ngram'", "Drop --spec-method"]),
+        (["--speculative-config", '{"method": "eagle"}'], ["'eagle'", "Drop"]),
+    ],
+)
+def test_conflicts_with_the_flag(
+    parse: Parse, heads: str, arguments: list[str], words: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="--speculative-model") as caught:
+        parse("--speculative-model", heads, *arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--spec-method", "medusa"], "--spec-method"),
+        (["--spec-model", "HEADS"], "--spec-model"),
+        (["--spec-tokens", "3"], "--spec-tokens"),
+    ],
+)
+def test_said_twice(parse: Parse, heads: str, arguments: list[str], word: str) -> None:
+    asked = {"method": "medusa", "model": heads, "num_speculative_tokens": 4}
+    arguments = [argument.replace("HEADS", heads) for argument in arguments]
+    args = parse("--speculative-config", json.dumps(asked), *arguments)
+    with pytest.raises(ValueError, match="twice|mutually exclusive") as caught:
+        args.create_engine_config()
+    assert word in str(caught.value)
+
+
+def tree_file(folder: Path) -> str:
+    (folder / "tree.json").write_text(json.dumps({"paths": TREE, "source": "by hand"}))
+    return str(folder / "tree.json")
+
+
+@pytest.mark.parametrize(
+    ("form", "tree"),
+    [
+        ("mc_sim_7b_63", load_preset("mc_sim_7b_63")),
+        (TREE, TokenTree.from_paths(TREE)),
+        ({"paths": TREE}, TokenTree.from_paths(TREE)),
+        ({"dense": [4, 3, 2]}, TokenTree.dense([4, 3, 2])),
+        ({"chain": 4}, TokenTree.chain(4)),
+        (tree_file, TokenTree.from_paths(TREE)),
+    ],
+    ids=["preset", "list", "paths", "dense", "chain", "file"],
+)
+def test_forms_of_a_tree(
+    model: str, heads: str, tmp_path: Path, form: Any, tree: TokenTree
+) -> None:
+    value = form(tmp_path) if callable(form) else form
+    for cap in (None, 2, 200):
+        asked = {"method": "medusa", "model": heads, "tree": value, "num_speculative_tokens": cap}
+        args = EngineArgs(model=model, skip_tokenizer_init=True, speculative_config=asked)
+        kept = min(tree.num_nodes, (cap or 255) + 1)
+        assert options(args).tree == tree.prefix(kept)
+
+
+def test_the_heads_own_tree(model: str, tmp_path: Path) -> None:
+    import torch
+
+    from vllm_medusa.heads import MedusaHeads, save_heads
+
+    heads = MedusaHeads(3, 1, 64, 512, shared_lm_head=True)
+    save_heads(tmp_path, heads.to(torch.float32), {"tree": TREE})
+    asked = {"method": "medusa", "model": str(tmp_path)}
+    args = EngineArgs(model=model, skip_tokenizer_init=True, speculative_config=asked)
+    assert options(args).tree == TokenTree.from_paths(TREE)
+    args.speculative_config = asked | {"tree": {"chain": 2}}
+    assert options(args).tree == TokenTree.chain(2)
+
+
+def test_nothing_of_the_user_s_is_changed(model: str, heads: str) -> None:
+    asked = {"method": "medusa", "model": heads, "tree": TREE}
+    extra = {"mine": {"a": 1}}
+    kept = json.dumps([asked, extra])
+    args = EngineArgs(
+        model=model, skip_tokenizer_init=True, speculative_config=asked, additional_config=extra
+    )
+    first = args.create_engine_config()
+    second = args.create_engine_config()
+    assert json.dumps([asked, extra]) == kept
+    assert first.additional_config["mine"] == {"a": 1}
+    assert EngineOptions.of(first) == EngineOptions.of(second)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}],
+    ids=["plain", "ngram"],
+)
+def test_without_medusa_the_config_is_vllm_s_own(
+    model: str, asked: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config() -> Any:
+        made = EngineArgs(
+            model=model, skip_tokenizer_init=True, speculative_config=asked and dict(asked)
+        ).create_engine_config()
+        made.instance_id = ""
+        return made
+
+    hooked = config()
+    for name in ("create_speculative_config", "create_engine_config"):
+        hook = vars(EngineArgs)[name]
+        assert hook.__medusa_override__
+        monkeypatch.setattr(EngineArgs, name, hook.__wrapped__)
+    stock = config()
+    assert repr(hooked) == repr(stock)
+    assert hooked.compute_hash() == stock.compute_hash()
+    assert "medusa" not in (hooked.additional_config or {})
+    assert hooked.parallel_config.worker_cls == stock.parallel_config.worker_cls != CPU_WORKER
+
+
+def test_the_flag_is_in_the_help(parser: FlexibleArgumentParser) -> None:
+    (action,) = [a for a in parser._actions if "--speculative-model" in a.option_strings]
+    assert action.metavar == "HEADS" and "--speculative-config" in action.help

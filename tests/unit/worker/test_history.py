@@ -1,0 +1,105 @@
+"""What the sampler is told at each node of a path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from vllm_medusa.worker.history import MinTokensAt, PathHistory, needs_tokens
+
+ALL = torch.tensor([True, True])
+FIRST = torch.tensor([True, False])
+
+
+class MinTokens:
+    """vLLM's processor as far as we look at it."""
+
+    def __init__(self, rules: dict[int, tuple[Any, ...]]):
+        self.min_toks = rules
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+
+class Other:
+    """Some other processor, which must stay."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+
+def metadata(**changes: Any) -> SamplingMetadata:
+    ones = torch.ones(2)
+    values: dict[str, Any] = {
+        "temperature": ones, "all_greedy": False, "all_random": True, "top_p": None,
+        "top_k": None, "generators": {}, "max_num_logprobs": None, "no_penalties": True,
+        "prompt_token_ids": None, "frequency_penalties": ones, "presence_penalties": ones,
+        "repetition_penalties": ones, "output_token_ids": [[7], [8, 9]],
+        "allowed_token_ids_mask": None, "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }  # fmt: skip
+    return SamplingMetadata(**values | changes)
+
+
+def test_without_history_nothing_is_copied() -> None:
+    plain = metadata()
+    history = PathHistory(plain, 2)
+    history.extend(torch.tensor([1, 2]))
+    assert history.at(0, ALL) is plain and history.at(1, ALL) is plain
+    assert history.paths == [[], []]
+
+
+def test_only_active_requests_draw() -> None:
+    generators = {0: torch.Generator(), 1: torch.Generator()}
+    history = PathHistory(metadata(generators=generators), 2)
+    assert history.at(0, ALL).generators == generators
+    assert history.at(1, FIRST).generators == {0: generators[0]}
+    assert history.at(2, ~ALL).generators == {}
+
+
+@pytest.mark.parametrize("changes", [{"no_penalties": False}, {"bad_words_token_ids": {1: [[3]]}}])
+def test_the_path_counts_as_output(changes: dict[str, Any]) -> None:
+    given = metadata(**changes)
+    assert needs_tokens(given) and not needs_tokens(metadata())
+    history = PathHistory(given, 2)
+    assert history.at(0, ALL).output_token_ids == [[7], [8, 9]]
+    history.extend(torch.tensor([1, 2]))
+    history.extend(torch.tensor([3, 4]))
+    assert history.at(2, ALL).output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
+    assert given.output_token_ids == [[7], [8, 9]]
+
+
+def test_paths_may_be_given() -> None:
+    history = PathHistory(metadata(no_penalties=False), 2, [[], [5]])
+    assert history.at(0, ALL).output_token_ids == [[7], [8, 9, 5]]
+
+
+def test_min_tokens_counts_the_path() -> None:
+    processors, other = LogitsProcessors(), Other()
+    rules = {1: (4, [8, 9], {0, 3}, False)}
+    processors.non_argmax_invariant = [other, MinTokens(rules)]  # type: ignore[list-item]
+    given = metadata(logitsprocs=processors)
+    history = PathHistory(given, 2)
+    barred = []
+    for level in range(4):  # 2, 3, 4, 5 tokens are out at request 1
+        kept, mine = history.at(level, ALL).logitsprocs.non_argmax_invariant
+        assert kept is other and isinstance(mine, MinTokensAt)
+        logits = mine.apply(torch.zeros(2, 5))
+        assert not logits[0].isinf().any()
+        barred.append(logits[1].isinf().nonzero().flatten().tolist())
+        history.extend(torch.tensor([1, 1]))
+    assert barred == [[0, 3], [0, 3], [], []]
+    assert given.logitsprocs.non_argmax_invariant[1].min_toks is rules
+
+
+def test_min_tokens_by_node() -> None:
+    """Rows of one request at several depths, as typical acceptance asks."""
+    at = MinTokensAt({0: (2, [7], [4], False)}, [(0, 0), (1, 0), (0, 1), (0, 2)])
+    logits = at.apply(torch.zeros(4, 5))
+    assert logits.isinf().nonzero().tolist() == [[0, 4]]
