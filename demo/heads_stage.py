@@ -93,7 +93,10 @@ def train_heads(
     *,
     seed: int,
 ) -> MedusaHeads:
-    """Train the heads over the rows of all parts, shuffled together, `recipe.epochs` times."""
+    """Train the heads over the rows of all parts, shuffled together, `recipe.epochs` times.
+
+    An existing `checkpoint` must be of the same parts, recipe and seed: the run goes on from it.
+    """
     heads = new_heads(model, recipe)
     lm_head = model.lm_head.weight.detach().float()
     optimizer = torch.optim.AdamW(
@@ -105,10 +108,9 @@ def train_heads(
     start = 0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
-        if state["steps"] == steps:  # else the data or recipe changed: begin anew
-            heads.load_state_dict(state["heads"])
-            optimizer.load_state_dict(state["optimizer"])
-            start = state["step"]
+        heads.load_state_dict(state["heads"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
     order = row_order(len(where), steps * batch_rows, seed).reshape(steps, batch_rows)
     weights = torch.tensor([recipe.decay**k for k in range(recipe.num_heads)])
     average = torch.zeros(recipe.num_heads)
@@ -132,7 +134,7 @@ def train_heads(
         bar.set_postfix(loss=" ".join(f"{x:.3f}" for x in average.tolist()), refresh=False)
         if (step + 1) % 200 == 0 or step + 1 == steps:
             state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state | {"step": step + 1, "steps": steps}, checkpoint.with_suffix(".part"))
+            torch.save(state | {"step": step + 1}, checkpoint.with_suffix(".part"))
             checkpoint.with_suffix(".part").replace(checkpoint)
     return heads.eval()
 
@@ -191,9 +193,7 @@ def best_tree(
     paths: list[list[int]] = []
     shares: list[float] = []
     while len(paths) < num_draft_tokens and open_nodes:
-        best = max(
-            open_nodes, key=lambda path: (int(open_nodes[path].sum()), tuple(-r for r in path))
-        )
+        best = max(open_nodes, key=lambda path: int(open_nodes[path].sum()))
         right[best] = open_nodes.pop(best)
         paths.append(list(best))
         shares.append(round(float(right[best].double().mean()), 4))

@@ -51,8 +51,8 @@ class HeadsRecipe:
     prompt_tokens: tuple[int, int] = (8, 96)  # bounds of the source prefix of a sampled row
     context: int = 384
     epochs: int = 3
-    batch_tokens: int = 2048
-    learning_rate: float = 2e-3
+    batch_tokens: int = 768
+    learning_rate: float = 5e-3
     warmup_steps: int = 50
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -60,4 +60,4 @@ class HeadsRecipe:
     tree_draft_tokens: int = 12
     tree_temperature: float = 0.8  # the text that the tree is measured on
     tree_max_rank: int = 8
-    heldout_rows: int = 128
+    heldout_rows: int = 256

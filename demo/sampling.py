@@ -19,7 +19,9 @@ def top_level_starts(
     """
     pieces = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     ends_line = np.array([piece.endswith("\n") for piece in pieces])
-    starts_code = np.array([piece[:1].isidentifier() or piece[:1] in "@#\"'" for piece in pieces])
+    starts_code = np.array(
+        [piece[:1].isidentifier() or piece.startswith(("@", "#", '"', "'")) for piece in pieces]
+    )
     hit = ends_line[tokens[:-1]] & starts_code[tokens[1:]]
     positions = np.flatnonzero(hit[: max(0, len(tokens) - length)]) + 1
     if len(positions) == 0:

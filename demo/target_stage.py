@@ -1,5 +1,6 @@
 """Stages `tokenizer` and `target`: a byte-level BPE and a small Llama, from text alone."""
 
+import hashlib
 import math
 import time
 from collections.abc import Iterator
@@ -123,7 +124,8 @@ def train_target(
     steps = max(1, num_tokens // (recipe.batch_size * recipe.context))
     model = new_target(recipe, seed).train()
     optimizer = optimizer_for(model, recipe)
-    asked = {"tokens": num_tokens, "minutes": minutes or 0.0, "seed": seed, "rows": len(data)}
+    asked: dict[str, Any] = {"tokens": num_tokens, "minutes": minutes or 0.0, "seed": seed}
+    asked["data"] = hashlib.sha256(data.tobytes()).hexdigest()
     start = 0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from demo.build import amount, main, scaled
 from demo.corpus import BuildError, find_sources, rows, tokenize, training_texts
 from demo.heads_stage import Rows, accuracies, best_tree, head_losses, label_ranks
 from demo.recipe import CorpusRecipe, HeadsRecipe, TargetRecipe
+from demo.sampling import sample_rows
+from demo.stages import Build
 from demo.target_stage import learning_rate, row_order, train_target, train_tokenizer
-from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads import MedusaHeads, load_heads
 
 SMALL = CorpusRecipe(min_bytes=8, max_bytes=500, heldout_every=4)
 
@@ -25,7 +28,7 @@ def write_library(root, count=40):
     for index in range(count):
         path = root / f"package{index % 3}" / f"module{index}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"def function_{index}(x):\n    return x + {index}\n")
+        path.write_text(f"import os\ndef function_{index}(x):\n    return x + {index}\n")
 
 
 def test_sources_do_not_depend_on_where_they_lie(tmp_path):
@@ -126,10 +129,9 @@ def test_an_interrupted_target_goes_on_as_if_nothing_happened(tmp_path, monkeypa
         return train_target(tokens, recipe, 200, path, minutes=None, **{"seed": 1, **kwargs})
 
     expected = train(tmp_path / "whole.pt").state_dict()
-    lengths = itertools.count(1)
 
     def stop_at_the_eighth(step, *args):
-        if next(lengths) > 8:
+        if step == 8:
             raise KeyboardInterrupt
         return learning_rate(step, *args)
 
@@ -137,6 +139,7 @@ def test_an_interrupted_target_goes_on_as_if_nothing_happened(tmp_path, monkeypa
         patch.setattr("demo.target_stage.learning_rate", stop_at_the_eighth)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path / "parts.pt")
+    assert torch.load(tmp_path / "parts.pt")["step"] == 5
     resumed = train(tmp_path / "parts.pt").state_dict()
     for name, tensor in expected.items():
         assert torch.equal(tensor, resumed[name]), name
@@ -230,3 +233,70 @@ def test_a_stage_without_its_input_says_what_to_run_first(tmp_path, capsys):
     assert "run the stage 'tokenizer' first" in capsys.readouterr().err
     assert main(["heads", *common]) == 2
     assert "run the stage 'target' first" in capsys.readouterr().err
+
+
+def tiny_build(tmp_path, **changes):
+    settings = {
+        "out": tmp_path / "out",
+        "target": tmp_path / "out" / "target",
+        "roots": [tmp_path / "lib"],
+        "corpus": replace(SMALL, max_bytes=100_000, heldout_tokens=2_000),
+        "target_recipe": TargetRecipe(
+            vocab_size=300, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2,
+            num_kv_heads=1, head_dim=8, tokens=4_000, batch_size=2, context=32, warmup_steps=2,
+        ),
+        "heads_recipe": HeadsRecipe(
+            num_heads=2, num_layers=1, source_tokens=320, sampled_tokens=320, sample_batch=6,
+            prompt_tokens=(2, 6), context=32, epochs=1, batch_tokens=64, heldout_rows=4,
+            tree_draft_tokens=5,
+        ),
+        "minutes": None,
+        "seed": 0,
+    }  # fmt: skip
+    return Build(**{**settings, **changes})
+
+
+def test_all_stages_end_in_heads_that_fit_their_target(tmp_path):
+    write_library(tmp_path / "lib", 200)
+    build = tiny_build(tmp_path)
+    build.run_tokenizer()
+    build.run_target()
+    build.run_heads()
+    model = LlamaForCausalLM.from_pretrained(build.target)
+    assert model.dtype == torch.bfloat16
+    heads, info = load_heads(build.out / "heads", hidden_size=16, vocab_size=300)
+    assert (heads.num_heads, heads.num_layers, info.shared_lm_head) == (2, 1, True)
+    assert len(info.tree) == 5
+    kept = {path: path.stat().st_mtime_ns for path in build.work.iterdir()}
+    again = tiny_build(tmp_path)
+    again.run_target()
+    again.run_heads()
+    changed = {path.name for path, time in kept.items() if path.stat().st_mtime_ns != time}
+    assert changed == {"heads.json"}, "what is done is kept"
+    assert set(build.work.iterdir()) == set(kept)
+    tiny_build(tmp_path, seed=1).run_heads()
+    new = {path.name.split("-")[0] for path in set(build.work.iterdir()) - set(kept)}
+    assert new >= {"source", "sampled", "heads"}, "another seed takes nothing stale"
+
+
+def test_sampled_rows_start_with_code_and_keep_their_prompts(tmp_path):
+    write_library(tmp_path / "lib", 100)
+    build = tiny_build(tmp_path)
+    build.run_tokenizer()
+    build.run_target()
+    model, tokenizer = build.load_target()
+    tokens = build.tokens(4_000, heldout=False)
+    ids, prompts, temperatures = sample_rows(
+        model, tokenizer, tokens, 8, build.heads_recipe, temperatures=(0.5, 1.0), seed=0
+    )
+    assert ids.shape == (8, 32)
+    assert temperatures.tolist() == [0.5, 1.0] * 4
+    assert set(prompts) <= set(range(3, 8)), "two to six tokens and the start token"
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    for row, length in zip(ids.tolist(), prompts, strict=True):
+        assert row[0] == tokenizer.bos_token_id
+        assert "\n" + tokenizer.decode(row[1:length], skip_special_tokens=False) in text
+    again = sample_rows(
+        model, tokenizer, tokens, 8, build.heads_recipe, temperatures=(0.5, 1.0), seed=0
+    )
+    assert np.array_equal(again[0], ids)
