@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -106,3 +106,31 @@ def completion_of(output: Any) -> Completion:
 def metric(llm: LLM, name: str) -> int:
     """A counter of vLLM's metrics, by the end of its name."""
     return sum(m.value for m in llm.get_metrics() if m.name.endswith(name) and hasattr(m, "value"))
+
+
+def drive(
+    llm: LLM,
+    arrivals: Sequence[tuple[int, Prompt, SamplingParams]],
+    aborts: Mapping[int, int] | None = None,
+) -> list[Completion]:
+    """Step the engine by hand: each request comes at its step.
+
+    ``aborts`` maps a request's index to the number of tokens after which it is aborted; it keeps
+    what it had by then. A step without any work is skipped.
+    """
+    waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index][0], reverse=True)
+    engine, aborts, step = llm.llm_engine, dict(aborts or {}), 0
+    latest: dict[int, Completion] = {}
+    while waiting or engine.has_unfinished_requests():
+        while waiting and arrivals[waiting[-1]][0] <= step:
+            index = waiting.pop()
+            _, prompt, params = arrivals[index]
+            engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
+        for output in engine.step() if engine.has_unfinished_requests() else ():
+            index = int(output.request_id)
+            latest[index] = completion_of(output.outputs[0])
+            if len(latest[index].token_ids) >= aborts.get(index, 1 << 30):
+                aborts.pop(index)
+                engine.abort_request([output.request_id])
+        step += 1
+    return [latest[index] for index in range(len(arrivals))]

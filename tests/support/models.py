@@ -6,6 +6,7 @@ initialisation makes every token depend on everything before it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,31 @@ COMMON: dict[str, Any] = {
 }
 
 
-def save_model(folder: Path, architecture: str, **changes: Any) -> str:
-    """Save a random model of a transformers architecture such as ``"Llama"``; returns its path."""
+def save_model(
+    folder: Path,
+    architecture: str,
+    *,
+    config_name: str | None = None,
+    model_name: str | None = None,
+    tune: Callable[[Any], None] | None = None,
+    **changes: Any,
+) -> str:
+    """Save a random model of a transformers architecture such as ``"Llama"``; returns its path.
+
+    ``config_name`` and ``model_name`` are for classes that are not called after the architecture,
+    ``tune`` changes weights; a change to None leaves that setting to transformers.
+    """
     import transformers
 
-    config = getattr(transformers, f"{architecture}Config")(**COMMON | changes)
+    config_class = getattr(transformers, config_name or f"{architecture}Config")
+    model_class = getattr(transformers, model_name or f"{architecture}ForCausalLM")
+    settings = COMMON | changes
+    config = config_class(**{name: value for name, value in settings.items() if value is not None})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{architecture}ForCausalLM")(config).to(torch.float32)
+    model = model_class(config).to(torch.float32)
+    if tune is not None:
+        with torch.no_grad():
+            tune(model)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -53,5 +72,42 @@ def save_random_heads(
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.05)
+    save_heads(folder, heads)
+    return str(folder)
+
+
+def save_fitted_heads(
+    folder: Path,
+    states: torch.Tensor,  # [M, H], the target's last hidden states; M below H
+    futures: Sequence[Sequence[int]],  # M x K: what head h should say of each state
+    vocab: int = VOCAB,
+    worst_rank: int = 3,
+) -> str:
+    """Save real heads that know ``futures`` by heart, each token at a random rank.
+
+    Each head is an LM head solved for: fewer states than channels can be fitted exactly. A token of
+    rank r (0 = best, up to ``worst_rank``) has r random ones before it. Of any other state such
+    heads know nothing.
+    """
+    count, num_heads = len(futures), len(futures[0])
+    assert count < states.shape[1], "more states than channels can not be fitted"
+    heads = MedusaHeads(num_heads, 1, states.shape[1], vocab)
+    generator = torch.Generator().manual_seed(2)
+    weight = heads.lm_head_weight
+    assert weight is not None
+    for head in range(num_heads):
+        token = torch.tensor([future[head] for future in futures])
+        rank = torch.randint(worst_rank + 1, (count,), generator=generator)
+        wanted = torch.zeros(count, vocab, dtype=torch.float64)
+        order = torch.rand(count, vocab, generator=generator)
+        order.scatter_(1, token[:, None], -1.0)  # never before itself
+        before = order.topk(worst_rank).indices
+        for place in range(worst_rank):
+            better = (place < rank).to(wanted.dtype) * (2 + worst_rank - place)
+            wanted.scatter_(1, before[:, place : place + 1], better[:, None])
+        wanted.scatter_(1, token[:, None], 1.0)
+        solution = torch.linalg.lstsq(states.to(torch.float64), wanted).solution  # [H, V]
+        with torch.no_grad():
+            weight[head].copy_(solution.T)
     save_heads(folder, heads)
     return str(folder)

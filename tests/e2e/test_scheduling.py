@@ -1,0 +1,271 @@
+"""Equality with plain vLLM whatever the scheduler does: chunks, mixtures, cache hits, preemption.
+
+Every test also asserts that what it is about really happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from support.engines import (
+    Completion,
+    Prompt,
+    complete,
+    completion_of,
+    drive,
+    engine,
+    greedy,
+    medusa,
+    metric,
+    random_prompts,
+)
+from support.models import STOPS, VOCAB
+from support.planted import planted
+from support.reference import Reference, assert_chaotic, differing, plain_greedy
+from support.spies import mean_accepted, mixed, recorded_steps, tree_rows
+from vllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 72
+LIMIT = 512  # max_model_len
+BLOCK = 32
+TREE = {"dense": [2, 2, 2]}
+EOS = {"ignore_eos": False}
+MAX_STOPPED = 60
+
+
+@dataclass(frozen=True)
+class Expected:
+    """All that plain vLLM has to say, from one engine."""
+
+    free: Reference  # TOKENS tokens each
+    ended: list[Completion]  # of the same prompts, until an end token of the model
+    stopped: list[Completion]  # with a stop token of each request's own
+    short: Reference  # short prompts, TOKENS tokens each
+    at_limit: Reference  # prompts that leave little room below LIMIT
+    several: list[list[Completion]]  # three seeded samples of the first prompts
+
+
+def stop_params(free: Reference) -> list[SamplingParams]:
+    """Each request stops at a token that its free run has in the middle; some not before 30."""
+    return [
+        greedy(MAX_STOPPED, stop_token_ids=[output[10 + i % 30]], min_tokens=30 * (i % 3 == 0))
+        for i, output in enumerate(free.outputs)
+    ]
+
+
+def several_params(count: int) -> list[SamplingParams]:
+    return [
+        SamplingParams(
+            n=3, temperature=0.6, seed=i, max_tokens=24, ignore_eos=True, detokenize=False
+        )
+        for i in range(count)
+    ]
+
+
+def sample_several(llm: LLM, prompts: list[Prompt]) -> list[list[Completion]]:
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        several_params(len(prompts)),
+        use_tqdm=False,
+    )
+    return [[completion_of(part) for part in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(chaotic_llama: str) -> Expected:
+    edge = [[3 + (7 * i + n) % 500 for i in range(n)] for n in (511, 510, 509, 505, 498, 480, 450)]
+    with engine(chaotic_llama, max_model_len=LIMIT) as llm:
+        free = plain_greedy(llm, random_prompts(30, VOCAB, seed=31), TOKENS)
+        return Expected(
+            free=free,
+            ended=complete(llm, free.prompts, greedy(TOKENS, **EOS)),
+            stopped=complete(llm, free.prompts, stop_params(free)),
+            short=plain_greedy(llm, random_prompts(16, VOCAB, longest=20, seed=32), TOKENS),
+            at_limit=plain_greedy(llm, edge, 200),
+            several=sample_several(llm, free.prompts[:6]),
+        )
+
+
+@pytest.fixture(scope="module")
+def llm(expected: Expected, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    """Little budget: prompts come in chunks, and trees of 15 nodes are cut when it runs out."""
+    with engine(
+        chaotic_llama,
+        medusa(random_heads, TREE),
+        block_size=BLOCK,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        max_num_batched_tokens=96,
+        max_num_seqs=8,
+        max_model_len=LIMIT,
+    ) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def _cold_cache(request: pytest.FixtureRequest) -> None:
+    if "llm" in request.fixturenames:
+        assert request.getfixturevalue("llm").reset_prefix_cache()
+
+
+def test_the_reference_proves_something(expected: Expected) -> None:
+    assert_chaotic(expected.free.outputs)
+    assert len(expected.free.prompts) >= 27 and len(expected.at_limit.prompts) >= 5
+
+
+def test_chunked_prefill_and_mixed_steps(llm: LLM, expected: Expected) -> None:
+    free = expected.free
+    with planted(free.prompts, free.outputs, VOCAB) as moves, recorded_steps() as steps:
+        got = complete(llm, free.prompts, greedy(TOKENS))
+    assert differing(free.completions, got) == []
+    assert sum(moves) > 0.7 * len(moves) and mean_accepted(steps) > 1.2
+    assert sum(row.is_partial_prefill for step in steps for row in step) > 20
+    assert len(mixed(steps)) > 20
+
+
+def test_trees_are_cut_to_the_budget(llm: LLM, expected: Expected) -> None:
+    """Eight trees of 15 nodes do not fit into 96 tokens; the last ones get a part of theirs."""
+    short = expected.short
+    with planted(short.prompts, short.outputs, VOCAB) as moves, recorded_steps() as steps:
+        got = complete(llm, short.prompts, greedy(TOKENS))
+    assert differing(short.completions, got) == []
+    sizes = [row.num_nodes for row in tree_rows(steps)]
+    assert 15 in sizes and sum(1 < size < 15 for size in sizes) > 10
+    assert sum(moves) > 0.7 * len(moves)
+
+
+def test_prefix_cache_hits_on_compacted_blocks(llm: LLM, expected: Expected) -> None:
+    """The second prompts go on with what trees decoded, so they read blocks that were compacted."""
+    free, done = expected.free, 48  # output tokens that become prompt
+    with planted(free.prompts, free.outputs, VOCAB) as moves:
+        complete(llm, free.prompts, greedy(TOKENS))
+    assert sum(moves) > 0.7 * len(moves)
+    prompts = [[*p, *output[:done]] for p, output in zip(free.prompts, free.outputs, strict=True)]
+    rest = [output[done:] for output in free.outputs]
+    before = metric(llm, "prefix_cache_hits")
+    with planted(prompts, rest, VOCAB):
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            greedy(TOKENS - done),
+            use_tqdm=False,
+        )
+    assert [tuple(output.outputs[0].token_ids) for output in outputs] == rest
+    cached = [output.num_cached_tokens for output in outputs]
+    assert metric(llm, "prefix_cache_hits") - before == sum(cached) > 0
+    compacted = [
+        hit - len(prompt) for hit, prompt in zip(cached, free.prompts, strict=True)
+    ]  # output tokens of the first pass that were read from the cache
+    assert sum(count >= BLOCK // 2 for count in compacted) > len(prompts) / 2
+
+
+def test_same_prompts_again_hit_the_cache(llm: LLM, expected: Expected) -> None:
+    free = expected.free
+    for again in (False, True):
+        before = metric(llm, "prefix_cache_hits")
+        with planted(free.prompts, free.outputs, VOCAB):
+            got = complete(llm, free.prompts, greedy(TOKENS))
+        assert differing(free.completions, got) == []
+        hits = metric(llm, "prefix_cache_hits") - before
+        assert hits > 0.5 * sum(map(len, free.prompts)) if again else hits == 0
+
+
+def test_requests_end_exactly_at_max_model_len(llm: LLM, expected: Expected) -> None:
+    edge = expected.at_limit
+    with planted(edge.prompts, edge.outputs, VOCAB), recorded_steps() as steps:
+        got = complete(llm, edge.prompts, greedy(200))
+    assert differing(edge.completions, got) == []
+    for prompt, completion in zip(edge.prompts, got, strict=True):
+        assert len(prompt) + len(completion.token_ids) == LIMIT
+        assert completion.finish_reason == "length"
+    assert all(row.computed + row.scheduled <= LIMIT for step in steps for row in step)
+    assert mean_accepted(steps) > 0.8
+
+
+def test_end_tokens_of_the_model(llm: LLM, expected: Expected) -> None:
+    """The planted outputs go on behind the end: steps accept tokens that must be thrown away."""
+    free = expected.free
+    with planted(free.prompts, free.outputs, VOCAB, miss=0.0):
+        got = complete(llm, free.prompts, greedy(TOKENS, **EOS))
+    assert differing(expected.ended, got) == []
+    ended = [completion for completion in got if completion.finish_reason == "stop"]
+    assert len(ended) >= 5 and {completion.stop_reason for completion in ended} <= set(STOPS)
+
+
+def test_stop_tokens(llm: LLM, expected: Expected) -> None:
+    free = expected.free
+    with planted(free.prompts, free.outputs, VOCAB, miss=0.0):
+        got = complete(llm, free.prompts, stop_params(free))
+    assert differing(expected.stopped, got) == []
+    assert sum(completion.finish_reason == "stop" for completion in got) > 0.6 * len(got)
+    assert {len(completion.token_ids) % 4 for completion in got} == {0, 1, 2, 3}
+
+
+def test_several_samples_of_a_prompt(llm: LLM, expected: Expected) -> None:
+    """n = 3 with seeds; the first sample of each is planted, the others share its drafts."""
+    prompts = expected.free.prompts[:6]
+    firsts = [parts[0].token_ids for parts in expected.several]
+    with planted(prompts, firsts, VOCAB), recorded_steps() as steps:
+        got = sample_several(llm, prompts)
+    assert got == expected.several
+    assert all(len({part.token_ids for part in parts}) == 3 for parts in got)
+    assert mean_accepted(steps) > 0.3
+
+
+def test_arrivals_and_aborts(llm: LLM, expected: Expected) -> None:
+    """Requests come while others decode, and every fourth is aborted on its way."""
+    free = expected.free
+    arrivals = [(3 * i, prompt, greedy(TOKENS)) for i, prompt in enumerate(free.prompts)]
+    aborts = {i: 5 + i for i in range(0, len(arrivals), 4)}
+    with planted(free.prompts, free.outputs, VOCAB), recorded_steps() as steps:
+        got = drive(llm, arrivals, aborts)
+    for i, completion in enumerate(free.completions):
+        if i in aborts:
+            tokens = got[i].token_ids
+            assert aborts[i] <= len(tokens) < TOKENS
+            assert tokens == completion.token_ids[: len(tokens)]
+        else:
+            assert got[i] == completion
+    assert len({len(step) for step in steps}) > 4 and len(mixed(steps)) > 10
+    assert llm.reset_prefix_cache(), "a block is still held"
+
+
+@pytest.mark.parametrize("tree", ["mc_sim_7b_63", {"dense": [2, 2, 2]}], ids=["63", "14"])
+def test_preemption(
+    chaotic_llama: str, random_heads: str, tree: Any, request: pytest.FixtureRequest
+) -> None:
+    """Too few blocks for eight requests: some are thrown out and start over."""
+    prompts = random_prompts(16, VOCAB, shortest=20, longest=100, seed=41)
+    options = {"max_model_len": 320, "block_size": BLOCK, "max_num_seqs": 8}
+    with engine(chaotic_llama, **options) as llm:
+        reference = plain_greedy(llm, prompts, 96)
+    assert_chaotic(reference.outputs)
+    with (
+        engine(chaotic_llama, medusa(random_heads, tree), num_gpu_blocks_override=24, **options)
+        as llm,
+        planted(reference.prompts, reference.outputs, VOCAB) as moves,
+    ):  # fmt: skip
+        got = complete(llm, reference.prompts, greedy(96))
+        assert metric(llm, "num_preemptions") >= 4
+    assert differing(reference.completions, got) == []
+    assert sum(moves) > 0.7 * len(moves)
+
+
+def test_torch_compile(
+    chaotic_llama: str, random_heads: str, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    free = expected.free
+    with (
+        engine(chaotic_llama, medusa(random_heads, TREE), enforce_eager=False) as llm,
+        planted(free.prompts, free.outputs, VOCAB) as moves,
+    ):
+        got = complete(llm, free.prompts, greedy(TOKENS))
+        compilation = llm.llm_engine.vllm_config.compilation_config
+        assert compilation.mode > 0
+    assert differing(free.completions, got) == []
+    assert sum(moves) > 0.7 * len(moves)
