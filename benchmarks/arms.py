@@ -107,7 +107,7 @@ class Machine:
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gb),
             "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.multiprocessing)),
             "VLLM_PLUGINS": "medusa" if arm.kind == "ours" else "none",
-            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_LOGGING_LEVEL": env.get("VLLM_LOGGING_LEVEL", "WARNING"),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
