@@ -86,15 +86,16 @@ def _run(args: argparse.Namespace, console: Console) -> int:
 
     report.opening(console, args.target, None if args.no_medusa else args.heads, prompts, sampled)
     engines = []
+    # Medusa first: what is wrong with its options shows at once
     with stderr_to_log(), _status(console) as status:
-        for name, speculation in (("plain vLLM", None), ("vLLM with tree Medusa", config)):
+        for name, speculation in (("vLLM with tree Medusa", config), ("plain vLLM", None)):
             task = status.add_task(f"starting {name}", total=None)
             settings = EngineSettings(
                 str(args.target), speculation, "float32", engine_args=_ENGINE_ARGS
             )
             engines.append(VllmEngine(settings, sampled, seeded=True))
             status.update(task, total=1, completed=1)
-    plain, medusa = engines
+    medusa, plain = engines
     plans = [
         plan
         for batch in args.batch
