@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads.model import LMHead, MedusaHeads
+from vllm_medusa.heads.packed import PackedHeads
 from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.tree.batch import TreeTensors
 
@@ -18,7 +19,10 @@ __all__ = ["draft", "propose", "stable_topk"]
 
 
 def draft(
-    heads: MedusaHeads, hidden_states: Tensor, tree: TreeTensors, lm_head: LMHead | None = None
+    heads: MedusaHeads | PackedHeads,
+    hidden_states: Tensor,
+    tree: TreeTensors,
+    lm_head: LMHead | None = None,
 ) -> Tensor:
     """Draft a tree for each request: hidden_states [B, H] -> int64 [B, N], column 0 unset (0).
 

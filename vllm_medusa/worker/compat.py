@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor
+
 from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.heads import Linear
 
 
 def refuse_unsupported_platform() -> None:
@@ -45,3 +50,13 @@ def forget_attention_backends() -> None:
     from vllm.v1.attention import selector
 
     selector._cached_get_attn_backend.cache_clear()
+
+
+def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
+    """The product vLLM's CPU layers use (oneDNN, weight [O, I] packed once), else torch's."""
+    from vllm import _custom_ops as ops
+
+    if not getattr(ops, "_supports_onednn", False):
+        return functools.partial(F.linear, weight=weight, bias=bias)
+    handler = ops.create_onednn_mm(weight.t(), 32)
+    return lambda x: ops.onednn_mm(handler, x, bias)

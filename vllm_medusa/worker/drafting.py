@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_medusa.heads import MedusaHeads, load_heads
+from vllm_medusa.heads import PackedHeads, load_heads
 from vllm_medusa.proposer import draft
 from vllm_medusa.tree import TreeTensors
+from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions
 
 logger = init_logger(__name__)
@@ -20,7 +21,7 @@ logger = init_logger(__name__)
 class MedusaDrafter:
     """Named in the speculative config as the custom proposer class; vLLM instantiates it."""
 
-    heads: MedusaHeads
+    heads: PackedHeads
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.options = EngineOptions.of(vllm_config)
@@ -32,7 +33,7 @@ class MedusaDrafter:
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads beside ``target_model``, whose LM head serves heads that store none."""
         self._target = target_model
-        self.heads, info = load_heads(
+        heads, info = load_heads(
             self.options.heads,
             hidden_size=self.model_config.get_hidden_size(),
             vocab_size=self.model_config.get_vocab_size(),
@@ -41,7 +42,7 @@ class MedusaDrafter:
             revision=self.options.revision,
             max_heads=self.options.tree.max_depth,
         )
-        self.heads.eval()
+        self.heads = PackedHeads(heads, compat.packed_linear)
         logger.info("Loaded %s; the tree has %d draft nodes.", info, self.tree.num_nodes - 1)
 
     @torch.inference_mode()

@@ -1,0 +1,69 @@
+"""Packed heads give the logits of the heads they were made from."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm_medusa.heads import HeadsError, MedusaHeads, PackedHeads
+
+HIDDEN, VOCAB = 16, 40
+
+
+def torch_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> partial[torch.Tensor]:
+    return partial(F.linear, weight=weight.clone(), bias=None if bias is None else bias.clone())
+
+
+def random_heads(num_layers: int, num_lm_heads: int, bias: bool, mapped: bool) -> MedusaHeads:
+    torch.manual_seed(0)
+    heads = MedusaHeads(
+        3,
+        num_layers,
+        HIDDEN,
+        VOCAB,
+        bias=bias,
+        shared_lm_head=num_lm_heads == 0,
+        lm_head_bias=bias and num_lm_heads > 0,
+        token_map=torch.randperm(VOCAB)[:10] if mapped else None,
+        num_lm_heads=num_lm_heads,
+    )
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.3)
+    return heads
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_lm_heads", [0, 1, 3])
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_equal_to_the_heads(num_layers: int, num_lm_heads: int, bias: bool, mapped: bool) -> None:
+    heads = random_heads(num_layers, num_lm_heads, bias, mapped)
+    packed = PackedHeads(heads, torch_linear)
+    target = torch.randn(VOCAB + 3, HIDDEN)  # three rows of padding
+    hidden = torch.randn(5, HIDDEN)
+
+    wanted = heads.compute_logits(heads(hidden), lambda rows: rows @ target.T)
+    with torch.no_grad():
+        for parameter in heads.parameters():  # packed weights are copies, so this must not show
+            parameter.fill_(float("nan"))
+    found = packed.compute_logits(packed(hidden, 3), lambda rows: rows @ target.T)
+
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+    assert (packed.token_map is None) == (not mapped)
+
+
+def test_refuses_what_was_not_packed() -> None:
+    packed = PackedHeads(random_heads(1, 0, True, False), torch_linear)
+    with pytest.raises(HeadsError, match="num_heads is 2; 3 heads were packed"):
+        packed(torch.zeros(1, HIDDEN), 2)
+    with pytest.raises(HeadsError, match="pass lm_head"):
+        packed.compute_logits(packed(torch.zeros(1, HIDDEN)))
+    bound = random_heads(1, 0, True, False)
+    bound.use_target_lm_head(torch.zeros(VOCAB, HIDDEN))
+    with pytest.raises(HeadsError, match="bound"):
+        PackedHeads(bound, torch_linear)
