@@ -5,6 +5,7 @@ Every test also asserts that what it is about really happened.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,9 @@ from support.models import STOPS, VOCAB
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
 from support.spies import mean_accepted, mixed, recorded_steps, tree_rows
+from torch._dynamo.utils import counters
 from vllm import LLM, SamplingParams
+from vllm.config import CompilationMode
 
 pytestmark = pytest.mark.engine
 
@@ -234,31 +237,33 @@ def test_arrivals_and_aborts(llm: LLM, expected: Expected) -> None:
     assert llm.reset_prefix_cache(), "a block is still held"
 
 
-@pytest.mark.parametrize("tree", ["mc_sim_7b_63", {"dense": [2, 2, 2]}], ids=["63", "14"])
-def test_preemption(
-    chaotic_llama: str, random_heads: str, tree: Any, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("tree", ["mc_sim_7b_63", TREE], ids=["63", "14"])
+def test_preemption(chaotic_llama: str, random_heads: str, tree: Any) -> None:
     """Too few blocks for eight requests: some are thrown out and start over."""
     prompts = random_prompts(16, VOCAB, shortest=20, longest=100, seed=41)
     options = {"max_model_len": 320, "block_size": BLOCK, "max_num_seqs": 8}
     with engine(chaotic_llama, **options) as llm:
         reference = plain_greedy(llm, prompts, 96)
     assert_chaotic(reference.outputs)
+    few = {"num_gpu_blocks_override": 24}
     with (
-        engine(chaotic_llama, medusa(random_heads, tree), num_gpu_blocks_override=24, **options)
-        as llm,
+        engine(chaotic_llama, medusa(random_heads, tree), **options | few) as llm,
         planted(reference.prompts, reference.outputs, VOCAB) as moves,
-    ):  # fmt: skip
+    ):
         got = complete(llm, reference.prompts, greedy(96))
         assert metric(llm, "num_preemptions") >= 4
     assert differing(reference.completions, got) == []
     assert sum(moves) > 0.7 * len(moves)
 
 
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler"
+)
 def test_torch_compile(
     chaotic_llama: str, random_heads: str, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    graphs = counters["stats"]["unique_graphs"]
     free = expected.free
     with (
         engine(chaotic_llama, medusa(random_heads, TREE), enforce_eager=False) as llm,
@@ -266,6 +271,7 @@ def test_torch_compile(
     ):
         got = complete(llm, free.prompts, greedy(TOKENS))
         compilation = llm.llm_engine.vllm_config.compilation_config
-        assert compilation.mode > 0
+    assert compilation.mode != CompilationMode.NONE and compilation.backend == "inductor"
+    assert counters["stats"]["unique_graphs"] > graphs
     assert differing(free.completions, got) == []
     assert sum(moves) > 0.7 * len(moves)

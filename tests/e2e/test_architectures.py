@@ -1,0 +1,125 @@
+"""Equality with plain vLLM for the kinds of attention and positions that models have.
+
+Each model is tiny, random and chaotic; drafts are planted, so every step accepts and moves KV, and
+without the moves the outputs differ. Head sizes are those vLLM's CPU attention has (32 and up).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import complete, engine, greedy, medusa, random_prompts
+from support.models import VOCAB, save_model, save_random_heads
+from support.planted import planted
+from support.reference import assert_chaotic, differing, plain_greedy
+from support.spies import mean_accepted, recorded_steps
+from vllm import LLM
+
+from vllm_medusa.worker.v1 import runner
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 36
+TREE = {"dense": [3, 2, 2, 1]}  # 33 draft nodes, four deep
+WINDOW = 24  # shorter than most prompts
+TINY_WINDOW = 5  # a leaf sees itself, its four ancestors and no context
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformers architecture, and what is special about it."""
+
+    architecture: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    hidden: int = 64
+    kv_groups: int = 1
+
+
+def amplify(gemma: Any) -> None:
+    """Let the layers outweigh the embedding, which Gemma scales up: else it repeats its input."""
+    for layer in gemma.model.layers:
+        layer.post_attention_layernorm.weight.fill_(9.0)
+        layer.post_feedforward_layernorm.weight.fill_(9.0)
+
+
+MODELS = {
+    "llama_tied": Model("Llama", {"tie_word_embeddings": True}),
+    "qwen2": Model("Qwen2", {"hidden_size": 128, "head_dim": None}, hidden=128),  # biases
+    "qwen3": Model("Qwen3"),  # norms on queries and keys
+    "mistral_window": Model("Mistral", {"sliding_window": WINDOW}),
+    "mistral_tiny_window": Model("Mistral", {"sliding_window": TINY_WINDOW}),
+    "gemma2": Model(  # soft caps on attention and logits; every other layer slides
+        "Gemma2",
+        {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "num_hidden_layers": 4,
+         "attn_logit_softcapping": 20.0, "tie_word_embeddings": True, "tune": amplify},
+        kv_groups=2,
+    ),
+    "gemma3": Model(  # two RoPEs; one global layer after two that slide
+        "Gemma3",
+        {"config_name": "Gemma3TextConfig", "sliding_window": TINY_WINDOW, "num_hidden_layers": 3,
+         "query_pre_attn_scalar": 2, "tie_word_embeddings": True, "tune": amplify,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        kv_groups=3,
+    ),
+    "gpt2": Model(  # learned positions
+        "GPT2",
+        {"model_name": "GPT2LMHeadModel", "hidden_size": 128, "num_key_value_heads": None,
+         "tie_word_embeddings": True},
+        hidden=128,
+    ),
+    "opt": Model(  # learned positions with an offset
+        "OPT",
+        {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 256, "init_std": 0.3,
+         "num_key_value_heads": None, "tie_word_embeddings": True},
+        hidden=128,
+    ),
+    "falcon": Model(  # one key head, attention and MLP side by side
+        "Falcon",
+        {"hidden_size": 128, "num_key_value_heads": None, "multi_query": True, "alibi": False,
+         "head_dim": None, "new_decoder_architecture": False, "parallel_attn": True},
+        hidden=128,
+    ),
+}  # fmt: skip
+
+
+def kv_groups(llm: LLM) -> int:
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return len(executor.driver_worker.worker.model_runner.kv_cache_config.kv_cache_groups)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS[name]
+    path = save_model(tmp_path / "model", model.architecture, **model.changes)
+    heads = save_random_heads(tmp_path / "heads", hidden=model.hidden)
+    prompts = random_prompts(12, VOCAB, shortest=2, longest=150, seed=3)
+    options = {"max_model_len": 256, "max_num_batched_tokens": 2048}
+    with engine(path, **options) as llm:
+        reference = plain_greedy(llm, prompts, TOKENS)
+    assert len(reference.prompts) >= 9
+    assert_chaotic(reference.outputs, distinct=0.3)  # Gemma has favourites, and still no loops
+    with (
+        engine(path, medusa(heads, TREE), **options) as llm,
+        planted(reference.prompts, reference.outputs, VOCAB) as moves,
+    ):
+        with recorded_steps() as steps:
+            got = complete(llm, reference.prompts, greedy(TOKENS))
+        monkeypatch.setattr(runner, "compact_group", lambda *args: None)
+        unmoved = complete(llm, reference.prompts, greedy(TOKENS))
+        assert kv_groups(llm) == model.kv_groups
+    assert differing(reference.completions, got) == []
+    assert sum(moves) > 0.7 * len(moves) and mean_accepted(steps) > 1.5
+    assert len(differing(reference.completions, unmoved)) > 0.6 * len(reference.prompts)
+
+
+def test_alibi_is_refused(tmp_path: Path) -> None:
+    path = save_model(
+        tmp_path / "model", "Bloom", hidden_size=128, n_layer=2, n_head=4, num_key_value_heads=None
+    )
+    heads = save_random_heads(tmp_path / "heads", hidden=128)
+    with pytest.raises(NotImplementedError, match="ALiBi"):  # noqa: SIM117
+        with engine(path, medusa(heads, TREE), max_model_len=128):
+            pass
