@@ -1,4 +1,4 @@
-"""What can not work is refused before a weight is loaded: the value, what is allowed, the remedy."""
+"""What can not work is refused before a weight is loaded: value, what is allowed, the remedy."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_said_twice(parse: Parse, heads: str, arguments: list[str], word: str) -
     asked = {"method": "medusa", "model": heads, "num_speculative_tokens": 4}
     arguments = [argument.replace("HEADS", heads) for argument in arguments]
     args = parse("--speculative-config", json.dumps(asked), *arguments)
-    with pytest.raises(ValueError, match="twice|mutually exclusive") as caught:
+    with pytest.raises(ValueError, match=r"twice|mutually exclusive") as caught:
         args.create_engine_config()
     assert word in str(caught.value)
 

@@ -1,0 +1,123 @@
+"""A bad request fails alone; engines with and without trees follow each other in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.engines import complete, engine, greedy, medusa, random_prompts, start, stop
+from support.models import VOCAB
+from support.planted import planted
+from support.reference import Reference, differing, plain_greedy
+from support.spies import mean_accepted, recorded_steps, tree_rows
+from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_medusa.worker.v1.worker import BACKEND
+
+pytestmark = pytest.mark.engine
+
+TREE = {"dense": [3, 2, 2]}
+TOKENS = 24
+BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "mode": ({"extra_args": {"medusa": {"acceptance": "typcial"}}}, ["typcial", '"typical"']),
+    "key": ({"extra_args": {"medusa": {"epsilonn": 0.1}}}, ["epsilonn", "did you mean 'epsilon'"]),
+    "epsilon": (
+        {"extra_args": {"medusa": {"acceptance": "typical", "epsilon": 7}}},
+        ["epsilon is 7", "at most 1"],
+    ),
+    "idle": ({"extra_args": {"medusa": {"epsilon": 0.2}}}, ["does nothing in lossless mode"]),
+    "no_dict": ({"extra_args": {"medusa": "typical"}}, ["'typical'", "give a dict"]),
+    "tree": ({"extra_args": {"medusa": {"tree": [[0]]}}}, ["'tree'", "allowed"]),
+    "thinking": ({"thinking_token_budget": 5}, ["thinking_token_budget"]),
+    "min_p": ({"min_p": 0.1, "temperature": 1.0}, ["min_p"]),
+    "logit_bias": ({"logit_bias": {5: 1.0}, "temperature": 1.0}, ["logit_bias"]),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(chaotic_llama: str) -> Reference:
+    with engine(chaotic_llama) as llm:
+        return plain_greedy(llm, random_prompts(12, VOCAB, longest=100, seed=31), TOKENS)
+
+
+@pytest.fixture(scope="module")
+def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    with engine(chaotic_llama, medusa(random_heads, TREE)) as llm:
+        yield llm
+
+
+def assert_works(llm: LLM, reference: Reference) -> None:
+    with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
+        got = complete(llm, reference.prompts, greedy(TOKENS))
+    assert differing(reference.completions, got) == []
+    assert mean_accepted(steps) > 1.2
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) -> None:
+    options, words = BAD[name]
+    bad = greedy(TOKENS, **options)
+    params: list[SamplingParams] = [greedy(TOKENS), bad, greedy(TOKENS)]
+    with pytest.raises(VLLMValidationError) as caught:  # the server's status 400
+        complete(llm, reference.prompts[:3], params)
+    for word in words:
+        assert word in str(caught.value)
+    assert llm.llm_engine.get_num_unfinished_requests() == 0
+    assert_works(llm, reference)
+
+
+def test_good_options_are_no_error(llm: LLM, reference: Reference) -> None:
+    for extra in ({}, {"other": 3}, {"medusa": {}}, {"medusa": {"acceptance": "lossless"}}):
+        params = greedy(TOKENS, extra_args=copy.deepcopy(extra))
+        assert complete(llm, reference.prompts, params) == reference.completions
+        assert params.extra_args == extra
+
+
+def test_short_requests_beside_long_ones(llm: LLM, reference: Reference) -> None:
+    """Whose drafts the scheduler cuts, or who get none."""
+    counts = [1, 2, 3, TOKENS] * 3
+    prompts = reference.prompts[:12]
+    params = [greedy(count) for count in counts][: len(prompts)]
+    with planted(prompts, reference.outputs[: len(prompts)], VOCAB):
+        got = complete(llm, prompts, params)
+    for completion, full, count in zip(got, reference.outputs, counts, strict=False):
+        assert completion.token_ids == full[:count]
+        assert completion.finish_reason == "length"
+
+
+def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads: str) -> None:
+    """Trees twice from one dict, then plain and stock speculation, all in this process."""
+    asked = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")
+    kept = copy.deepcopy(asked)
+    for _ in range(2):
+        with engine(chaotic_llama, asked) as llm:
+            assert_works_unplanted(llm, reference)
+    assert asked == kept
+    with engine(chaotic_llama) as llm:  # vLLM's own attention again
+        assert differing(reference.completions, run(llm, reference)) == []
+
+
+def test_plain_after_trees_without_clean_up(
+    reference: Reference, chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Our attention backend stays registered, and is vLLM's own where no tree is."""
+    stop(start(chaotic_llama, medusa(random_heads, TREE)))
+    monkeypatch.setattr(AttentionBackendEnum, "clear_override", lambda self: None)
+    with recorded_steps() as steps, engine(chaotic_llama) as llm:
+        assert AttentionBackendEnum.CPU_ATTN.get_path() == BACKEND
+        assert differing(reference.completions, run(llm, reference)) == []
+    assert steps == []
+
+
+def run(llm: LLM, reference: Reference) -> list:
+    return complete(llm, reference.prompts, greedy(TOKENS))
+
+
+def assert_works_unplanted(llm: LLM, reference: Reference) -> None:
+    with recorded_steps() as steps:
+        assert differing(reference.completions, run(llm, reference)) == []
+    assert len(tree_rows(steps)) > len(reference.prompts)

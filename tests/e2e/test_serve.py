@@ -1,0 +1,203 @@
+"""`vllm-medusa serve` as a user starts it, and the official `openai` client as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from support.engines import engine
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+DEMO = Path(__file__).parents[2] / "demo"
+TARGET, HEADS = str(DEMO / "target"), str(DEMO / "heads")
+TEMPLATE = "<s>{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+CHATS = [
+    [{"role": "user", "content": "A function that adds two numbers."}],
+    [
+        {"role": "system", "content": "Python code only."},
+        {"role": "user", "content": "Read a file and count its lines."},
+    ],
+]
+TOKENS = 48
+START_UP_S = 240
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    finish_reason: str | None
+    tokens: int
+
+
+def prompts() -> list[str]:
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[22:26]
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def rendered(chat: list[dict[str, str]]) -> str:
+    return "<s>" + "".join(f"# {m['role']}: {m['content']}\n" for m in chat)
+
+
+@pytest.fixture(scope="module")
+def offline() -> dict[str, list[Answer]]:
+    """Plain vLLM's answers, without a server and without heads."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+
+    def answers(llm: Any, texts: list[str], **options: Any) -> list[Answer]:
+        ids = [{"prompt_token_ids": tokenizer.encode(text)} for text in texts]
+        params = SamplingParams(max_tokens=TOKENS, **options)
+        outputs = [output.outputs[0] for output in llm.generate(ids, params, use_tqdm=False)]
+        return [Answer(o.text, o.finish_reason, len(o.token_ids)) for o in outputs]
+
+    with engine(TARGET, skip_tokenizer_init=False) as llm:
+        return {
+            "chat": answers(llm, [rendered(chat) for chat in CHATS], temperature=0.0),
+            "greedy": answers(llm, prompts(), temperature=0.0),
+            "seeded": answers(llm, prompts(), temperature=0.8, top_p=0.9, seed=5),
+        }
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    client: Any
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        found = re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return sum(map(float, found))
+
+
+@pytest.fixture(scope="module")
+def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("server")
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable, "-m", "vllm_medusa.cli", "serve", TARGET, "--speculative-model", HEADS,
+        "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
+        "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20),
+        "--chat-template", str(folder / "chat.jinja"),
+    ]  # fmt: skip
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_up(process, url, folder / "log")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
+        yield Server(url, client)
+    finally:
+        stop_group(process)
+
+
+def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    end = time.monotonic() + START_UP_S
+    while time.monotonic() < end:
+        assert process.poll() is None, f"the server ended:\n{log.read_text()[-4000:]}"
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"not up after {START_UP_S} s:\n{log.read_text()[-4000:]}")
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End the server, then whatever of its own process group is left."""
+    process.send_signal(signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+    process.wait(30)
+
+
+def test_streamed_chat(server: Server, offline: dict[str, list[Answer]]) -> None:
+    for chat, expected in zip(CHATS, offline["chat"], strict=True):
+        stream = server.client.chat.completions.create(
+            model="demo", messages=chat, temperature=0, max_tokens=TOKENS, stream=True,
+            stream_options={"include_usage": True},
+        )  # fmt: skip
+        chunks = list(stream)
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        text = "".join(choice.delta.content or "" for choice in choices)
+        usage = chunks[-1].usage
+        assert Answer(text, choices[-1].finish_reason, usage.completion_tokens) == expected
+        assert sum(bool(choice.delta.content) for choice in choices) > 5
+
+
+def test_completions(server: Server, offline: dict[str, list[Answer]]) -> None:
+    """All prompts in one call."""
+    reply = server.client.completions.create(
+        model="demo", prompt=prompts(), temperature=0, max_tokens=TOKENS
+    )
+    expected = offline["greedy"]
+    assert [(c.text, c.finish_reason) for c in sorted(reply.choices, key=lambda c: c.index)] == [
+        (answer.text, answer.finish_reason) for answer in expected
+    ]
+    assert reply.usage.completion_tokens == sum(answer.tokens for answer in expected)
+
+
+def test_streamed_completions(server: Server, offline: dict[str, list[Answer]]) -> None:
+    for prompt, expected in zip(prompts(), offline["greedy"], strict=True):
+        stream = server.client.completions.create(
+            model="demo", prompt=prompt, temperature=0, max_tokens=TOKENS, stream=True
+        )
+        assert "".join(chunk.choices[0].text for chunk in stream) == expected.text
+
+
+def test_seeded_completions(server: Server, offline: dict[str, list[Answer]]) -> None:
+    for prompt, expected in zip(prompts(), offline["seeded"], strict=True):
+        reply = server.client.completions.create(
+            model="demo", prompt=prompt, temperature=0.8, top_p=0.9, seed=5, max_tokens=TOKENS
+        )
+        assert (reply.choices[0].text, reply.usage.completion_tokens) == (
+            expected.text, expected.tokens,
+        )  # fmt: skip
+
+
+def test_a_bad_request_gets_a_400_and_the_server_goes_on(
+    server: Server, offline: dict[str, list[Answer]]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="min_p"):
+        server.client.completions.create(
+            model="demo", prompt="def", temperature=1, extra_body={"min_p": 0.2}
+        )
+    test_completions(server, offline)
+
+
+def test_metrics_count_drafts(server: Server) -> None:
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    before = [server.metric(f"spec_decode_{name}_total") for name in names]
+    server.client.completions.create(model="demo", prompt=prompts()[0], max_tokens=30, seed=1)
+    drafts, tokens, accepted = (
+        server.metric(f"spec_decode_{name}_total") - old
+        for name, old in zip(names, before, strict=True)
+    )
+    assert 0 < drafts < 30 and tokens > 4 * drafts and 0 < accepted <= 30

@@ -1,0 +1,224 @@
+"""Typical acceptance in the engine: equal to the oracle on the same random numbers.
+
+It accepts what the target finds plausible, so its tokens are not plain vLLM's; decode.py, with
+vLLM's way to draw, says what they must be, step by step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import engine, medusa
+from support.outcomes import Outcome, assert_same, outcomes, seeded
+from support.spies import Step, accepted_per_step, mean_accepted, recorded_steps
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import LLM, SamplingParams
+
+from vllm_medusa.config import AcceptanceConfig
+from vllm_medusa.decode import DecodeResult, decode
+from vllm_medusa.heads import load_heads
+from vllm_medusa.sampler import draw_splitmix
+from vllm_medusa.tree import TokenTree
+
+pytestmark = pytest.mark.engine
+
+DEMO = Path(__file__).parents[2] / "demo"
+TARGET, HEADS = str(DEMO / "target"), str(DEMO / "heads")
+TREE = TokenTree.dense([3, 2, 1, 1])
+TOKENS = 40
+TYPICAL = {"medusa": {"acceptance": "typical"}}
+Prompts = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Prompts:
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:6]
+    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: Prompts) -> dict[str, list[Outcome]]:
+    with engine(TARGET) as llm:
+        return {
+            "sampled": outcomes(llm, prompts, seeded(6, 0, temperature=0.8, logprobs=2)),
+            "greedy": outcomes(llm, prompts, seeded(6, 0, temperature=0.0, logprobs=2)),
+        }
+
+
+@pytest.fixture(scope="module")
+def llm(plain: object) -> Iterator[LLM]:
+    """Typical for every request that does not say otherwise."""
+    options = {"mode": "typical", "epsilon": 0.2, "delta": 0.4}
+    with engine(TARGET, medusa(HEADS, TREE.to_lists(), acceptance=options)) as llm:
+        yield llm
+
+
+def run(
+    llm: LLM, prompts: Prompts, params: list[SamplingParams]
+) -> tuple[list[Outcome], list[Step]]:
+    with recorded_steps() as steps:
+        got = outcomes(llm, prompts, params)
+    return got, steps
+
+
+RULES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    # what the oracle is told, and the request; None: the engine's own default
+    "engine_wide": ({"epsilon": 0.2, "delta": 0.4}, None),
+    "overridden": ({"epsilon": 0.02, "delta": 0.4}, {"epsilon": 0.02}),
+    "greedy_root": ({"epsilon": 0.2, "delta": 0.4, "greedy_root": True}, {"greedy_root": True}),
+}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "t0.8": {"temperature": 0.8},
+    "t1_top_p": {"temperature": 1.0, "top_p": 0.9},
+    "t0.7_top_k": {"temperature": 0.7, "top_k": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def oracle(prompts: Prompts) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    heads, _ = load_heads(HEADS, hidden_size=256, vocab_size=4096, dtype=torch.float32)
+
+    def decoded(rule: dict[str, Any], seeds: list[int], **sampling: Any) -> list[DecodeResult]:
+        return [
+            decode(
+                model, heads, TREE, torch.tensor(prompt), TOKENS, draw=draw_splitmix,
+                acceptance=AcceptanceConfig(mode="typical", **rule),
+                generator=torch.Generator().manual_seed(seed), **sampling,
+            )
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]  # fmt: skip
+
+    return decoded
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("rule", RULES)
+def test_equals_the_oracle(
+    llm: LLM, oracle: Any, prompts: Prompts, rule: str, sampling: str
+) -> None:
+    told, asked = RULES[rule]
+    extra = {} if asked is None else {"extra_args": {"medusa": asked}}
+    params = seeded(6, 70, **SAMPLING[sampling], **extra)
+    expected = oracle(told, [param.seed for param in params], **SAMPLING[sampling])
+    got, steps = run(llm, prompts, params)
+    for prompt, outcome, result in zip(prompts, got, expected, strict=True):
+        assert list(outcome.tokens) == result.token_ids
+        assert accepted_per_step(steps, prompt) == result.accepted_per_step
+    assert mean_accepted(steps) > 0.3
+
+
+def test_accepts_more_than_lossless(llm: LLM, prompts: Prompts) -> None:
+    lossless = {"extra_args": {"medusa": {"acceptance": "lossless"}}}
+    _, few = run(llm, prompts * 2, seeded(12, 500, temperature=0.8, **lossless))
+    _, many = run(llm, prompts * 2, seeded(12, 500, temperature=0.8))
+    assert mean_accepted(many) > 1.15 * mean_accepted(few) > 0
+
+
+def test_lossless_beside_typical(
+    llm: LLM, plain: dict[str, list[Outcome]], prompts: Prompts
+) -> None:
+    """The lossless requests of a mixed batch are plain vLLM's, tokens and logprobs."""
+    lossless = {"extra_args": {"medusa": {"acceptance": "lossless"}}}
+    params = seeded(6, 0, temperature=0.8, logprobs=2, **lossless)
+    others = seeded(6, 900, temperature=0.8, logprobs=3, repetition_penalty=1.1)
+    pairs = [pair for both in zip(params, others, strict=True) for pair in both]
+    with recorded_steps() as steps:
+        got = outcomes(llm, [p for prompt in prompts for p in (prompt, prompt)], pairs)
+    assert_same(plain["sampled"], got[::2])
+    alone, _ = run(llm, prompts, others)
+    assert_same(alone, got[1::2])
+    assert mean_accepted(steps) > 0.2
+
+
+def test_temperature_0_is_greedy(
+    llm: LLM, plain: dict[str, list[Outcome]], prompts: Prompts
+) -> None:
+    for extra in (TYPICAL, {"medusa": {"greedy_root": True}}, None):
+        params = seeded(6, 0, temperature=0.0, logprobs=2, extra_args=extra)
+        assert_same(plain["greedy"], outcomes(llm, prompts, params))
+
+
+@pytest.mark.parametrize("greedy_root", [True, False])
+def test_greedy_root_needs_no_luck(llm: LLM, prompts: Prompts, greedy_root: bool) -> None:
+    """The prefill's token is sampled; what follows it is then the same for every seed."""
+    extra = {"medusa": {"greedy_root": greedy_root}}
+    got = outcomes(llm, [prompts[0]] * 24, seeded(24, 1, temperature=0.8, extra_args=extra))
+    firsts = {outcome.tokens[0] for outcome in got}
+    assert len(firsts) < 20
+    assert (len({outcome.tokens for outcome in got}) == len(firsts)) == greedy_root
+
+
+BANNED = list(range(3, 60))
+WITH: dict[str, dict[str, Any]] = {
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    "min_tokens": {"min_tokens": 15, "stop_token_ids": list(range(200, 1200))},
+    "allowed": {"allowed_token_ids": list(range(60, 4096))},
+    "many": {"top_p": 0.9, "repetition_penalty": 1.3, "min_tokens": 9,
+             "stop_token_ids": [200, 201], "allowed_token_ids": list(range(60, 4096))},
+}  # fmt: skip
+
+
+def assert_logprobs_belong(results: list[Outcome]) -> None:
+    """Each token has its logprob; the list is the likeliest ones, the first of rank 1."""
+    for result in results:
+        assert result.logprobs is not None and len(result.logprobs) == len(result.tokens)
+        for token, entries in zip(result.tokens, result.logprobs, strict=True):
+            rank, logprob = entries[token]
+            better = [p for r, p in entries.values() if r < rank]
+            assert all(p >= logprob for p in better)
+            assert min(r for r, _ in entries.values()) == 1
+            assert logprob > -torch.inf
+
+
+def teacher_forced(prompts: Prompts, results: list[Outcome]) -> list[torch.Tensor]:
+    """The target's own logits [tokens, V] along each output, from transformers."""
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    rows = []
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = torch.tensor([[*prompt, *result.tokens]])
+        with torch.inference_mode():
+            rows.append(model(ids).logits[0, len(prompt) - 1 : -1])
+    return rows
+
+
+@pytest.mark.parametrize("name", WITH)
+def test_with_other_parameters(llm: LLM, prompts: Prompts, name: str) -> None:
+    """Nothing crashes, rules hold, and raw logprobs are the target's at the token's place."""
+    params = seeded(6, 300, temperature=0.8, logprobs=3, **WITH[name])
+    got, steps = run(llm, prompts, params)
+    assert mean_accepted(steps) > 0.05
+    assert_logprobs_belong(got)
+    for result, logits in zip(got, teacher_forced(prompts, got), strict=True):
+        exact = logits.log_softmax(-1)
+        for place, token in enumerate(result.tokens):
+            found = result.logprobs[place][token][1]
+            assert abs(found - float(exact[place, token])) < 1e-3
+    if "allowed_token_ids" in WITH[name]:
+        assert not any(token in BANNED for result in got for token in result.tokens)
+    if minimum := WITH[name].get("min_tokens"):
+        stops = set(WITH[name]["stop_token_ids"])
+        assert all(stops.isdisjoint(result.tokens[: minimum - 1]) for result in got)
+
+
+def test_processed_logprobs(plain: object, prompts: Prompts) -> None:
+    """They are those of the distribution the token was drawn from: temperature and top-k in."""
+    changes = {"logprobs_mode": "processed_logprobs"}
+    config = medusa(HEADS, TREE.to_lists(), acceptance="typical")
+    with engine(TARGET, config, **changes) as llm:
+        got, steps = run(llm, prompts, seeded(6, 300, temperature=0.7, top_k=8, logprobs=2))
+    assert mean_accepted(steps) > 0.3
+    assert_logprobs_belong(got)
+    for result, logits in zip(got, teacher_forced(prompts, got), strict=True):
+        scaled = logits / 0.7
+        floor = scaled.topk(8).values[:, -1:]
+        exact = scaled.masked_fill(scaled < floor, -torch.inf).log_softmax(-1)
+        for place, token in enumerate(result.tokens):
+            found = result.logprobs[place][token][1]
+            assert abs(found - float(exact[place, token])) < 1e-3
