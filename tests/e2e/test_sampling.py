@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.engines import engine, medusa, random_prompts, stop
 from support.models import VOCAB
-from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
+from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
 from support.planted import planted_by_seed
 from support.spies import mean_accepted, recorded_steps
 from support.spies import mixed as both_in_one
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 TREE = {"dense": [3, 2, 2]}
 PROMPTS = random_prompts(8, VOCAB, longest=100, seed=21)
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
-OFTEN = list(range(5, VOCAB, 9))  # about one token in nine ends the output
+OFTEN = list(range(5, VOCAB, 4))  # about one token in four ends the output
 CASES: dict[str, dict[str, Any]] = {
     "t0.3": {"temperature": 0.3},
     "t0.7": {"temperature": 0.7},
@@ -63,8 +63,8 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.fixture(scope="module")
 def plain(chaotic_llama: str) -> dict[str, list[Outcome]]:
     with engine(chaotic_llama) as llm:
-        results = {name: outcomes(llm, PROMPTS, requests(name)) for name in CASES}
-        results["mixed"] = outcomes(llm, *mixed())
+        results = {name: steady_outcomes(llm, PROMPTS, requests(name)) for name in CASES}
+        results["mixed"] = steady_outcomes(llm, *mixed())
     return results
 
 
@@ -81,10 +81,12 @@ def test_the_cases_do_something(plain: dict[str, list[Outcome]]) -> None:
     assert {t for output in tokens["allowed"] for t in output} <= set(range(40, 90))
     for name in ("min_tokens", "greedy_min_tokens"):
         lengths = [len(output) for output in tokens[name]]
-        assert min(lengths) >= 17 and len(set(lengths)) > 2 and min(lengths) < 25
+        assert min(lengths) >= 17 and len(set(lengths)) > 2 and min(lengths) < 20
         assert any(o.completion.stop_reason in OFTEN for o in plain[name])
     assert any(o.completion.finish_reason == "stop" for o in plain["min_tokens_eos"])
     assert len(set(tokens["n3"])) == 3 * len(PROMPTS)
+    every = [outcome for results in plain.values() for outcome in results]
+    assert sum(not outcome.steady for outcome in every) <= 0.06 * len(every)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.engines import engine, medusa
-from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
+from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
 from support.planted import planted_by_seed
 from support.spies import mean_accepted, recorded_steps
 from transformers import AutoTokenizer
@@ -62,7 +62,7 @@ def cases() -> dict[str, list[SamplingParams]]:
 @pytest.fixture(scope="module")
 def plain(prompts: list[list[int]]) -> dict[str, list[Outcome]]:
     with engine(TARGET, skip_tokenizer_init=False) as llm:
-        return {name: outcomes(llm, prompts, params) for name, params in cases().items()}
+        return {name: steady_outcomes(llm, prompts, params) for name, params in cases().items()}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.engines import engine, medusa
-from support.outcomes import Outcome, assert_same, outcomes, seeded
+from support.outcomes import Outcome, assert_same, outcomes, seeded, steady_outcomes
 from support.spies import Step, accepted_per_step, mean_accepted, recorded_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
@@ -46,8 +46,8 @@ def prompts() -> Prompts:
 def plain(prompts: Prompts) -> dict[str, list[Outcome]]:
     with engine(TARGET) as llm:
         return {
-            "sampled": outcomes(llm, prompts, seeded(6, 0, temperature=0.8, logprobs=2)),
-            "greedy": outcomes(llm, prompts, seeded(6, 0, temperature=0.0, logprobs=2)),
+            "sampled": steady_outcomes(llm, prompts, seeded(6, 0, temperature=0.8, logprobs=2)),
+            "greedy": steady_outcomes(llm, prompts, seeded(6, 0, temperature=0.0, logprobs=2)),
         }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from vllm import LLM, SamplingParams
+from vllm.v1.sample.sampler import Sampler
 
 from support.engines import Completion, Prompt, completion_of
 
@@ -21,6 +24,7 @@ class Outcome:
     completion: Completion
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
+    steady: bool = True  # rounding errors would not change the tokens
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -46,6 +50,41 @@ def outcomes(
     ]
 
 
+def steady_outcomes(
+    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+) -> list[Outcome]:
+    """Of plain vLLM, as a reference: outputs in which a draw was nearly a tie are marked.
+
+    Such an output changes when the logits do by little more than two runs differ by (1e-5).
+    """
+    results = outcomes(llm, prompts, params)
+    for seed in range(2):
+        with _jittered(5e-5, seed):
+            again = outcomes(llm, prompts, params)
+        results = [
+            replace(result, steady=result.steady and result.tokens == other.tokens)
+            for result, other in zip(results, again, strict=True)
+        ]
+    return results
+
+
+@contextmanager
+def _jittered(scale: float, seed: int) -> Iterator[None]:
+    """Within the block every sampler sees logits with noise on them."""
+    generator = torch.Generator().manual_seed(seed)
+    original = Sampler.forward
+
+    def forward(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        noise = torch.randn(logits.shape, generator=generator)
+        return original(self, logits + scale * noise, *args, **kwargs)
+
+    Sampler.forward = forward
+    try:
+        yield
+    finally:
+        Sampler.forward = original
+
+
 def seeded(count: int, first_seed: int, **options: Any) -> list[SamplingParams]:
     """Parameters that differ in their seed only."""
     defaults = {"max_tokens": 40, "ignore_eos": True, "detokenize": False}
@@ -54,8 +93,10 @@ def seeded(count: int, first_seed: int, **options: Any) -> list[SamplingParams]:
 
 def assert_same(expected: Sequence[Outcome], got: Sequence[Outcome]) -> None:
     """Tokens, lengths, reasons, logprobs (to 1e-4), the lists of likeliest tokens."""
-    assert [o.completion for o in expected] == [o.completion for o in got]
-    for one, other in zip(expected, got, strict=True):
+    pairs = [pair for pair in zip(expected, got, strict=True) if pair[0].steady]
+    assert len(pairs) >= 0.75 * len(expected), "too few outputs that rounding leaves alone"
+    for one, other in pairs:
+        assert one.completion == other.completion
         assert_close(one.logprobs, other.logprobs)
         assert_close(one.prompt_logprobs, other.prompt_logprobs)
 
