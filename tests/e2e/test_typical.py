@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vllm_medusa.decode import DecodeResult, decode
 from vllm_medusa.heads import load_heads
 from vllm_medusa.sampler import draw_splitmix
 from vllm_medusa.tree import TokenTree
+from vllm_medusa.worker.drafting import MedusaDrafter
 
 pytestmark = pytest.mark.engine
 
@@ -32,6 +34,7 @@ TARGET, HEADS = str(DEMO / "target"), str(DEMO / "heads")
 TREE = TokenTree.dense([3, 2, 1, 1])
 TOKENS = 40
 TYPICAL = {"medusa": {"acceptance": "typical"}}
+LOSSLESS = {"medusa": {"acceptance": "lossless"}}
 Prompts = list[list[int]]
 
 
@@ -85,14 +88,16 @@ def oracle(prompts: Prompts) -> Any:
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     heads, _ = load_heads(HEADS, hidden_size=256, vocab_size=4096, dtype=torch.float32)
 
-    def decoded(rule: dict[str, Any], seeds: list[int], **sampling: Any) -> list[DecodeResult]:
+    def decoded(
+        rule: dict[str, Any], seeds: list[int], given: Prompts = prompts, **sampling: Any
+    ) -> list[DecodeResult]:
         return [
             decode(
                 model, heads, TREE, torch.tensor(prompt), TOKENS, draw=draw_splitmix,
                 acceptance=AcceptanceConfig(mode="typical", **rule),
                 generator=torch.Generator().manual_seed(seed), **sampling,
             )
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            for prompt, seed in zip(given, seeds, strict=True)
         ]  # fmt: skip
 
     return decoded
@@ -114,9 +119,26 @@ def test_equals_the_oracle(
     assert mean_accepted(steps) > 0.3
 
 
+def test_all_rules_and_parameters_in_one_batch(llm: LLM, oracle: Any, prompts: Prompts) -> None:
+    """Every request keeps to its own; lossless and greedy neighbours stand between them."""
+    kinds = [(rule, sampling) for sampling in SAMPLING for rule in RULES]
+    batch, params, expected = [], [], []
+    for number, (rule, sampling) in enumerate(kinds):
+        told, asked = RULES[rule]
+        prompt = [*prompts[number % 6], 100 + number]  # no two requests have the same
+        extra = {} if asked is None else {"extra_args": {"medusa": asked}}
+        (neighbour,) = seeded(1, 1, temperature=0.9 * (number % 2), extra_args=LOSSLESS)
+        params += [*seeded(1, number, **SAMPLING[sampling], **extra), neighbour]
+        batch += [prompt, prompts[number % 6]]
+        expected += oracle(told, [number], [prompt], **SAMPLING[sampling])
+    got, steps = run(llm, batch, params)
+    for prompt, outcome, result in zip(batch[::2], got[::2], expected, strict=True):
+        assert list(outcome.tokens) == result.token_ids
+        assert accepted_per_step(steps, prompt) == result.accepted_per_step
+
+
 def test_accepts_more_than_lossless(llm: LLM, prompts: Prompts) -> None:
-    lossless = {"extra_args": {"medusa": {"acceptance": "lossless"}}}
-    _, few = run(llm, prompts * 2, seeded(12, 500, temperature=0.8, **lossless))
+    _, few = run(llm, prompts * 2, seeded(12, 500, temperature=0.8, extra_args=LOSSLESS))
     _, many = run(llm, prompts * 2, seeded(12, 500, temperature=0.8))
     assert mean_accepted(many) > 1.15 * mean_accepted(few) > 0
 
@@ -125,8 +147,7 @@ def test_lossless_beside_typical(
     llm: LLM, plain: dict[str, list[Outcome]], prompts: Prompts
 ) -> None:
     """The lossless requests of a mixed batch are plain vLLM's, tokens and logprobs."""
-    lossless = {"extra_args": {"medusa": {"acceptance": "lossless"}}}
-    params = seeded(6, 0, temperature=0.8, logprobs=2, **lossless)
+    params = seeded(6, 0, temperature=0.8, logprobs=2, extra_args=LOSSLESS)
     others = seeded(6, 900, temperature=0.8, logprobs=3, repetition_penalty=1.1)
     pairs = [pair for both in zip(params, others, strict=True) for pair in both]
     with recorded_steps() as steps:
@@ -205,6 +226,29 @@ def test_with_other_parameters(llm: LLM, prompts: Prompts, name: str) -> None:
     if minimum := WITH[name].get("min_tokens"):
         stops = set(WITH[name]["stop_token_ids"])
         assert all(stops.isdisjoint(result.tokens[: minimum - 1]) for result in got)
+
+
+def test_penalties_count_the_path(
+    llm: LLM, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every draft repeats its parent's token, which a prohibitive penalty allows once only."""
+    propose = MedusaDrafter.propose
+
+    def stuttering(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        tokens = propose(self, hidden_states).clone()
+        for node in range(1, TREE.num_nodes):
+            if (parent := TREE.parents[node]) > 0:
+                tokens[:, node - 1] = tokens[:, parent - 1]
+        return tokens
+
+    monkeypatch.setattr(MedusaDrafter, "propose", stuttering)
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 40}
+    every = prompts * 4
+    free, _ = run(llm, every, seeded(24, 40, **options))
+    got, steps = run(llm, every, seeded(24, 40, repetition_penalty=1000.0, **options))
+    assert any(a == b for o in free for a, b in pairwise(o.tokens))  # without it they do repeat
+    assert mean_accepted(steps) > 0
+    assert [o.tokens for o in got if len(set(o.tokens)) < TOKENS] == []
 
 
 def test_processed_logprobs(plain: object, prompts: Prompts) -> None:
