@@ -228,6 +228,23 @@ def test_with_other_parameters(llm: LLM, prompts: Prompts, name: str) -> None:
         assert all(stops.isdisjoint(result.tokens[: minimum - 1]) for result in got)
 
 
+def test_logprobs_of_named_tokens(llm: LLM, prompts: Prompts) -> None:
+    """`logprob_token_ids` beside typical acceptance, in requests that name some, fewer or none."""
+    params = seeded(6, 300, temperature=0.8)
+    named: list[list[int] | None] = [[5, 6, 7], [5, 6, 7], [9], [5, 6, 7], None, None]
+    for param, ids in zip(params, named, strict=True):
+        param.logprob_token_ids = ids
+    params[1].extra_args = LOSSLESS
+    got, steps = run(llm, prompts, params)
+    assert mean_accepted(steps) > 0.05
+    for result, ids, logits in zip(got, named, teacher_forced(prompts, got), strict=True):
+        exact = logits.log_softmax(-1)
+        for place, token in enumerate(result.tokens if ids else ()):
+            for wanted in (token, *(ids or ())):
+                found = result.logprobs[place][wanted][1]
+                assert abs(found - float(exact[place, wanted])) < 1e-3
+
+
 def test_penalties_count_the_path(
     llm: LLM, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,8 +104,6 @@ class TypicalChoice:
         self, logprobs: LogprobsTensors, verdict: Verdict, metadata: SamplingMetadata
     ) -> LogprobsTensors:
         """Give the Q the logprobs of their whole paths: [B, L, ...] -> [B, L', ...]."""
-        if metadata.max_num_logprobs is None or metadata.logprob_token_ids:
-            return logprobs
         columns = int(verdict.path.num_accepted.max()) + 1
         nodes = self.path.nodes[:, :columns]  # [Q, L']
         source = self.processed if "processed" in self.sampler.logprobs_mode else self.raw
@@ -115,7 +113,12 @@ class TypicalChoice:
         else:
             rows = self.sampler.compute_logprobs(rows)
         tokens = verdict.output_token_ids[self.requests, :columns].flatten().clamp(min=0)
-        mine = self.sampler.gather_logprobs(rows, metadata.max_num_logprobs, tokens)
+        if metadata.logprob_token_ids:
+            mine = self._of_named_tokens(
+                rows, tokens, columns, logprobs.logprobs.shape[-1], metadata
+            )
+        else:
+            mine = self.sampler.gather_logprobs(rows, metadata.max_num_logprobs, tokens)
 
         def put(into: Tensor, values: Tensor) -> Tensor:
             short = columns - into.shape[1]
@@ -128,6 +131,30 @@ class TypicalChoice:
             put(logprobs.logprob_token_ids, mine.logprob_token_ids),
             put(logprobs.logprobs, mine.logprobs),
             put(logprobs.selected_token_ranks, mine.selected_token_ranks),
+        )
+
+    def _of_named_tokens(
+        self, rows: Tensor, tokens: Tensor, columns: int, width: int, metadata: SamplingMetadata
+    ) -> LogprobsTensors:
+        """Logprobs of the token ids that requests name: rows [Q * L', V] -> [Q * L', width].
+
+        As in vLLM's sampler they stand in for the likeliest tokens in the whole batch, and a
+        request that names fewer than another is padded.
+        """
+        named = metadata.logprob_token_ids or {}
+        lists = {
+            place * columns + column: named.get(request, [])
+            for place, request in enumerate(self.requests.tolist())
+            for column in range(columns)
+        }
+        found = self.sampler.gather_specific_token_logprobs(rows, lists, tokens)
+        assert found is not None
+        missing = width - found.logprobs.shape[-1]
+        pad = torch.nn.functional.pad
+        return LogprobsTensors(
+            pad(found.logprob_token_ids, (0, missing)),
+            pad(found.logprobs, (0, missing), value=-torch.inf),
+            found.selected_token_ranks,
         )
 
 
