@@ -19,6 +19,7 @@ from vllm_medusa.cli.engine import (
     VllmEngine,
     medusa_config,
 )
+from vllm_medusa.cli.generate import at_least_zero, positive
 from vllm_medusa.cli.quiet import stderr_to_log
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.compare import compare
@@ -53,10 +54,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[1], metavar="B", help="prompts at a time (1)"
     )
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--limit", type=int, help="use only the first prompts")
-    parser.add_argument("--rounds", type=int, default=2, help="repetitions of the sampled part")
+    parser.add_argument("--max-tokens", type=positive, default=96)
+    parser.add_argument("--temperature", type=at_least_zero, default=0.8)
+    parser.add_argument("--limit", type=positive, help="use only the first prompts")
+    parser.add_argument(
+        "--rounds", type=positive, default=2, help="repetitions of the sampled part"
+    )
     parser.add_argument("--texts", type=int, default=2, help="texts shown")
     parser.add_argument("--no-medusa", action="store_true", help="plain vLLM on both sides")
     parser.set_defaults(run=run)

@@ -126,17 +126,17 @@ class VllmEngine:
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            max_tokens=self.sampling.max_tokens,
-            temperature=self.sampling.temperature,
-            top_p=self.sampling.top_p,
-            top_k=self.sampling.top_k,
-            stop=list(self.sampling.stop),
-            ignore_eos=self.sampling.ignore_eos,
-            seed=seed,
-            output_kind=RequestOutputKind.DELTA,  # one output for each engine step
-        )
         try:
+            params = SamplingParams(
+                max_tokens=self.sampling.max_tokens,
+                temperature=self.sampling.temperature,
+                top_p=self.sampling.top_p,
+                top_k=self.sampling.top_k,
+                stop=list(self.sampling.stop),
+                ignore_eos=self.sampling.ignore_eos,
+                seed=seed,
+                output_kind=RequestOutputKind.DELTA,  # one output for each engine step
+            )
             self.llm.llm_engine.add_request(
                 key, prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}, params
             )

@@ -84,22 +84,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tree", help="preset name, JSON file, or JSON such as '{\"dense\":[4,2]}'"
     )
     medusa.add_argument("--acceptance", help="lossless (default), typical, or JSON")
-    medusa.add_argument("--num-speculative-tokens", type=_positive, metavar="N")
+    medusa.add_argument("--num-speculative-tokens", type=positive, metavar="N")
     medusa.add_argument("--no-medusa", action="store_true", help="plain vLLM")
 
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=_positive, default=256)
-    sampling.add_argument("--temperature", type=float, default=0.0)
-    sampling.add_argument("--top-p", type=float, default=1.0)
-    sampling.add_argument("--top-k", type=int, default=0)
+    sampling.add_argument("--max-tokens", type=positive, default=256)
+    sampling.add_argument("--temperature", type=at_least_zero, default=0.0)
+    sampling.add_argument("--top-p", type=_share, default=1.0)
+    sampling.add_argument("--top-k", type=int, default=0, help="0 or -1: all tokens")
     sampling.add_argument("--seed", type=int, help="prompt i uses the seed SEED + i")
     sampling.add_argument("--stop", action="append", default=[], help="stop text; may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true")
 
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--batch", type=_positive, default=64, help="prompts at a time (64)")
+    engine.add_argument("--batch", type=positive, default=64, help="prompts at a time (64)")
     engine.add_argument("--dtype", default="auto")
-    engine.add_argument("--max-model-len", type=_positive)
+    engine.add_argument("--max-model-len", type=positive)
     engine.add_argument(
         "--engine-args", type=_json_object, default={}, metavar="JSON", help="more LLM arguments"
     )
@@ -255,10 +255,26 @@ def _report_failure(result: Result, args: argparse.Namespace, console: Console) 
     console.print(f"[yellow]skipped[/] {escape(message)}", soft_wrap=True)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Parse an integer from 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not allowed; use 1 or more")
+    return value
+
+
+def at_least_zero(text: str) -> float:
+    """Parse a number from 0, such as a temperature."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; use 0 or more")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; use more than 0 and at most 1")
     return value
 
 

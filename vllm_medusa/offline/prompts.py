@@ -166,6 +166,18 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
 
 
 def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
+    prompt = _read_row(row, index, line, column)
+    contents = [message["content"] for message in prompt.history]
+    try:  # JSON can escape half of a surrogate pair, which no tokenizer and no file takes
+        "".join((prompt.request_id, prompt.text or "", *prompt.turns, *contents)).encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"holds {error.object[error.start]!a}, half of a surrogate pair, which is no character"
+        ) from None
+    return prompt
+
+
+def _read_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
     if not isinstance(row, Mapping):
         raise PromptError(f"a {type(row).__name__} instead of an object with a 'prompt'")
     present = [k for k in ((column,) if column else CONTENT_KEYS) if row.get(k) is not None]

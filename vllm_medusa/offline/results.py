@@ -54,7 +54,7 @@ class ResultLog:
             path: the result file; its folder must exist.
             settings: everything that the results depend on, as plain JSON values. Results of other
                 settings are never mixed into one file.
-            overwrite: throw away what the file holds.
+            overwrite: throw away what the file holds; only a file of results is.
 
         Raises:
             ResultError: the file belongs to other settings, is damaged, was not written by this
@@ -73,6 +73,7 @@ class ResultLog:
         try:
             self._lock()
             if overwrite:
+                self._require_own()
                 os.ftruncate(self._fd, 0)
             if os.fstat(self._fd).st_size == 0:
                 self._write_manifest()
@@ -119,6 +120,14 @@ class ResultLog:
                 f"{self.path}: another process is writing it. Wait for that one to end, or name "
                 "another output."
             ) from None
+
+    def _require_own(self) -> None:
+        """Never truncate what is no file of results, such as the prompts themselves."""
+        if os.fstat(self._fd).st_size and not manifest_path(self.path).exists():
+            raise ResultError(
+                f"{self.path} holds something that was not written by this command (there is no "
+                f"{manifest_path(self.path).name}). Name another output, or remove it yourself."
+            )
 
     def _write_manifest(self) -> None:
         target = manifest_path(self.path)

@@ -118,3 +118,21 @@ def test_any_text_survives_json_lines(
     write(path, "".join(json.dumps({"prompt": t}, ensure_ascii=False) + "\n" for t in texts))
     read = list(read_prompts(path))
     assert [r.text for r in read if isinstance(r, Prompt)] == texts
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        r'{"prompt": "a\ud800"}',
+        r'{"prompt": "a", "id": "\ud800"}',
+        r'{"turns": ["a", "\udfff"]}',
+        r'{"messages": [{"role": "user", "content": "\ud800"}]}',
+    ],
+)
+def test_half_a_surrogate_pair_is_a_bad_line(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(row + '\n{"prompt": "good"}\n')
+    bad, good = read_prompts(path)
+    assert isinstance(bad, BadLine)
+    assert "half of a surrogate pair" in bad.reason
+    assert isinstance(good, Prompt)

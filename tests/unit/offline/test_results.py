@@ -152,3 +152,11 @@ def test_the_writing_survives_short_writes(tmp_path: Path, monkeypatch: pytest.M
     with ResultLog(path, SETTINGS) as log:
         log.append({"index": 0, "text": "long enough to need many writes"})
     assert lines(path) == [{"index": 0, "text": "long enough to need many writes"}]
+
+
+def test_overwrite_spares_what_is_no_result_file(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("precious\n")
+    with pytest.raises(ResultError, match="not written by this command"):
+        ResultLog(prompts, SETTINGS, overwrite=True)
+    assert prompts.read_text() == "precious\n"
