@@ -106,7 +106,8 @@ class AcceptanceConfig(_Options):
         """Apply a request's ``extra_args={"medusa": {"acceptance": "typical", ...}}``.
 
         What the request leaves out comes from ``default``, unless it changes the mode: then the
-        other options start from their own defaults.
+        other options start from their own defaults. A text will do too, for servers whose extra
+        arguments can't be nested: the mode, or the JSON of the dict.
 
         Raises:
             MedusaConfigError: As for `parse`.
@@ -116,9 +117,12 @@ class AcceptanceConfig(_Options):
         if options is None:
             return default
         where = 'SamplingParams.extra_args["medusa"]'
+        if isinstance(options, str):
+            options = _read_text(options)
         if not isinstance(options, Mapping):
             raise MedusaConfigError(
-                f'{where} is {options!r}; give a dict such as {{"acceptance": "typical"}}.'
+                f'{where} is {options!r}; give a dict such as {{"acceptance": "typical"}}, or its '
+                "JSON as a text."
             )
         numbers = tuple(name for name in cls.model_fields if name != "mode")
         given = _keyed(options, ("acceptance", *numbers), where)
@@ -248,6 +252,16 @@ class MedusaConfig(_Options):
     def from_dict(cls, values: Mapping[str, Any]) -> MedusaConfig:
         """Undo `to_dict`."""
         return cls(**values)
+
+
+def _read_text(text: str) -> object:
+    """A mode by its name, or the JSON of a dict; what is neither comes back as it is."""
+    if not text.lstrip().startswith("{"):
+        return {"acceptance": text}
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def _check_fits(tree: TokenTree, num_heads: int | None, vocab_size: int | None) -> None:

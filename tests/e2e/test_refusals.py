@@ -150,6 +150,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "no_worker": ({"worker_cls": "no.such.Worker"}, ["'no.such.Worker'", "Leave worker_cls out"]),
     "async": ({"async_scheduling": True}, ["async scheduling"]),
+    "lora": ({"enable_lora": True}, ["LoRA", "untested", "Switch them off"]),
 }
 
 
@@ -159,6 +160,11 @@ def test_combinations(chaotic_llama: str, random_heads: str, name: str) -> None:
     message = refusal(chaotic_llama, medusa(random_heads, TREE), **changes)
     for word in words:
         assert word in message, message
+
+
+def test_revision_of_local_heads(chaotic_llama: str, random_heads: str) -> None:
+    message = refusal(chaotic_llama, medusa(random_heads, TREE, revision="main"))
+    assert "'main'" in message and random_heads in message and "Leave it out" in message
 
 
 def test_every_reason_is_named(chaotic_llama: str, random_heads: str) -> None:

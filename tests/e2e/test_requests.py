@@ -30,7 +30,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["epsilon is 7", "at most 1"],
     ),
     "idle": ({"extra_args": {"medusa": {"epsilon": 0.2}}}, ["does nothing in lossless mode"]),
-    "no_dict": ({"extra_args": {"medusa": "typical"}}, ["'typical'", "give a dict"]),
+    "no_dict": ({"extra_args": {"medusa": 7}}, ["is 7", "give a dict"]),
     "tree": ({"extra_args": {"medusa": {"tree": [[0]]}}}, ["'tree'", "allowed"]),
     "thinking": ({"thinking_token_budget": 5}, ["thinking_token_budget"]),
     "min_p": ({"min_p": 0.1, "temperature": 1.0}, ["min_p"]),

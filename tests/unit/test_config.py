@@ -80,6 +80,13 @@ class TestRequestArguments:
             ({}, TYPICAL, TYPICAL),
             ({"acceptance": "typical"}, AcceptanceConfig(), AcceptanceConfig(mode="typical")),
             ({"acceptance": "lossless"}, TYPICAL, AcceptanceConfig()),
+            ("lossless", TYPICAL, AcceptanceConfig()),
+            ("typical", AcceptanceConfig(), AcceptanceConfig(mode="typical")),
+            (
+                '{"acceptance": "typical", "delta": 0.5}',
+                AcceptanceConfig(),
+                AcceptanceConfig(mode="typical", delta=0.5),
+            ),
             ({"acceptance": "typical"}, TYPICAL, TYPICAL),
             (
                 {"delta": 0.75},
@@ -101,7 +108,10 @@ class TestRequestArguments:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ("typical", r"extra_args\[\"medusa\"\] is 'typical'; give a dict"),
+            (7, r"extra_args\[\"medusa\"\] is 7; give a dict"),
+            ("{broken", r"extra_args\[\"medusa\"\] is '{broken'; give a dict"),
+            ("typcal", "mode is 'typcal'"),
+            ('{"epsilon": 5, "acceptance": "typical"}', "epsilon is 5"),
             ({"mode": "typical"}, "unknown key 'mode'; allowed: acceptance, epsilon"),
             ({"tree": [[0]]}, "unknown key 'tree'; allowed: acceptance"),
             ({"acceptance": "typcal"}, "mode is 'typcal'"),

@@ -83,8 +83,9 @@ class TokenTree:
             num_nodes += level
             if num_nodes > MAX_NODES:
                 raise TreeError(
-                    f"A dense tree of widths {list(checked)} has more than {MAX_NODES} nodes, root "
-                    "included; use smaller widths, fewer levels or a list of the best paths."
+                    f"A dense tree of {len(checked)} widths, {list(checked[:8])}"
+                    f"{' and more' if len(checked) > 8 else ''}, has more than {MAX_NODES} nodes, "
+                    "root included; use smaller widths, fewer levels or a list of the best paths."
                 )
         paths = (
             path

@@ -62,6 +62,8 @@ def _unsupported(config: Any) -> Iterator[str]:
         )
     if cache.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill skips rows that a tree needs. Switch it off."
+    if config.lora_config is not None:
+        yield "LoRA adapters (enable_lora) are untested with trees. Switch them off."
     if config.use_v2_model_runner:
         yield (
             "vLLM's V2 model runner was asked for (VLLM_USE_V2_MODEL_RUNNER=1 or a feature that "

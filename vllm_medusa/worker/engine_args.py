@@ -38,10 +38,12 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
-        if METHOD in (config.additional_config or {}):
+        if self.speculative_config or self.spec_method:
             from vllm_medusa.worker.checks import check_engine
+            from vllm_medusa.worker.options import is_medusa
 
-            check_engine(config)
+            if is_medusa(config.speculative_config):
+                check_engine(config)
         return config
 
     return create_engine_config

@@ -54,6 +54,11 @@ class EngineOptions:
         }
 
 
+def is_medusa(speculative_config: Any) -> bool:
+    """Whether vLLM's speculative config is one that `prepare` made."""
+    return speculative_config is not None and speculative_config.model == DRAFTER
+
+
 def prepare(
     engine_args: Any, original: Callable[..., Any], model_config: Any, parallel_config: Any
 ) -> Any:
@@ -100,6 +105,11 @@ def prepare(
 def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
     """Look at the heads, check them against the target and choose the tree."""
     source = config.model or model_config.model
+    if config.revision is not None and Path(source).exists():
+        raise MedusaConfigError(
+            f"revision {config.revision!r} was given for heads in the local {source}; only a hub "
+            "name has revisions. Leave it out."
+        )
     info = peek_heads(source, revision=config.revision)
     _check_fit(info, source, model_config)
     tree = TreeConfig.resolve(

@@ -25,9 +25,9 @@ def install_request_check() -> None:
 def _validate(original: Callable[..., None]) -> Callable[..., None]:
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
         original(self, speculative_config)
-        from vllm_medusa.worker.options import DRAFTER
+        from vllm_medusa.worker.options import is_medusa
 
-        if speculative_config is None or speculative_config.model != DRAFTER:
+        if not is_medusa(speculative_config):
             return
         from vllm.exceptions import VLLMValidationError
 

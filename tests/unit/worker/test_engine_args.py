@@ -228,3 +228,10 @@ def test_without_medusa_the_config_is_vllm_s_own(
 def test_the_flag_is_in_the_help(parser: FlexibleArgumentParser) -> None:
     (action,) = [a for a in parser._actions if "--speculative-model" in a.option_strings]
     assert action.metavar == "HEADS" and "--speculative-config" in action.help
+
+
+def test_a_key_of_ours_without_speculation_is_nobody_s_business(model: str) -> None:
+    config = EngineArgs(
+        model=model, skip_tokenizer_init=True, additional_config={"medusa": {}}
+    ).create_engine_config()
+    assert config.speculative_config is None
