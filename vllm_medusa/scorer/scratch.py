@@ -31,7 +31,8 @@ class Workspace:
         size = math.prod(shape)
         flat = self._flat.get((name, dtype))
         if flat is None or flat.numel() < size:
-            flat = torch.empty(size + size // 4, dtype=dtype)
+            with torch.inference_mode(False):  # else only inference mode could write to it again
+                flat = torch.empty(size + size // 4, dtype=dtype)
             self._flat[name, dtype] = flat
         return flat[:size].view(shape)
 

@@ -63,6 +63,13 @@ def test_equals_the_reference(case, softcap, with_sinks):
     assert error(case, softcap, sinks) < TOLERANCE[case.query.dtype]
 
 
+def test_scratch_memory_outlives_inference_mode(monkeypatch):
+    monkeypatch.setattr(cpu, "_WORKSPACE", scratch.Workspace())
+    with torch.inference_mode():
+        assert error(make_case([5], [20])) < 1e-5
+    assert error(make_case([5], [20])) < 1e-5
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 63, 64, 65, 256])
 @pytest.mark.parametrize("base", [0, 1, 15, 16, 17])
 def test_boundaries_of_trees_and_blocks(nodes, base):
