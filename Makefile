@@ -19,14 +19,14 @@ setup:  ## the virtual environment with vLLM for CPU, no CUDA packages
 	@scripts/setup.sh
 
 demo: setup $(DEMO)/target/config.json  ## plain vLLM and tree Medusa on the repository's model
-	@echo 'The demo model, 4M parameters, was made 75M by widths and layers that compute nothing'
+	@echo 'The demo model, 4M parameters, was made 146M by widths and layers that compute nothing'
 	@echo '(benchmarks/enlarge.py), so that weights dominate a step as they do in real models.'
-	@$(BIN)/vllm-medusa demo --target $(DEMO)/target --heads $(DEMO)/heads --limit 10 \
-		--num-speculative-tokens 7 $(DEMO_ARGS)
+	@$(BIN)/vllm-medusa demo --target $(DEMO)/target --heads $(DEMO)/heads --limit 8 \
+		--num-speculative-tokens 4 --max-tokens 80 $(DEMO_ARGS)
 
-$(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safetensors | setup
+$(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safetensors Makefile | setup
 	@rm -rf $(DEMO)
-	@$(BIN)/python -m benchmarks.enlarge demo/target $(DEMO) --heads demo/heads --num-layers 6
+	@$(BIN)/python -m benchmarks.enlarge demo/target $(DEMO) --heads demo/heads --num-layers 12
 
 test: setup lint  ## all checks: ruff, mypy, the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -139,6 +139,12 @@ def figures(console: Console, rows: Sequence[Row]) -> None:
         "flatters tau; the sampled rows are the ones to look at.",
         style="dim",
     )
+    if any(row.comparison.ratio < 1 for row in rows):
+        console.print(
+            "A ratio below 1x: other work on these cores slows the wider step most, so try again "
+            "on an idle machine; where that stays, use fewer nodes (--num-speculative-tokens).",
+            style="yellow",
+        )
 
 
 def histogram(console: Console, row: Row) -> None:
