@@ -8,6 +8,7 @@ DEMO := .demo
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+RUN_DEMO = $(BIN)/vllm-medusa demo --target $(DEMO)/target --heads $(DEMO)/heads --max-tokens 64
 export VENV
 
 .PHONY: help setup demo test lint format unit serve-example clean
@@ -21,8 +22,10 @@ setup:  ## the virtual environment with vLLM for CPU, no CUDA packages
 demo: setup $(DEMO)/target/config.json  ## plain vLLM and tree Medusa on the repository's model
 	@echo 'The demo model, 4M parameters, was made 146M by widths and layers that compute nothing'
 	@echo '(benchmarks/enlarge.py), so that weights dominate a step as they do in real models.'
-	@$(BIN)/vllm-medusa demo --target $(DEMO)/target --heads $(DEMO)/heads --limit 8 \
-		--num-speculative-tokens 4 --max-tokens 80 $(DEMO_ARGS)
+	@echo; echo '1. float32, where every token has to be identical'; echo
+	@$(RUN_DEMO) --limit 4 --num-speculative-tokens 4 $(DEMO_ARGS)
+	@echo; echo '2. bfloat16, as models are served: the speed'; echo
+	@$(RUN_DEMO) --limit 6 --num-speculative-tokens 7 --dtype bfloat16 --texts 0 $(DEMO_ARGS)
 
 $(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safetensors Makefile | setup
 	@rm -rf $(DEMO)

@@ -60,13 +60,23 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--rounds", type=positive, default=2, help="repetitions of the sampled part"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="float32 (default) must give identical tokens; in bfloat16 a near-tie may fall "
+        "otherwise when a matrix product has more rows, so differences are only reported",
+    )
     parser.add_argument("--texts", type=int, default=2, help="texts shown")
     parser.add_argument("--no-medusa", action="store_true", help="plain vLLM on both sides")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; returns 0 if all tokens are identical, 1 if not, 2 for bad input."""
+    """Run the demo; returns 0 if all tokens are identical, 1 if not, 2 for bad input.
+
+    In bfloat16 differing tokens are reported and do not count.
+    """
     console = Console(highlight=False)
     try:
         return _run(args, console)
@@ -87,14 +97,15 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     sampled = Sampling(max_tokens=args.max_tokens, temperature=args.temperature)
     greedy = Sampling(max_tokens=args.max_tokens)
 
-    report.opening(console, args.target, None if args.no_medusa else args.heads, prompts, sampled)
+    heads = None if args.no_medusa else args.heads
+    report.opening(console, args.target, heads, prompts, sampled, args.dtype)
     engines = []
     # Medusa first: what is wrong with its options shows at once
     with stderr_to_log(), _status(console) as status:
         for name, speculation in (("vLLM with tree Medusa", config), ("plain vLLM", None)):
             task = status.add_task(f"starting {name}", total=None)
             settings = EngineSettings(
-                str(args.target), speculation, "float32", engine_args=_ENGINE_ARGS
+                str(args.target), speculation, args.dtype, engine_args=_ENGINE_ARGS
             )
             engines.append(VllmEngine(settings, sampled, seeded=True))
             status.update(task, total=1, completed=1)
@@ -136,6 +147,9 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     identical = report.verdict(console, rows)
     for engine in engines:
         engine.close()
+    if not identical and args.dtype != "float32":
+        report.near_ties(console)
+        return 0
     return 0 if identical else 1
 
 

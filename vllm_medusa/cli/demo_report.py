@@ -38,10 +38,11 @@ def opening(
     heads: Path | None,
     prompts: Sequence[Prompt],
     sampled: Sampling,
+    dtype: str,
 ) -> None:
     """Say what is going to be run."""
     console.print(
-        f"[bold]Plain vLLM and vLLM with tree Medusa[/], float32 on CPU, {len(prompts)} prompts, "
+        f"[bold]Plain vLLM and vLLM with tree Medusa[/], {dtype} on CPU, {len(prompts)} prompts, "
         f"up to {sampled.max_tokens} tokens each.\n"
         f"Sampled: temperature {sampled.temperature:g}, the same seed for a prompt in both "
         "engines. Greedy: temperature 0."
@@ -141,8 +142,9 @@ def figures(console: Console, rows: Sequence[Row]) -> None:
     )
     if any(row.comparison.ratio < 1 for row in rows):
         console.print(
-            "A ratio below 1x: other work on these cores slows the wider step most, so try again "
-            "on an idle machine; where that stays, use fewer nodes (--num-speculative-tokens).",
+            "A ratio below 1x: on CPUs float32 products soon take longer with every row, bfloat16 "
+            "ones hardly do; other work on these cores slows the wider step most. Use bfloat16, "
+            "an idle machine or fewer nodes (--num-speculative-tokens).",
             style="yellow",
         )
 
@@ -178,6 +180,15 @@ def verdict(console: Console, rows: Sequence[Row]) -> bool:
                 f"Medusa {d.candidate}"
             )
     return False
+
+
+def near_ties(console: Console) -> None:
+    """Say why bfloat16 may differ."""
+    console.print(
+        "In bfloat16 the rounding of a matrix product depends on how many rows it has, in plain "
+        "vLLM too, so near-ties of the target can fall otherwise. In float32 they do not.",
+        style="yellow",
+    )
 
 
 def _prompt_text(prompt: Prompt) -> str:
