@@ -141,7 +141,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             )
             rows.append(report.Row(name, comparison))
     shown = [rows[0].comparison.candidate.results[p.index] for p in prompts[: args.texts]]
-    report.texts(console, shown, medusa.pieces)
+    if shown:
+        report.texts(console, shown, medusa.pieces)
     report.figures(console, rows)
     report.histogram(console, rows[0])
     identical = report.verdict(console, rows)
