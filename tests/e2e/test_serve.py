@@ -192,6 +192,27 @@ def test_a_bad_request_gets_a_400_and_the_server_goes_on(
     test_completions(server, offline)
 
 
+def test_request_options_travel_as_text(server: Server) -> None:
+    """Typical acceptance for one request; nested dicts can't come this way."""
+
+    def ask(options: str) -> str:
+        return (
+            server.client.completions.create(
+                model="demo",
+                prompt=prompts()[0],
+                temperature=0,
+                max_tokens=TOKENS,
+                extra_body={"vllm_xargs": {"medusa": options}},
+            )
+            .choices[0]
+            .text
+        )
+
+    assert ask('{"acceptance": "typical", "epsilon": 0.2}') == ask("lossless")
+    with pytest.raises(openai.BadRequestError, match="typcal"):
+        ask("typcal")
+
+
 def test_metrics_count_drafts(server: Server) -> None:
     names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     before = [server.metric(f"spec_decode_{name}_total") for name in names]
