@@ -26,7 +26,9 @@ pytestmark = pytest.mark.engine
 DEMO = Path(__file__).parents[2] / "demo"
 TARGET, HEADS = str(DEMO / "target"), DEMO / "heads"
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0, 0]]
-TOKENS, VOCAB, NUM_HEADS, NUM_LAYERS = 40, 4096, 5, 2
+TOKENS, VOCAB = 40, 4096
+CONFIG = json.loads((HEADS / "config.json").read_text())
+NUM_HEADS, NUM_LAYERS = CONFIG["num_heads"], CONFIG["num_hidden_layers"]
 Tensors = dict[str, Tensor]
 Steps = list[list[int]]  # accepted drafts, per prompt and step
 
