@@ -212,7 +212,7 @@ class Build:
         return self.hidden(model, name, kept["ids"], kept["temperatures"]), kept["prompts"]
 
     def report(self, stage: str, figures: dict[str, object]) -> None:
-        """Write OUT/work/<stage>.json and say the main figures."""
+        """Write the stage record, <stage>.json in the work folder, and say the main figures."""
         figures = {
             "seed": self.seed,
             "python": platform.python_version(),
