@@ -8,7 +8,6 @@ DEMO := .demo
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-RUN_DEMO = $(BIN)/vllm-medusa demo --target $(DEMO)/target --heads $(DEMO)/heads --max-tokens 64
 export VENV
 
 .PHONY: help setup demo test lint format unit serve-example clean
@@ -20,16 +19,16 @@ setup:  ## the virtual environment with vLLM for CPU, no CUDA packages
 	@scripts/setup.sh
 
 demo: setup $(DEMO)/target/config.json  ## plain vLLM and tree Medusa on the repository's model
-	@echo 'The demo model, 4M parameters, was made 146M by widths and layers that compute nothing'
+	@echo 'The demo model, 4M parameters, was made 344M by widths and layers that compute nothing'
 	@echo '(benchmarks/enlarge.py), so that weights dominate a step as they do in real models.'
-	@echo; echo '1. float32, where every token has to be identical'; echo
-	@$(RUN_DEMO) --limit 4 --num-speculative-tokens 4 $(DEMO_ARGS)
-	@echo; echo '2. bfloat16, as models are served: the speed'; echo
-	@$(RUN_DEMO) --limit 6 --num-speculative-tokens 7 --dtype bfloat16 --texts 0 $(DEMO_ARGS)
+	@echo
+	@$(BIN)/vllm-medusa demo --target $(DEMO)/target --heads $(DEMO)/heads --limit 8 \
+		--max-tokens 64 --num-speculative-tokens 4 $(DEMO_ARGS)
 
 $(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safetensors Makefile | setup
 	@rm -rf $(DEMO)
-	@$(BIN)/python -m benchmarks.enlarge demo/target $(DEMO) --heads demo/heads --num-layers 12
+	@$(BIN)/python -m benchmarks.enlarge demo/target $(DEMO) --heads demo/heads \
+		--num-layers 12 --intermediate-size 8192
 
 test: setup lint  ## all checks: ruff, mypy, the whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -1,9 +1,8 @@
-"""Best-first draft trees for given heads, from how often each path was right on the target's text.
+"""Best-first draft trees for given heads, from walks over the target's own text.
 
 The target continues some prompts by sampling; at every position of what it wrote, the heads rank
-the tokens that really came next. A path is right there if each of its choices is the rank that the
-next token had, and the tree of n nodes that is right most often consists of the n best paths. Use
-other prompts than those measured afterwards.
+the tokens that really came next, and `vllm_medusa.tree.search` grows the tree on them. Use other
+prompts than those measured afterwards.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.prompts import load_prompts
-from demo.heads_stage import best_tree
 from vllm_medusa.heads import MedusaHeads, load_heads
+from vllm_medusa.tree.search import walked_tree
 
 MAX_RANK = 10
 
@@ -32,8 +31,8 @@ def observed_ranks(
     max_new_tokens: int,
     temperature: float,
     samples: int,
-) -> Tensor:
-    """Rank of the token that came next in every head's logits: int64 [T, K].
+) -> list[Tensor]:
+    """Rank of the token that came next in every head's logits: int64 [T, K] a text.
 
     Each prompt is continued `samples` times. A position counts if all K tokens the heads foresee
     there were written, up to the end of the text.
@@ -61,11 +60,11 @@ def observed_ranks(
             logits = heads.compute_logits(heads(states[: len(nexts)]), lm_head)  # [T, K, V]
             own = logits.gather(2, nexts[..., None])
             rows.append((logits > own).sum(-1))
-    return torch.cat(rows)
+    return rows
 
 
 def main() -> None:
-    """Command line: writes the tree's paths, best first, and how often each was right."""
+    """Command line: writes the tree's paths, best first, and the tau of every prefix."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -97,20 +96,22 @@ def main() -> None:
         arguments.temperature,
         arguments.samples,
     )
-    paths, shares = best_tree(ranks, arguments.num_draft_tokens, MAX_RANK)
-    accuracy = (ranks == 0).double().mean(0)
+    paths, taus = walked_tree(
+        [row.numpy() for row in ranks], arguments.num_draft_tokens, MAX_RANK
+    )
+    everything = torch.cat(ranks)
     document = {
         "tree": paths,
-        "right": shares,
-        "top1": [round(float(share), 4) for share in accuracy],
-        "positions": len(ranks),
+        "tokens_per_step": [round(tau, 4) for tau in taus],
+        "top1": [round(float(share), 4) for share in (everything == 0).double().mean(0)],
+        "positions": len(everything),
         "temperature": arguments.temperature,
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(document) + "\n")
     for size in (1, 4, 7, 10, 14, 22, 32, 63):
         if size <= len(paths):
-            print(f"{size:3} draft nodes: expected tau {1 + sum(shares[:size]):.3f}")
+            print(f"{size:3} draft nodes: expected tau {taus[size - 1]:.3f}")
 
 
 if __name__ == "__main__":

@@ -142,11 +142,11 @@ def train_heads(
 @torch.no_grad()
 def label_ranks(
     heads: MedusaHeads, lm_head: Tensor, rows: Rows, first: np.ndarray | None = None
-) -> Tensor:
-    """Rank (0 = best) of the text's own token in every head's logits, int64 [T, K].
+) -> list[Tensor]:
+    """Rank (0 = best) of the text's own token in every head's logits, int64 [T, K] a text row.
 
-    One row per position t whose tokens up to t + K + 1 are in its text row and, with `first` [R],
-    from position first - 1 on, so that no label lies in a sampled row's prompt.
+    One rank for each position t whose tokens up to t + K + 1 are in its text row and, with `first`
+    [R], from position first - 1 on, so that no label lies in a sampled row's prompt.
     """
     num_heads, length = heads.num_heads, rows.ids.shape[1]
     out: list[Tensor] = []
@@ -160,7 +160,7 @@ def label_ranks(
         labels = torch.stack([ids[start + k + 2 : stop + k + 2] for k in range(num_heads)], 1)
         own = logits.gather(2, labels[..., None])
         out.append((logits > own).sum(-1).clamp(max=MAX_STORED_RANK))
-    return torch.cat(out)
+    return out
 
 
 def accuracies(ranks: Tensor, top: int) -> list[list[float]]:
@@ -169,33 +169,3 @@ def accuracies(ranks: Tensor, top: int) -> list[list[float]]:
         [round(float((ranks[:, k] == rank).double().mean()), 4) for rank in range(top)]
         for k in range(ranks.shape[1])
     ]
-
-
-def best_tree(
-    ranks: Tensor, num_draft_tokens: int, max_rank: int
-) -> tuple[list[list[int]], list[float]]:
-    """Choose the draft nodes that were right most often on measured ranks [T, K].
-
-    A node is right at t when each head down its path had the node's choice as its label. A child
-    is never right more often than its parent, so taking the best next node each time gives the
-    best tree of every size. Returns the paths, best first, and how often each was right; their sum
-    plus one is the expected tokens a step.
-    """
-    right: dict[tuple[int, ...], Tensor] = {(): torch.ones(len(ranks), dtype=torch.bool)}
-    open_nodes: dict[tuple[int, ...], Tensor] = {}
-
-    def expand(path: tuple[int, ...]) -> None:
-        if len(path) < ranks.shape[1]:
-            for rank in range(max_rank):
-                open_nodes[(*path, rank)] = right[path] & (ranks[:, len(path)] == rank)
-
-    expand(())
-    paths: list[list[int]] = []
-    shares: list[float] = []
-    while len(paths) < num_draft_tokens and open_nodes:
-        best = max(open_nodes, key=lambda path: int(open_nodes[path].sum()))
-        right[best] = open_nodes.pop(best)
-        paths.append(list(best))
-        shares.append(round(float(right[best].double().mean()), 4))
-        expand(best)
-    return paths, shares

@@ -22,7 +22,6 @@ from demo.corpus import BuildError, SourceFile, find_sources, rows, tokenize, tr
 from demo.heads_stage import (
     Rows,
     accuracies,
-    best_tree,
     cache_hidden_states,
     label_ranks,
     train_heads,
@@ -30,7 +29,8 @@ from demo.heads_stage import (
 from demo.recipe import CorpusRecipe, HeadsRecipe, TargetRecipe
 from demo.sampling import sample_rows
 from demo.target_stage import heldout_loss, train_target, train_tokenizer
-from vllm_medusa.heads import save_heads
+from vllm_medusa.heads import MedusaHeads, save_heads
+from vllm_medusa.tree.search import walked_tree
 
 
 def say(text: str) -> None:
@@ -125,7 +125,6 @@ class Build:
         recipe = self.heads_recipe
         model, tokenizer = self.load_target()
         train = self.tokens(self.target_recipe.tokens, heldout=False)
-        heldout = rows(self.tokens(self.corpus.heldout_tokens, heldout=True), recipe.context)
         source = rows(train, recipe.context)
         picked = np.random.default_rng(self.seed).permutation(len(source))
         source = source[picked[: max(1, recipe.source_tokens // recipe.context)]]
@@ -141,6 +140,23 @@ class Build:
         heads = train_heads(model, parts, recipe, checkpoint, seed=self.seed)
         heads = heads.to(torch.bfloat16).float()  # measure what is stored
 
+        figures = self.measured(heads, model, tokenizer)
+        report = {
+            "base_model_name_or_path": (
+                self.target.name if self.target.is_absolute() else self.target.as_posix()
+            ),
+            **figures,
+            "training": asdict(recipe),
+        }
+        save_heads(self.out / "heads", heads.to(torch.bfloat16), report)
+        self.report("heads", report)
+
+    def measured(
+        self, heads: MedusaHeads, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> dict[str, object]:
+        """Accuracies of the heads on held-out text, and the tree that suits them."""
+        recipe = self.heads_recipe
+        heldout = rows(self.tokens(self.corpus.heldout_tokens, heldout=True), recipe.context)
         own, prompts = self.sampled(
             model,
             tokenizer,
@@ -152,22 +168,17 @@ class Build:
         lm_head = model.lm_head.weight.detach()
         ranks = label_ranks(heads, lm_head, own, prompts)
         text = self.text_rows(model, "source-heldout", heldout[: recipe.heldout_rows])
-        tree, shares = best_tree(ranks, recipe.tree_draft_tokens, recipe.tree_max_rank)
-        report = {
-            "base_model_name_or_path": (
-                self.target.name if self.target.is_absolute() else self.target.as_posix()
-            ),
-            "tree": tree,
-            "tree_node_accepted": shares,
-            "expected_tokens_per_step": round(1 + sum(shares), 3),
-            "head_accuracies_sampled": accuracies(ranks, recipe.tree_max_rank),
+        tree, taus = walked_tree(
+            [row.numpy() for row in ranks], recipe.tree_draft_tokens, recipe.tree_max_rank
+        )
+        return {
+            "tree": [list(path) for path in tree],
+            "tree_tokens_per_step": [round(tau, 4) for tau in taus],  # of every prefix
+            "head_accuracies_sampled": accuracies(torch.cat(ranks), recipe.tree_max_rank),
             "head_accuracies_source": accuracies(
-                label_ranks(heads, lm_head, text), recipe.tree_max_rank
+                torch.cat(label_ranks(heads, lm_head, text)), recipe.tree_max_rank
             ),
-            "training": asdict(recipe),
         }
-        save_heads(self.out / "heads", heads.to(torch.bfloat16), report)
-        self.report("heads", report)
 
     def text_rows(self, model: PreTrainedModel, name: str, ids: np.ndarray) -> Rows:
         """Source text, labelled at temperature 1."""
@@ -220,6 +231,6 @@ class Build:
             **figures,
         }
         (self.work / f"{stage}.json").write_text(json.dumps(figures, indent=2) + "\n")
-        for key in ("heldout_loss", "expected_tokens_per_step"):
+        for key in ("heldout_loss", "tree_tokens_per_step"):
             if key in figures:
                 say(f"{stage}: {key} {figures[key]}")

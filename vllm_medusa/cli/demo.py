@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from vllm_medusa.cli import demo_report as report
 from vllm_medusa.cli.engine import (
@@ -21,6 +21,7 @@ from vllm_medusa.cli.engine import (
 )
 from vllm_medusa.cli.generate import at_least_zero, positive
 from vllm_medusa.cli.quiet import stderr_to_log
+from vllm_medusa.config import run_engines_in_this_process
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.compare import compare
 from vllm_medusa.offline.prompts import Prompt, PromptError, read_prompts
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, console: Console) -> int:
     prompts = load_prompts(args)
+    run_engines_in_this_process()  # two engine processes would share the cores while one is timed
     config = (
         None
         if args.no_medusa
@@ -119,13 +121,13 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         )
     ]
     rows = []
-    with _status(console) as status:
+    with _status(console, quiet=True) as status:
         warm = status.add_task("warming up", total=2 * len(plans))
         for _, sampling, concurrency, _ in plans:
             for engine in engines:
                 engine.sampling = sampling
                 list(run_batch(prompts[:concurrency], engine, concurrency=concurrency, seed=0))
-                status.advance(warm)
+                _advance(status, warm)
         for name, sampling, concurrency, rounds in plans:
             plain.sampling = medusa.sampling = sampling
             groups = rounds * -(-len(prompts) // concurrency)
@@ -137,7 +139,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
                 concurrency=concurrency,
                 seed=_SEED,
                 rounds=rounds,
-                progress=lambda task=task: status.advance(task),  # type: ignore[misc]
+                progress=lambda task=task: _advance(status, task),  # type: ignore[misc]
             )
             rows.append(report.Row(name, comparison))
     shown = [rows[0].comparison.candidate.results[p.index] for p in prompts[: args.texts]]
@@ -180,10 +182,18 @@ def load_prompts(args: argparse.Namespace) -> list[Prompt]:
     return prompts[: args.limit]
 
 
-def _status(console: Console) -> Progress:
+def _advance(status: Progress, task: TaskID) -> None:
+    status.advance(task)
+    status.refresh()
+
+
+def _status(console: Console, *, quiet: bool = False) -> Progress:
+    """A progress display; a quiet one redraws only when told: its thread would take a core's time
+    from what is being measured."""
     return Progress(
         TextColumn("{task.description:<28}"),
         BarColumn(),
         TimeElapsedColumn(),
         console=console,
+        auto_refresh=not quiet,
     )
