@@ -96,16 +96,16 @@ def main() -> None:
         arguments.temperature,
         arguments.samples,
     )
-    paths, taus = walked_tree(
-        [row.numpy() for row in ranks], arguments.num_draft_tokens, MAX_RANK
-    )
+    paths, taus = walked_tree([row.numpy() for row in ranks], arguments.num_draft_tokens, MAX_RANK)
     everything = torch.cat(ranks)
     document = {
         "tree": paths,
-        "tokens_per_step": [round(tau, 4) for tau in taus],
-        "top1": [round(float(share), 4) for share in (everything == 0).double().mean(0)],
-        "positions": len(everything),
-        "temperature": arguments.temperature,
+        "source": {
+            "tokens_per_step": [round(tau, 4) for tau in taus],
+            "top1": [round(float(share), 4) for share in (everything == 0).double().mean(0)],
+            "positions": len(everything),
+            "temperature": arguments.temperature,
+        },
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(document) + "\n")

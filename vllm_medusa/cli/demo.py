@@ -188,8 +188,7 @@ def _advance(status: Progress, task: TaskID) -> None:
 
 
 def _status(console: Console, *, quiet: bool = False) -> Progress:
-    """A progress display; a quiet one redraws only when told: its thread would take a core's time
-    from what is being measured."""
+    """A progress display; a quiet one has no thread of its own beside what is being measured."""
     return Progress(
         TextColumn("{task.description:<28}"),
         BarColumn(),

@@ -142,9 +142,9 @@ def figures(console: Console, rows: Sequence[Row]) -> None:
     )
     if any(row.comparison.ratio < 1 for row in rows):
         console.print(
-            "A ratio below 1x: on CPUs float32 products soon take longer with every row, bfloat16 "
-            "ones hardly do; other work on these cores slows the wider step most. Use bfloat16, "
-            "an idle machine or fewer nodes (--num-speculative-tokens).",
+            "A ratio below 1x: with few cores a step soon takes longer with every node, and other "
+            "work on these cores slows the wider step most. Use an idle machine or fewer nodes "
+            "(--num-speculative-tokens).",
             style="yellow",
         )
 

@@ -28,7 +28,7 @@ from vllm_medusa.config import run_engines_in_this_process
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Engine, Result, run_batch
 from vllm_medusa.offline.prompts import FORMATS, BadLine, Prompt, PromptError, read_prompts
-from vllm_medusa.offline.results import ResultError, ResultLog, digest_of
+from vllm_medusa.offline.results import ResultError, ResultLog, digest_of, fingerprint
 
 _SHOWN_BAD_LINES = 20
 
@@ -129,6 +129,11 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         raise PromptError(f"{args.prompts}: no prompts in it.")
     depends_on = {
         "prompts_sha256": digest_of(args.prompts),
+        "checkpoints": {
+            name: fingerprint(Path(name))
+            for name in (args.model, args.speculative_model)
+            if name is not None and Path(name).exists()
+        },
         "column": args.column,
         "engine": settings.to_dict(),
         "sampling": asdict(sampling) | {"seed": args.seed},
@@ -257,25 +262,35 @@ def _report_failure(result: Result, args: argparse.Namespace, console: Console) 
 
 def positive(text: str) -> int:
     """Parse an integer from 1."""
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not allowed; use 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a whole number from 1")
     return value
 
 
 def at_least_zero(text: str) -> float:
     """Parse a number from 0, such as a temperature."""
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; use 0 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a number from 0")
     return value
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed; use more than 0 and at most 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use more than 0, at most 1")
     return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")  # no comparison holds
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ A source is a folder, a file, or a hub name. Headers (safetensors) or memory map
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -220,7 +221,8 @@ def _load_pickle(path: Path) -> Mapping[str, Tensor]:
     except OSError:
         raise
     except Exception as error:  # garbage makes an unpickler raise anything
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        kind = "" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: "
+        reason = kind + str(error).partition("\n")[0]
         raise HeadsError(
             f"{path} is not a file of plain tensors ({reason}). Only those are read: a pickle may "
             "run code. Convert it to safetensors where it comes from"

@@ -22,7 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
+_CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".pt", ".json")
+_END_BYTES = 1 << 16
 
 
 class ResultError(ValueError):
@@ -33,6 +35,25 @@ def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """Return a digest that tells two checkpoints (folder or file) apart without reading gigabytes.
+
+    It covers names, sizes and both ends of every file. A safetensors file begins with its header
+    and ends with weights, so a retrained model is told from its forerunner.
+    """
+    files = sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
+    digest = hashlib.sha256()
+    for path in files:
+        if path.is_file() and path.suffix in _CHECKPOINT_SUFFIXES:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(_END_BYTES))
+                file.seek(max(0, size - _END_BYTES))
+                digest.update(file.read(_END_BYTES))
+    return digest.hexdigest()
 
 
 def manifest_path(output: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -26,13 +26,26 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
         self: Any, target_model_config: Any, target_parallel_config: Any
     ) -> Any:
         asked = self.speculative_config or {}
-        if (self.spec_method or asked.get("method")) != METHOD:
+        method = self.spec_method or asked.get("method")
+        if method != METHOD:
+            _refuse_lost_keys(asked, method)
             return original(self, target_model_config, target_parallel_config)
         from vllm_medusa.worker.options import prepare
 
         return prepare(self, original, target_model_config, target_parallel_config)
 
     return create_speculative_config
+
+
+def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
+    """Our keys, or our name misspelt, can only mean Medusa; vLLM would name neither."""
+    ours = [key for key in ("tree", "acceptance") if key in asked]
+    if ours or (method is not None and method.strip().lower() == METHOD):
+        found = f"method is {method!r}" if method else "there is no method"
+        raise ValueError(
+            f"speculative_config has {', '.join(map(repr, ours)) or 'a name of Medusa'}, but "
+            f'{found}. Trees need "method": "medusa".'
+        )
 
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:

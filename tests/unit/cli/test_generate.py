@@ -122,6 +122,20 @@ def test_other_settings_refuse_the_output(
     assert run(*arguments, *change, "--overwrite") == 0
 
 
+def test_another_model_at_the_same_place_refuses_the_output(
+    prompts: Path, tmp_path: Path, capfd: Any
+) -> None:
+    weights = tmp_path / "target" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.write_bytes(b"one")
+    arguments = (weights.parent, "-i", prompts, "-o", tmp_path / "o.jsonl", "--no-medusa")
+    assert run(*arguments) == 0
+    assert run(*arguments) == 0
+    weights.write_bytes(b"two")
+    assert run(*arguments) == 2
+    assert "checkpoints was" in capfd.readouterr().err
+
+
 def test_other_prompts_refuse_the_output(prompts: Path, tmp_path: Path, capfd: Any) -> None:
     arguments = ("target", "-i", prompts, "-o", tmp_path / "o.jsonl")
     assert run(*arguments) == 0
@@ -175,12 +189,21 @@ def test_contradictions_are_refused(
 
 
 @pytest.mark.parametrize(
-    "options", [["--max-tokens", "0"], ["--batch", "-1"], ["--engine-args", "[1]"]]
+    ("options", "message"),
+    [
+        (["--max-tokens", "0"], "'0' is not allowed; use a whole number from 1"),
+        (["--batch", "-1"], "'-1' is not allowed"),
+        (["--batch", "abc"], "'abc' is not allowed; use a whole number from 1"),
+        (["--temperature", "warm"], "'warm' is not allowed; use a number from 0"),
+        (["--top-p", "1.5"], "'1.5' is not allowed; use more than 0, at most 1"),
+        (["--engine-args", "[1]"], "[1]"),
+    ],
 )
 def test_values_out_of_bounds_are_refused(
-    prompts: Path, tmp_path: Path, options: list[str]
+    prompts: Path, tmp_path: Path, options: list[str], message: str, capfd: Any
 ) -> None:
     assert run("target", "-i", prompts, "-o", tmp_path / "o.jsonl", *options) == 2
+    assert message in capfd.readouterr().err
 
 
 def test_an_empty_file_is_refused(tmp_path: Path, capfd: Any) -> None:

@@ -10,7 +10,13 @@ from support.fake_engine import FakeEngine
 
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.prompts import Prompt
-from vllm_medusa.offline.results import ResultError, ResultLog, digest_of, manifest_path
+from vllm_medusa.offline.results import (
+    ResultError,
+    ResultLog,
+    digest_of,
+    fingerprint,
+    manifest_path,
+)
 
 SETTINGS = {"model": "m", "sampling": {"temperature": 0.5, "stop": ("a", "b")}}
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt number {i} " * 20) for i in range(60)]
@@ -118,6 +124,21 @@ def test_a_digest_is_of_the_bytes(tmp_path: Path) -> None:
     (tmp_path / "b").write_bytes(b"x")
     (tmp_path / "c").write_bytes(b"x\n")
     assert digest_of(tmp_path / "a") == digest_of(tmp_path / "b") != digest_of(tmp_path / "c")
+
+
+def test_a_fingerprint_sees_both_ends_of_every_file(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"h" * 200_000 + b"t")
+    before = fingerprint(tmp_path)
+    (tmp_path / "README.md").write_text("not part of it")
+    assert fingerprint(tmp_path) == before
+    for content in (b"H" + b"h" * 199_999 + b"t", b"h" * 200_000 + b"T", b"h" * 199_999 + b"t"):
+        weights.write_bytes(content)
+        assert fingerprint(tmp_path) != before
+    weights.write_bytes(b"h" * 200_000 + b"t")
+    assert fingerprint(tmp_path) == before
+    (tmp_path / "config.json").write_text("{}")
+    assert fingerprint(tmp_path) != before
 
 
 def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path: Path) -> None:

@@ -225,6 +225,23 @@ def test_without_medusa_the_config_is_vllm_s_own(
     assert hooked.parallel_config.worker_cls == stock.parallel_config.worker_cls != CPU_WORKER
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tree": [[0]]},
+        {"method": "ngram", "num_speculative_tokens": 2, "acceptance": "typical"},
+        {"method": "Medusa"},
+    ],
+    ids=["no method", "another method", "misspelt"],
+)
+def test_keys_of_ours_without_our_name(model: str, heads: str, asked: dict[str, Any]) -> None:
+    if asked.get("method") != "ngram":
+        asked = {"model": heads, **asked}
+    arguments = EngineArgs(model=model, skip_tokenizer_init=True, speculative_config=asked)
+    with pytest.raises(ValueError, match='Trees need "method": "medusa"'):
+        arguments.create_engine_config()
+
+
 def test_the_flag_is_in_the_help(parser: FlexibleArgumentParser) -> None:
     (action,) = [a for a in parser._actions if "--speculative-model" in a.option_strings]
     assert action.metavar == "HEADS" and "--speculative-config" in action.help

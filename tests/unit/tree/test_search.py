@@ -1,0 +1,78 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.search import walk_tau, walked_tree
+
+HEADS, RANKS = 2, 3
+
+
+def walk_by_hand(text, tree):
+    """Steps and tokens of decoding one text, written without the search's tables."""
+    position = steps = 0
+    while position < len(text):
+        path = ()
+        while len(path) < HEADS and (*path, text[position][len(path)]) in tree:
+            path = (*path, text[position][len(path)])
+        position += 1 + len(path)
+        steps += 1
+    return position, steps
+
+
+def tau_by_hand(texts, tree):
+    walks = [walk_by_hand(text, set(tree)) for text in texts]
+    return sum(tokens for tokens, _ in walks) / sum(steps for _, steps in walks)
+
+
+texts_of_ranks = st.lists(
+    st.lists(st.tuples(*[st.integers(0, RANKS)] * HEADS), max_size=20), min_size=1, max_size=5
+).filter(any)
+
+
+def arrays(texts):
+    return [np.array(text, dtype=np.int64).reshape(-1, HEADS) for text in texts]
+
+
+@given(texts_of_ranks, st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_every_node_is_the_best_next_one(texts, size):
+    """Each prefix has the tau a walk by hand gives, and no candidate would have given more."""
+    paths, taus = walked_tree(arrays(texts), size, RANKS)
+    assert len(paths) == len(taus) == size
+    TokenTree(tuple(paths))  # valid, parents first
+    for count in range(size):
+        tree = paths[: count + 1]
+        assert taus[count] == pytest.approx(tau_by_hand(texts, tree))
+        assert walk_tau(arrays(texts), tree) == pytest.approx(taus[count])
+        parents = [(), *paths[:count]]
+        widths = {p: sum(q[:-1] == p for q in paths[:count]) for p in parents}
+        rivals = [(*p, w) for p, w in widths.items() if len(p) < HEADS and w < RANKS]
+        best = max(tau_by_hand(texts, [*paths[:count], rival]) for rival in rivals)
+        assert taus[count] == pytest.approx(best)
+
+
+def test_what_follows_an_accepted_token_counts():
+    """Head 1 is right at every position that follows a hit of head 0, and decoding skips those."""
+    text = [(0, 3), (3, 0)] * 30  # a hit of head 0, then a miss that has head 1 right
+    shares = np.mean(np.array(text) == 0, axis=0)
+    assert shares.tolist() == [0.5, 0.5], "averages can't tell the heads apart"
+    paths, taus = walked_tree(arrays([text]), 2, RANKS)
+    assert paths[0] == (0,)
+    assert taus[0] == 2.0, "every step accepts one"
+    assert walk_tau(arrays([text]), [(0,), (0, 0)]) == 2.0, "head 1 never adds anything"
+
+
+def test_the_search_stops_when_the_heads_offer_no_more():
+    paths, taus = walked_tree(arrays([[(0, 0)] * 9]), 50, 2)
+    assert len(paths) == 2 + 4
+    assert set(paths) == {(a,) for a in range(2)} | set(itertools.product(range(2), repeat=2))
+    assert taus[-1] == 3.0
+
+
+def test_no_text_is_refused():
+    with pytest.raises(ValueError, match="longer texts"):
+        walked_tree(arrays([[]]), 3, 2)
