@@ -12,6 +12,11 @@ from vllm import LLM, SamplingParams
 from vllm.v1.sample.sampler import Sampler
 
 from support.engines import Completion, Prompt, completion_of
+from support.runner import ON_V2
+
+if ON_V2:
+    from vllm.v1.worker import cpu_worker  # noqa: F401  before any V2 module
+    from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 
 Logprobs = list[dict[int, tuple[int, float]]]  # per token: id -> (rank, logprob)
 
@@ -72,17 +77,18 @@ def steady_outcomes(
 def _jittered(scale: float, seed: int) -> Iterator[None]:
     """Within the block every sampler sees logits with noise on them."""
     generator = torch.Generator().manual_seed(seed)
-    original = Sampler.forward
+    owner, name = (SamplerV2, "__call__") if ON_V2 else (Sampler, "forward")
+    original = getattr(owner, name)
 
-    def forward(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def sample(self: Any, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         noise = torch.randn(logits.shape, generator=generator)
         return original(self, logits + scale * noise, *args, **kwargs)
 
-    Sampler.forward = forward
+    setattr(owner, name, sample)
     try:
         yield
     finally:
-        Sampler.forward = original
+        setattr(owner, name, original)
 
 
 def seeded(count: int, first_seed: int, **options: Any) -> list[SamplingParams]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+from support.runner import ON_V2
 from vllm_medusa.tree import TokenTree
-from vllm_medusa.worker.v1.runner import MedusaModelRunner
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def planted(
     seed: int = 0,
     miss: float = 0.1,
 ) -> Iterator[list[int]]:
-    """Within the block every Medusa runner drafts what ``outputs`` say, on a random leaf path.
+    """Within the block every runner with trees drafts what ``outputs`` say, on a random leaf path.
 
     With probability ``miss`` a planted token is wrong, so that walks also stop at inner nodes.
     Yields a list that collects, per request and step, whether the planted path leaves the slots
@@ -57,24 +58,82 @@ def _planting(
 ) -> Iterator[list[int]]:
     rng = random.Random(seed)
     moves: list[int] = []
+
+    def drafts_of(request: Any, tree: TokenTree) -> list[int] | None:
+        """Drafts in node order, or None to leave those of the heads."""
+        if not (known := output(request)):
+            return None
+        return _plant(tree, known[len(request.output_token_ids) :], rng, vocab, miss, moves)
+
+    with (_planting_on_v2 if ON_V2 else _planting_on_v1)(drafts_of):
+        yield moves
+
+
+DraftsOf = Callable[[Any, TokenTree], list[int] | None]
+
+
+@contextmanager
+def _planting_on_v1(drafts_of: DraftsOf) -> Iterator[None]:
+    from vllm_medusa.worker.v1.runner import MedusaModelRunner
+
     original = MedusaModelRunner.propose_draft_token_ids
 
     def propose(self: Any, scheduler_output: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         drafts = original(self, scheduler_output, sampled, *args, **kwargs)
-        tree: TokenTree = self._options.tree
         for index, req_id in enumerate(self.input_batch.req_ids):
-            request = self.requests[req_id]
-            if not drafts[index] or not (known := output(request)):
+            if not drafts[index]:
                 continue
-            future = known[len(request.output_token_ids) :]
-            drafts[index] = _plant(tree, future, rng, vocab, miss, moves)[: len(drafts[index])]
+            planted = drafts_of(self.requests[req_id], self._options.tree)
+            if planted is not None:
+                drafts[index] = planted[: len(drafts[index])]
         return drafts
 
     MedusaModelRunner.propose_draft_token_ids = propose
     try:
-        yield moves
+        yield
     finally:
         MedusaModelRunner.propose_draft_token_ids = original
+
+
+@contextmanager
+def _planting_on_v2(drafts_of: DraftsOf) -> Iterator[None]:
+    import torch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_medusa.worker.v2.speculator import TreeSpeculator
+
+    sample_tokens, original = GPUModelRunner.sample_tokens, TreeSpeculator.propose
+    running: list[Any] = []  # the runner whose speculator is asked
+
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running[:] = [self]
+        return sample_tokens(self, *args, **kwargs)
+
+    def propose(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = original(self, batch, *args, **kwargs)
+        states, sampler = running[0].req_states, running[0].sampler
+        num_sampled = args[4]
+        for index, slot in enumerate(batch.idx_mapping_np):
+            if not num_sampled[index]:
+                continue
+            prompt, end = int(states.prompt_len.np[slot]), int(states.total_len.gpu[slot])
+            tokens = states.all_token_ids.gpu[slot, :end].tolist()
+            seed = sampler.sampling_states.seeds
+            request = SimpleNamespace(
+                prompt_token_ids=tokens[:prompt],
+                output_token_ids=tokens[prompt:],
+                sampling_params=SimpleNamespace(seed=int(seed.np[slot])),
+            )
+            planted = drafts_of(request, self.drafter.options.tree)
+            if planted is not None:
+                drafts[index] = torch.tensor(planted)
+        return drafts
+
+    GPUModelRunner.sample_tokens, TreeSpeculator.propose = sample, propose
+    try:
+        yield
+    finally:
+        GPUModelRunner.sample_tokens, TreeSpeculator.propose = sample_tokens, original
 
 
 def _plant(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_medusa.worker.v1.runner import MedusaModelRunner
+from support.runner import ON_V2
 
 
 @dataclass
@@ -41,6 +41,14 @@ Step = list[Row]
 def recorded_steps() -> Iterator[list[Step]]:
     """Collect every step of every engine with trees that runs within the block."""
     steps: list[Step] = []
+    with (_recording_on_v2 if ON_V2 else _recording_on_v1)(steps):
+        yield steps
+
+
+@contextmanager
+def _recording_on_v1(steps: list[Step]) -> Iterator[None]:
+    from vllm_medusa.worker.v1.runner import MedusaModelRunner
+
     prepare, sample = MedusaModelRunner._prepare_inputs, MedusaModelRunner._sample
 
     def prepare_inputs(self: Any, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -68,9 +76,46 @@ def recorded_steps() -> Iterator[list[Step]]:
     MedusaModelRunner._prepare_inputs = prepare_inputs
     MedusaModelRunner._sample = sample_step
     try:
-        yield steps
+        yield
     finally:
         MedusaModelRunner._prepare_inputs, MedusaModelRunner._sample = prepare, sample
+
+
+@contextmanager
+def _recording_on_v2(steps: list[Step]) -> Iterator[None]:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_medusa.worker.v2.speculator import TreeSpeculator
+
+    original = GPUModelRunner.sample
+
+    def sample(self: Any, hidden_states: Any, batch: Any, *args: Any) -> Any:
+        output, num_sampled, num_rejected = original(self, hidden_states, batch, *args)
+        if isinstance(self.speculator, TreeSpeculator):
+            steps.append(
+                [
+                    Row(
+                        tuple(states_prompt(self.req_states, slot)),
+                        int(batch.seq_lens[i]) - int(batch.num_scheduled_tokens[i]),
+                        int(batch.num_scheduled_tokens[i]),
+                        int(batch.cu_num_logits_np[i + 1] - batch.cu_num_logits_np[i]),
+                        max(int(num_sampled[i]) - 1, 0),
+                    )
+                    for i, slot in enumerate(batch.idx_mapping_np)
+                ]
+            )
+        return output, num_sampled, num_rejected
+
+    GPUModelRunner.sample = sample
+    try:
+        yield
+    finally:
+        GPUModelRunner.sample = original
+
+
+def states_prompt(states: Any, slot: int) -> list[int]:
+    """The prompt of the request in a slot of V2's state."""
+    return states.all_token_ids.gpu[slot, : int(states.prompt_len.np[slot])].tolist()
 
 
 def tree_rows(steps: Sequence[Step]) -> list[Row]:

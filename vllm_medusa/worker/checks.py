@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.options import EngineOptions, is_for_v2
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -17,7 +17,12 @@ def check_engine(vllm_config: Any) -> None:
 
     """
     options = EngineOptions.of(vllm_config)
-    reasons = [*_unsupported(vllm_config), *_too_small(vllm_config, options)]
+    on_v2 = is_for_v2(vllm_config.speculative_config)
+    reasons = [
+        *_unsupported(vllm_config),
+        *(_unsupported_on_v2(vllm_config) if on_v2 else _unsupported_on_v1(vllm_config)),
+        *_too_small(vllm_config, options),
+    ]
     if reasons:
         raise MedusaConfigError(
             "Medusa can not run with this configuration:\n- " + "\n- ".join(reasons)
@@ -64,13 +69,41 @@ def _unsupported(config: Any) -> Iterator[str]:
         yield "kv_sharing_fast_prefill skips rows that a tree needs. Switch it off."
     if config.lora_config is not None:
         yield "LoRA adapters (enable_lora) are untested with trees. Switch them off."
+
+
+def _unsupported_on_v1(config: Any) -> Iterator[str]:
     if config.use_v2_model_runner:
         yield (
-            "vLLM's V2 model runner was asked for (VLLM_USE_V2_MODEL_RUNNER=1 or a feature that "
-            "needs it), which has no tree support yet. Unset it to get the V1 runner."
+            "a feature asks for vLLM's V2 model runner after V1 was chosen. Set "
+            "VLLM_USE_V2_MODEL_RUNNER=1, or leave the feature out."
         )
     if config.scheduler_config.async_scheduling:
-        yield "async scheduling would schedule before the path is accepted. Switch it off."
+        yield (
+            "async scheduling would schedule before the path is accepted on vLLM's V1 model "
+            "runner. Switch it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
+        )
+
+
+def _unsupported_on_v2(config: Any) -> Iterator[str]:
+    model = config.model_config
+    if not config.use_v2_model_runner:
+        yield (
+            "vLLM fell back to its V1 model runner after V2 was chosen. Set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or leave out what made it fall back."
+        )
+    if config.watermark_config is not None:
+        yield "watermarks (watermark_config) are embedded along chains only. Remove them."
+    if model.logits_processors:
+        yield "custom logits processors are not supported with speculation. Remove them."
+    if config.parallel_config.enable_batch_sharded_sampling:
+        yield (
+            "batch-sharded sampling (enable_batch_sharded_sampling) gives each rank other requests "
+            "to verify, but all ranks need all paths. Switch it off."
+        )
+    if model.return_sampling_mask:
+        yield "return_sampling_mask reports masks along chains only. Switch it off."
+    if model.enable_trace_replay:
+        yield "enable_trace_replay puts tokens into chains only. Switch it off."
 
 
 def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:

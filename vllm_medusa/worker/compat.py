@@ -23,15 +23,29 @@ def refuse_unsupported_platform() -> None:
         )
 
 
-def refuse_v2_runner() -> None:
-    """Say so here when the environment asks for it: without Triton vLLM's own error says less."""
-    from vllm import envs
+def uses_v2_runner(parallel_config: Any) -> bool:
+    """Whether vLLM will run its V2 model runner, by vLLM's own rule.
 
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
+    Its config, which tells, is not built yet when a speculative config has to be made for the one
+    or the other; `checks` compares the two.
+
+    Raises:
+        MedusaConfigError: It was asked for and can not run; vLLM's own error says less.
+
+    """
+    from vllm import envs
+    from vllm.triton_utils import HAS_TRITON
+
+    asked: bool | None = envs.VLLM_USE_V2_MODEL_RUNNER
+    if asked and not HAS_TRITON:
         raise MedusaConfigError(
-            "VLLM_USE_V2_MODEL_RUNNER=1 asks for vLLM's V2 model runner, which has no tree support "
-            "yet. Unset it to get the V1 runner, or leave method='medusa' out."
+            "VLLM_USE_V2_MODEL_RUNNER=1 asks for vLLM's V2 model runner, which needs Triton, and "
+            "this machine has none that vLLM can use. Unset it to get the V1 runner, or install a "
+            "Triton with a backend for this device."
         )
+    if asked is not None:
+        return asked
+    return HAS_TRITON and not parallel_config.use_ubatching
 
 
 def derives_from(worker_cls: Any, base: str) -> bool:

@@ -22,6 +22,7 @@ from vllm_medusa.worker import compat
 KEY = "medusa"
 DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
+V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,19 @@ def is_medusa(speculative_config: Any) -> bool:
     return speculative_config is not None and speculative_config.model == DRAFTER
 
 
+def is_for_v2(speculative_config: Any) -> bool:
+    """Whether that config was made for the V2 runner."""
+    return speculative_config.method != "custom_class"
+
+
 def prepare(
     engine_args: Any, original: Callable[..., Any], model_config: Any, parallel_config: Any
 ) -> Any:
     """Stand in for ``EngineArgs.create_speculative_config`` when Medusa is asked for.
 
     Returns:
-        The `SpeculativeConfig` of a custom proposer with one draft token for each draft node.
+        The `SpeculativeConfig` of a custom proposer with one draft token for each draft node; on
+        the V2 runner, which takes no custom proposers, one of our own class.
 
     Raises:
         MedusaConfigError, HeadsError, TreeError: All of them `ValueError`, before weights load.
@@ -74,10 +81,10 @@ def prepare(
     if problem := version_problem():
         raise MedusaConfigError(problem)
     compat.refuse_unsupported_platform()
-    compat.refuse_v2_runner()
+    on_v2 = compat.uses_v2_runner(parallel_config)
     config = MedusaConfig.from_speculative_config(_merged(engine_args))
     options = resolve(config, model_config)
-    _choose_worker(parallel_config)
+    _choose_worker(parallel_config, V2_CPU_WORKER if on_v2 else CPU_WORKER)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
         KEY: options.to_dict(),
@@ -85,6 +92,13 @@ def prepare(
     from vllm_medusa.worker.requests import install_request_check
 
     install_request_check()
+    acceptance = options.acceptance.model_dump(mode="json")  # for the front end
+    if on_v2:
+        from vllm_medusa.worker.v2.config import tree_speculative_config
+
+        return tree_speculative_config(
+            DRAFTER, options.tree.num_draft_tokens, acceptance, model_config, parallel_config
+        )
     asked = engine_args.speculative_config
     flags = engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens
     engine_args.speculative_config = {
@@ -95,7 +109,7 @@ def prepare(
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     try:
         config = original(engine_args, model_config, parallel_config)
-        config.medusa_acceptance = options.acceptance.model_dump(mode="json")  # for the front end
+        config.medusa_acceptance = acceptance
         return config
     finally:
         engine_args.speculative_config = asked
@@ -158,14 +172,14 @@ def _check_fit(info: HeadsInfo, source: str, model_config: Any) -> None:
             )
 
 
-def _choose_worker(parallel_config: Any) -> None:
+def _choose_worker(parallel_config: Any, ours: str) -> None:
     """Run our worker, unless the user named one; theirs must then derive from ours."""
     if parallel_config.worker_cls == "auto":
-        parallel_config.worker_cls = CPU_WORKER
-    elif not compat.derives_from(parallel_config.worker_cls, CPU_WORKER):
+        parallel_config.worker_cls = ours
+    elif not compat.derives_from(parallel_config.worker_cls, ours):
         raise MedusaConfigError(
             f"worker_cls is {parallel_config.worker_cls!r}, which can not verify trees. Leave "
-            f"worker_cls out, or derive your worker from {CPU_WORKER}."
+            f"worker_cls out, or derive your worker from {ours}."
         )
 
 

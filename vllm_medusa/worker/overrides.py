@@ -64,6 +64,12 @@ LEDGER: tuple[Override, ...] = (
         "a plugin can name prefixes to skip.",
     ),
     Override(
+        "v1.worker.gpu.model_runner.init_speculator (V2 runner, in workers)",
+        "Builds the speculator with trees, which brings all else that V2 needs.",
+        "v1/worker/gpu/spec_decode/__init__.py: a closed list of methods",
+        "V2 loads a custom speculator class by name, as V1 does proposers.",
+    ),
+    Override(
         "cpu_worker.CPUModelRunner (module global, during init_device only)",
         "CPUWorker names its runner class itself, where the GPU worker has a method to override.",
         "v1/worker/cpu_worker.py: init_device",

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_medusa.config import AcceptanceConfig, MedusaConfigError
 from vllm_medusa.worker.overrides import override
 
-_EPSILON_T = 1e-5  # vLLM's own bound below which a temperature means greedy
+GREEDY_BELOW = 1e-5  # vLLM's own bound below which a temperature means greedy
 
 
 def install_request_check() -> None:
@@ -66,9 +66,9 @@ class TypicalRequests:
 
         At temperature 0 typical acceptance is greedy exactly, which the lossless walk is too.
         """
-        chosen = [_acceptance(param, default) for param in params]
+        chosen = [acceptance_of(param, default) for param in params]
         mask = [
-            choice.mode == "typical" and param.temperature >= _EPSILON_T
+            choice.mode == "typical" and param.temperature >= GREEDY_BELOW
             for choice, param in zip(chosen, params, strict=True)
         ]
         if not any(mask):
@@ -83,7 +83,8 @@ class TypicalRequests:
         )
 
 
-def _acceptance(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
+def acceptance_of(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
+    """The rule of a request with these sampling parameters."""
     if not params.extra_args:
         return default
     try:

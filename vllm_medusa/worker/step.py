@@ -45,16 +45,29 @@ class TreeStep:
             input_ids: integer [T], the scheduled tokens, placeholders not yet replaced.
 
         """
-        device = rows.device
+        cu_nodes = torch.from_numpy(np.concatenate(([0], num_nodes.cumsum()))).to(rows.device)
+        return cls.lay_out(tensors, num_nodes, cu_nodes, rows, input_ids)
+
+    @classmethod
+    def lay_out(
+        cls,
+        tensors: TreeTensors,
+        num_nodes: np.ndarray,
+        cu_nodes: Tensor,
+        rows: Tensor,
+        input_ids: Tensor,
+    ) -> TreeStep:
+        """The same for a runner that has ``cu_nodes`` (integer [B + 1]) on its device already.
+
+        Nothing is copied from the host, and nothing waits for the device.
+        """
+        cu_nodes, rows = cu_nodes.to(torch.int64), rows.to(torch.int64)
+        counts = cu_nodes[1:] - cu_nodes[:-1]
         width = int(num_nodes.max())
-        counts = torch.from_numpy(num_nodes).to(device)
-        cu_nodes = torch.from_numpy(np.concatenate(([0], num_nodes.cumsum()))).to(device)
-        tree = TreeBatch.from_static(tensors.prefix(width), counts)
-        nodes = torch.arange(width, device=device)
+        nodes = torch.arange(width, device=rows.device)
         row_of_node = cu_nodes[:-1, None] + torch.minimum(nodes, counts[:, None] - 1)
-        rows = rows.to(torch.int64)
         return cls(
-            tree=tree,
+            tree=TreeBatch.from_static(tensors.prefix(width), counts),
             num_nodes=num_nodes,
             cu_nodes=cu_nodes,
             rows=rows,

@@ -1,0 +1,38 @@
+"""Which of vLLM's model runners this process is about; one suite serves both.
+
+On V2 every kernel is Python (`support.triton_on_cpu`), so the tests ask for less there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+
+
+def sized(on_v1: T, on_v2: T) -> T:
+    """How much of something to ask for."""
+    return on_v2 if ON_V2 else on_v1
+
+
+@contextmanager
+def async_scheduling() -> Iterator[None]:
+    """Engines started within the block schedule ahead, which vLLM switches off on its CPUs."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.__dict__["check_and_update_config"]
+
+    def check_and_update_config(cls: type, vllm_config: Any) -> None:
+        original.__func__(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = original

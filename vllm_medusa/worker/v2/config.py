@@ -1,0 +1,53 @@
+"""The speculative config of trees on V2: a subclass, since V2 refuses vLLM's own Medusa by name."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from vllm.config import SpeculativeConfig
+from vllm.config.utils import config
+
+
+@config
+class TreeSpeculativeConfig(SpeculativeConfig):
+    """Drafts from heads beside the target; ``num_speculative_tokens`` counts draft nodes.
+
+    The method is called ``draft_model``: of the methods whose drafts stay on the device, which is
+    what V2 and the async scheduler ask for by name, it is the plainest. Nothing of a draft model
+    is there, though: no layers, no KV cache and no slots of its own.
+    """
+
+    medusa_acceptance: dict[str, Any] = field(default_factory=dict)
+    """The engine's acceptance rule, for the front end."""
+
+    def __post_init__(self) -> None:
+        """Take the target's configs for the draft's: heads have no config that vLLM could read."""
+        self.prompt_lookup_max = self.prompt_lookup_min = 0
+        self.draft_model_config = self.target_model_config
+        self.draft_parallel_config = self.target_parallel_config
+
+    def uses_draft_model(self) -> bool:
+        """No: heads run no model, so nothing is to be reserved for one."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"TreeSpeculativeConfig(num_draft_nodes={self.num_speculative_tokens})"
+
+
+def tree_speculative_config(
+    drafter: str,
+    num_draft_tokens: int,
+    acceptance: dict[str, Any],
+    model_config: Any,
+    parallel_config: Any,
+) -> TreeSpeculativeConfig:
+    """Make the config; ``drafter`` is the mark by which `options.is_medusa` knows it."""
+    return TreeSpeculativeConfig(
+        method="draft_model",
+        model=drafter,
+        num_speculative_tokens=num_draft_tokens,
+        medusa_acceptance=acceptance,
+        target_model_config=model_config,
+        target_parallel_config=parallel_config,
+    )

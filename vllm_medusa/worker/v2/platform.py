@@ -1,0 +1,47 @@
+"""Attention with trees, by platform: the seam for new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from vllm.platforms import current_platform
+
+from vllm_medusa.config import MedusaConfigError
+
+# (layers by name, names of one KV cache group, source slots, destination slots)
+Compact = Callable[[Mapping[str, Any], list[str], Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class TreeBackend:
+    """What a platform brings: an attention backend, and how KV is moved in its cache layout.
+
+    The backend's metadata builder has an attribute ``step``: `TreeModelState` sets it to the
+    `TreeStep` while the metadata of a step with trees is built, and to None else.
+    """
+
+    name: str  # of the member of vLLM's AttentionBackendEnum that it is registered as
+    path: str  # of the backend class
+    compact: Compact
+
+
+def tree_backend() -> TreeBackend:
+    """The backend of the platform vLLM runs on.
+
+    Raises:
+        MedusaConfigError: There is none.
+
+    """
+    if current_platform.is_cpu():
+        from vllm_medusa.worker.attention import compact_group
+
+        return TreeBackend(
+            "CPU_ATTN", "vllm_medusa.worker.attention.TreeAttentionBackend", compact_group
+        )
+    raise MedusaConfigError(
+        f"Medusa has no tree attention for {current_platform.device_name!r} yet. Run on CPU, or "
+        "leave method='medusa' out."
+    )

@@ -1,0 +1,82 @@
+"""What a step must know of its requests, by their slot in vLLM's state, on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.sample.penalties import use_penalty
+
+from vllm_medusa.config import AcceptanceConfig
+from vllm_medusa.worker.requests import GREEDY_BELOW, acceptance_of
+
+
+@dataclass(frozen=True)
+class TypicalRule:
+    """The typical rule of B requests; only those of ``mask`` go by it."""
+
+    mask: Tensor  # bool [B]
+    epsilon: Tensor  # float32 [B]
+    delta: Tensor  # float32 [B]
+    greedy_root: Tensor  # bool [B]
+    any_greedy_root: bool
+
+
+class RequestOptions:
+    """Kept on the host, where a step's questions to it are answered without the device."""
+
+    def __init__(self, max_num_reqs: int, default: AcceptanceConfig, device: torch.device):
+        self.default = default
+        self.device = device
+        self._by_path = np.zeros(max_num_reqs, dtype=bool)
+        self._undrafted = np.zeros(max_num_reqs, dtype=bool)
+        self._typical = np.zeros(max_num_reqs, dtype=bool)
+        self._greedy_root = np.zeros(max_num_reqs, dtype=bool)
+        self._epsilon = np.ones(max_num_reqs, dtype=np.float32)
+        self._delta = np.ones(max_num_reqs, dtype=np.float32)
+
+    def add(self, slot: int, params: SamplingParams) -> None:
+        """Take a request in; its slot may have been another's."""
+        rule = acceptance_of(params, self.default)
+        typical = rule.mode == "typical" and params.temperature >= GREEDY_BELOW
+        self._by_path[slot] = use_penalty(params) or bool(params.bad_words_token_ids)
+        self._undrafted[slot] = params.structured_outputs is not None
+        self._typical[slot] = typical
+        self._greedy_root[slot] = typical and rule.greedy_root
+        self._epsilon[slot], self._delta[slot] = rule.epsilon, rule.delta
+
+    def any_by_path(self, slots: np.ndarray) -> bool:
+        """Whether a distribution depends on the tokens before it, not on the logits alone."""
+        return bool(self._by_path[slots].any())
+
+    def undrafted(self, slots: np.ndarray) -> Tensor | None:
+        """Requests whose drafts must not count, bool [B]; None if there are none.
+
+        Those that follow a grammar: vLLM walks it along the drafts as if they were a chain, so
+        only the first of its masks, the root's, is right for a tree.
+        """
+        return self._mask(self._undrafted[slots])
+
+    def typical(self, slots: np.ndarray) -> TypicalRule | None:
+        """The requests that accept by the typical rule; None if there are none."""
+        mask = self._mask(self._typical[slots])
+        if mask is None:
+            return None
+        return TypicalRule(
+            mask,
+            self._copy(self._epsilon[slots]),
+            self._copy(self._delta[slots]),
+            self._copy(self._greedy_root[slots]),
+            bool(self._greedy_root[slots].any()),
+        )
+
+    def _mask(self, values: np.ndarray) -> Tensor | None:
+        return self._copy(values) if values.any() else None
+
+    def _copy(self, values: np.ndarray) -> Any:
+        return async_tensor_h2d(values, device=self.device)

@@ -1,0 +1,275 @@
+"""Verification: a token is drawn at every node, then the walk down asks which drafts say the same.
+
+On V2 a draw is a pure function of (logits, seed, position): the noise is hashed, no generator
+advances. So the token of every node can be drawn at once, each at its own position (base + depth),
+and those on the path are the tokens that plain V2 draws there. The lossless walk needs nothing
+else: it is `greedy_verdict` with the drawn tokens in the argmax's place.
+
+Penalties and bad words look at the tokens before: vLLM's kernels find them in the rows before, as
+those of a chain. Where a request asks for them every node gets the rows of its own path
+(`PathChains`), in the last of which it is drawn.
+
+Ranks of a tensor-parallel group see the same logits and so come to the same verdict: nothing here
+is random, and ties go to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import SpeculativeConfig
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    gather_draft_sampled,
+    get_max_chunk_logits,
+)
+
+from vllm_medusa.sampler import (
+    Path,
+    Verdict,
+    greedy_verdict,
+    select_verdict,
+    typical_path,
+    typical_verdict,
+)
+from vllm_medusa.tree import TreeBatch
+from vllm_medusa.worker.v2.trees import Trees
+
+
+class TreeSampler(RejectionSampler):
+    """Decides every request's path and tokens; in vLLM it judges drafts as a chain.
+
+    It inherits attributes that vLLM looks at, no step of the computation.
+    """
+
+    def __init__(
+        self, sampler: Sampler, config: SpeculativeConfig, device: torch.device, trees: Trees
+    ):
+        super().__init__(sampler, config, device)
+        self.trees = trees
+
+    def __call__(
+        self,
+        logits: Tensor,
+        input_batch: InputBatch,
+        draft_logits: Tensor | None = None,
+        invalid_drafts: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Verify the step's trees.
+
+        Args:
+            logits: [sum of num_nodes, V], the target's logits at every node.
+            input_batch: vLLM's view of the step.
+            draft_logits: of no use: the drafts are no sample of a distribution.
+            invalid_drafts: where a grammar ended a chain; such requests' drafts don't count here.
+
+        Returns:
+            int64 [B, D + 1] token ids padded with -1 and how many of them count; of requests that
+            want them, the logprobs of B * (D + 1) rows.
+
+        """
+        sampler, step = self.sampler, self.trees.step
+        assert step is not None, "the runner comes here with drafts only"
+        prefill_lens = sampler.req_states.prefill_len.gpu
+        token_ids, _ = gather_draft_sampled(  # -1 where the scheduler filled up a prefill
+            input_batch.input_ids,
+            input_batch.positions,
+            input_batch.logits_indices,
+            input_batch.expanded_idx_mapping,
+            input_batch.expanded_local_pos,
+            prefill_lens,
+        )
+        positions = self.trees.buffer[step.rows]
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        verdicts, logprobs = [], []
+        for part in self._parts(logits, input_batch, token_ids, positions):
+            verdict, drawn = self._verify(part)
+            verdicts.append(verdict)
+            logprobs.append(self._logprobs(part, drawn, verdict, input_batch))
+        verdict = self.trees.verdict = _join(verdicts)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            (verdict.path.num_accepted + 1).to(torch.int32),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            prefill_lens,
+        )
+        return SamplerOutput(
+            sampled_token_ids=verdict.output_token_ids,
+            logprobs_tensors=_join_logprobs(logprobs, verdict.output_token_ids.shape),
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _parts(
+        self, logits: Tensor, batch: InputBatch, token_ids: Tensor, positions: Tensor
+    ) -> Iterator[_Part]:
+        """Whole requests at a time, so that vLLM's bound on fp32 logits holds; mostly one part."""
+        step = self.trees.step
+        assert step is not None
+        slots = batch.idx_mapping_np
+        chains = None
+        first_row = batch.cu_num_logits_np
+        if self.trees.requests.any_by_path(slots):
+            chains = self.trees.chains(step.tree.max_nodes)
+            first_row = np.arange(batch.num_reqs + 1) * len(chains.nodes)
+        limit = get_max_chunk_logits(logits.shape[-1])
+        start = 0
+        while start < batch.num_reqs:
+            fits = int(np.searchsorted(first_row, first_row[start] + limit, side="right")) - 1
+            end = min(max(fits, start + 1), batch.num_reqs)
+            chosen = slice(start, end)
+            tree = step.tree
+            if end - start < batch.num_reqs:
+                tree = tree.select(torch.arange(start, end, device=logits.device))
+            of_node = step.row_of_node[chosen]
+            requests = batch.idx_mapping[chosen]
+            if chains is None:
+                lo, hi = int(first_row[start]), int(first_row[end])
+                rows: slice | Tensor = slice(lo, hi)
+                index, local = of_node - lo, batch.expanded_local_pos[rows]
+            else:
+                rows = of_node[:, chains.nodes].flatten()
+                starts = torch.arange(end - start, device=logits.device) * len(chains.nodes)
+                index = starts[:, None] + chains.last
+                local = chains.local.repeat(end - start)
+            yield _Part(
+                tree=tree,
+                token_ids=token_ids[of_node].to(torch.int64),
+                requests=requests,
+                slots=slots[chosen],
+                seq_lens=batch.seq_lens_cpu_upper_bound.numpy()[chosen],
+                logits=logits[rows],
+                of_row=batch.expanded_idx_mapping[rows],
+                local=local,
+                positions=positions[rows],
+                row_token_ids=token_ids[rows],
+                index=index,
+            )
+            start = end
+
+    def _verify(self, part: _Part) -> tuple[Verdict, Tensor]:
+        """The verdict, and the processed logits [R, V] of the part's rows."""
+        requests = self.trees.requests
+        tree, ids = part.tree, part.token_ids
+        undrafted = requests.undrafted(part.slots)
+        if undrafted is not None:
+            tree = replace(tree, num_nodes=tree.num_nodes.masked_fill(undrafted, 1))
+        processed = self.sampler.apply_sampling_params(
+            part.logits,
+            part.of_row,
+            part.requests,
+            part.slots,
+            part.positions,
+            part.row_token_ids,
+            part.local,
+            part.seq_lens,
+        )
+        drawn = self._draw(processed, part)[part.index]  # int64 [B, N]
+        verdict = greedy_verdict(tree, ids, drawn)
+        rule = requests.typical(part.slots)
+        if rule is not None:
+            shaped = processed[part.index]  # [B, N, V]
+            probs = shaped.softmax(-1, dtype=torch.float32)
+            path = typical_path(tree, ids, probs, rule.epsilon, rule.delta)
+            last = path.last_node.unsqueeze(1)
+            likeliest = shaped.argmax(-1) if rule.any_greedy_root else drawn
+            final = torch.where(rule.greedy_root.unsqueeze(1), likeliest, drawn).gather(1, last)
+            typical = typical_verdict(tree, ids, path, final.squeeze(1))
+            verdict = select_verdict(rule.mask, typical, verdict)
+        return verdict, processed
+
+    def _draw(self, processed: Tensor, part: _Part) -> Tensor:
+        """One token for each row, int64 [R], as vLLM's sampler draws for seeded requests."""
+        states = self.sampler.sampling_states
+        if not states.temperature.np[part.slots].any():
+            return processed.argmax(-1)
+        return gumbel_sample(
+            processed,
+            part.of_row,
+            states.temperature.gpu,
+            states.seeds.gpu,
+            part.positions,
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=self.sampler.use_fp64_gumbel,
+        )
+
+    def _logprobs(
+        self, part: _Part, processed: Tensor, verdict: Verdict, batch: InputBatch
+    ) -> LogprobsTensors | None:
+        """Logprobs of each request's path: (D + 1) rows a request, the last ones of no meaning."""
+        sampler = self.sampler
+        dims = sampler.get_logprobs_dims(batch.idx_mapping_np)
+        if dims is None:
+            return None
+        num_logprobs, max_token_ids = dims
+        use_processed = sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        rows = part.index.gather(1, verdict.path.nodes)  # [B, D + 1]
+        return compute_topk_scores(
+            (processed if use_processed else part.logits)[rows.flatten()],
+            num_logprobs,
+            verdict.output_token_ids.clamp(min=0).flatten(),
+            logprob_token_ids_state=sampler.logprob_token_ids_state,
+            expanded_idx_mapping=part.requests.repeat_interleave(rows.shape[1]),
+            max_per_req_token_ids=max_token_ids,
+            logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """B requests whose nodes are drawn together, in R rows."""
+
+    tree: TreeBatch
+    token_ids: Tensor  # int64 [B, N]; -1: no draft
+    requests: Tensor  # int64 [B] slot in vLLM's state
+    slots: np.ndarray  # the same on the host
+    seq_lens: np.ndarray  # [B] upper bounds
+    logits: Tensor  # [R, V]
+    of_row: Tensor  # int64 [R] slot of the row's request
+    local: Tensor  # int32 [R] how many rows before belong to its history
+    positions: Tensor  # int64 [R]
+    row_token_ids: Tensor  # int32 [R]
+    index: Tensor  # int64 [B, N] row in which a node is drawn
+
+
+def _join(verdicts: list[Verdict]) -> Verdict:
+    """The verdicts of parts, one behind the other."""
+    if len(verdicts) == 1:
+        return verdicts[0]
+    paths = [verdict.path for verdict in verdicts]
+    return Verdict(
+        Path(
+            nodes=torch.cat([path.nodes for path in paths]),
+            num_accepted=torch.cat([path.num_accepted for path in paths]),
+            last_node=torch.cat([path.last_node for path in paths]),
+        ),
+        torch.cat([verdict.output_token_ids for verdict in verdicts]),
+    )
+
+
+def _join_logprobs(
+    parts: list[LogprobsTensors | None], shape: tuple[int, ...]
+) -> LogprobsTensors | None:
+    """Those of parts together, and where each request's start; ``shape`` is (B, D + 1)."""
+    tensors = [part for part in parts if part is not None]
+    if not tensors:
+        return None
+    batch, columns = shape
+    return LogprobsTensors.cat(
+        tensors, cu_num_generated_tokens=[columns * i for i in range(batch + 1)]
+    )

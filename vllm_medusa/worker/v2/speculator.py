@@ -1,0 +1,96 @@
+"""The speculator: loads the heads beside the target and drafts the next trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from vllm_medusa.worker.drafting import MedusaDrafter
+from vllm_medusa.worker.options import is_medusa
+from vllm_medusa.worker.overrides import override
+from vllm_medusa.worker.v2.state import tree_model_state
+from vllm_medusa.worker.v2.trees import Trees
+
+
+def install() -> None:
+    """Have the runner build a `TreeSpeculator` where Medusa is asked for; idempotent."""
+    override(model_runner, "init_speculator", _init_speculator)
+
+
+def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_speculator(vllm_config: VllmConfig, device: torch.device, *args: Any) -> Any:
+        if not is_medusa(vllm_config.speculative_config):
+            return original(vllm_config, device, *args)
+        return TreeSpeculator(vllm_config, device)
+
+    return init_speculator
+
+
+class TreeSpeculator(DraftModelSpeculator):
+    """Drafts a tree for each request from the hidden state of its last accepted node.
+
+    Of vLLM's speculators only this kind is given the target model. The heads attend to nothing,
+    so there are no layers, no KV cache and no CUDA graphs of their own.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.drafter = MedusaDrafter(vllm_config)
+        self.trees = Trees(vllm_config, self.drafter.tree, device)
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
+        """Load the heads; and have the target bring our state when the runner asks it for one."""
+        self.drafter.load_model(target_model)
+        self._target: Any = target_model
+        state_cls = tree_model_state(self.vllm_config, target_model, self.trees)
+        self._target.get_model_state_cls = lambda: state_cls
+        return nn.Module()  # what the runner calls the draft model has nothing to unload
+
+    def set_attn(self, *args: Any) -> None:
+        """No attention."""
+        self.attn_groups: list[Any] = []
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """No graphs."""
+
+    def capture(self) -> None:
+        """No graphs."""
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, Tensor] | None,
+        last_hidden_states: Tensor,
+        *args: Any,
+        is_profile: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Draft from ``last_hidden_states`` [T, H]: int64 [B, num_speculative_tokens].
+
+        A chain would go on from row ``query_end - 1 - num_rejected`` of each request.
+        """
+        if is_profile:
+            self._claim_memory(last_hidden_states)
+        cu_nodes = input_batch.cu_num_logits[: input_batch.num_reqs].to(torch.int64)
+        rows = input_batch.logits_indices[self.trees.last_rows(cu_nodes)]
+        return self.drafter.propose(last_hidden_states[rows])
+
+    def _claim_memory(self, hidden_states: Tensor) -> None:
+        """Once hold the logits of as many nodes as a step can have.
+
+        vLLM's memory profiling samples one row a request; trees need one for each node, and it is
+        start-up that has to find out if they don't fit.
+        """
+        rows = min(self.max_num_reqs * self.trees.tensors.num_nodes, len(hidden_states))
+        logits = self._target.compute_logits(hidden_states[:rows])
+        part = logits[: get_max_chunk_logits(logits.shape[-1])]  # verified at a time, in fp32
+        part.to(torch.float32, copy=True).softmax(-1)

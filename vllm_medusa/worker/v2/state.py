@@ -1,0 +1,130 @@
+"""The model state: where V2 lets a model have its own positions, metadata and sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.states import RequestState
+
+from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.kv import accepted_moves
+from vllm_medusa.worker.step import TreeStep
+from vllm_medusa.worker.v2.platform import tree_backend
+from vllm_medusa.worker.v2.sampler import TreeSampler
+from vllm_medusa.worker.v2.trees import Trees
+
+
+def tree_model_state(vllm_config: VllmConfig, model: nn.Module, trees: Trees) -> type:
+    """The state class that vLLM would take for ``model``, with trees mixed in."""
+    base = resolve_model_state_cls(vllm_config, model)
+    if not issubclass(base, DefaultModelState):
+        raise MedusaConfigError(
+            f"{type(model).__name__} runs on vLLM's V2 runner with a state of its own "
+            f"({base.__name__}), which trees do not fit into. Leave method='medusa' out."
+        )
+    return type(f"Tree{base.__name__}", (TreeModelState, base), {"trees": trees})
+
+
+class TreeModelState(DefaultModelState):
+    """Hands the step's trees to positions, attention, verification and the KV cache."""
+
+    trees: ClassVar[Trees]  # of the runner that this class was made for
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Note the request's options beside vLLM's own state of it."""
+        super().add_request(req_index, new_req_data)
+        if new_req_data.sampling_params is not None:
+            self.trees.requests.add(req_index, new_req_data.sampling_params)
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> None:
+        """Remember the KV cache groups, in which accepted paths are compacted."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        self._compact = tree_backend().compact
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: Any,
+        block_tables: tuple[Tensor, ...],
+        slot_mappings: Tensor,
+        attn_groups: list[list[Any]],
+        *args: Any,
+        ubatch_idx: int = 0,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Lay out the trees, and have the metadata built with them."""
+        step = self.trees.begin(input_batch, slot_mappings)
+        builders = [
+            group.get_metadata_builder(ubatch_idx) for groups in attn_groups for group in groups
+        ]
+        with _verifying(builders, step):
+            return super().prepare_attn(
+                input_batch,
+                cudagraph_mode,
+                block_tables,
+                slot_mappings,
+                attn_groups,
+                *args,
+                ubatch_idx=ubatch_idx,
+                **kwargs,
+            )
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Put the nodes where their depth says; their slots are fixed by now."""
+        inputs = super().prepare_inputs(input_batch, req_states)
+        assert "positions" not in inputs, "models with positions of their own are refused"
+        return {**inputs, "positions": self.trees.positions(input_batch)}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """Let CUDA graphs capture the positions where `prepare_inputs` writes them."""
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        return {**inputs, "positions": self.trees.buffer[:num_tokens]}
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """Keep vLLM's sampler; trees take the place of its rejection sampler."""
+        config = self.vllm_config.speculative_config
+        return sampler, TreeSampler(sampler, config, self.device, self.trees)
+
+    def postprocess_state(
+        self, idx_mapping: Tensor, num_sampled: Tensor, num_computed_tokens: Tensor | None = None
+    ) -> None:
+        """Move the accepted paths to contiguous slots, in every KV cache group and layer.
+
+        A chain's accepted drafts lie there already. It is the last thing that reads or writes the
+        cache before the next forward pass, which finds plain decoding's cache.
+        """
+        super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
+        step, verdict = self.trees.step, self.trees.verdict
+        if step is None or verdict is None:
+            return
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for group, names in enumerate(self._groups):
+            src, dst = accepted_moves(
+                step.slots(group), verdict.path.nodes, verdict.path.num_accepted
+            )
+            self._compact(layers, names, src, dst)
+
+
+@contextmanager
+def _verifying(builders: list[Any], step: TreeStep | None) -> Iterator[None]:
+    """Within the block the metadata builders know the step's trees."""
+    for builder in builders:
+        builder.step = step
+    try:
+        yield
+    finally:
+        for builder in builders:
+            builder.step = None

@@ -1,0 +1,72 @@
+"""What the seams of one runner share: the tree, the requests' options, the step under way."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_medusa.sampler import Verdict
+from vllm_medusa.scorer.positions import write_node_positions
+from vllm_medusa.tree import TreeTensors
+from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.step import TreeStep
+from vllm_medusa.worker.v2.chains import PathChains
+from vllm_medusa.worker.v2.requests import RequestOptions
+
+
+class Trees:
+    """Written by one seam and read by the next ones of the same step."""
+
+    def __init__(self, vllm_config: VllmConfig, tensors: TreeTensors, device: torch.device):
+        scheduler, options = vllm_config.scheduler_config, EngineOptions.of(vllm_config)
+        self.tensors = tensors
+        self.requests = RequestOptions(scheduler.max_num_seqs, options.acceptance, device)
+        self._chains = PathChains.of(options.tree, device)
+        self._chain_rows = list(accumulate(depth + 1 for depth in options.tree.depths))
+        # int64 [most tokens of a step]; one place for good: CUDA graphs read it there
+        self.buffer = torch.zeros(
+            scheduler.max_num_batched_tokens, dtype=torch.int64, device=device
+        )
+        self.step: TreeStep | None = None  # None: no request has drafts
+        self.verdict: Verdict | None = None
+
+    def begin(self, batch: InputBatch, slot_mappings: Tensor) -> TreeStep | None:
+        """Lay out the trees of a batch; ``slot_mappings`` is int64 [KV groups, T]."""
+        self.step = self.verdict = None
+        if batch.num_draft_tokens:
+            self.step = TreeStep.lay_out(
+                self.tensors,
+                np.diff(batch.cu_num_logits_np).astype(np.int64),
+                batch.cu_num_logits,
+                batch.logits_indices,
+                batch.input_ids,
+            )
+            self.step.slot_mappings = dict(enumerate(slot_mappings))
+        return self.step
+
+    def positions(self, batch: InputBatch) -> Tensor:
+        """Where the tokens stand for RoPE, int64 [T]: vLLM's positions, but nodes by depth."""
+        positions = self.buffer[: batch.num_tokens_after_padding]
+        positions.copy_(batch.positions)
+        step = self.step
+        if step is not None:
+            base = batch.seq_lens[: step.batch_size] - step.tree.num_nodes
+            write_node_positions(
+                positions, base, step.tree.depths, step.cu_nodes, len(step.rows), step.root_rows
+            )
+        return positions
+
+    def chains(self, num_nodes: int) -> PathChains:
+        """The root paths of the first ``num_nodes`` nodes."""
+        return self._chains.prefix(self._chain_rows[num_nodes - 1], num_nodes)
+
+    def last_rows(self, cu_nodes: Tensor) -> Tensor:
+        """The logits row of each request's last accepted node: int64 [B]."""
+        if self.verdict is None:
+            return cu_nodes  # nothing was drafted: the only row
+        return cu_nodes + self.verdict.path.last_node
