@@ -196,7 +196,7 @@ def test_contradictions_are_refused(
         (["--batch", "abc"], "'abc' is not allowed; use a whole number from 1"),
         (["--temperature", "warm"], "'warm' is not allowed; use a number from 0"),
         (["--top-p", "1.5"], "'1.5' is not allowed; use more than 0, at most 1"),
-        (["--engine-args", "[1]"], "[1]"),
+        (["--engine-args", "[1]"], "use a JSON object"),
     ],
 )
 def test_values_out_of_bounds_are_refused(
