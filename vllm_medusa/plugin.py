@@ -67,6 +67,15 @@ def own_version() -> str:
     return __version__
 
 
+def set_up_command_line() -> None:
+    """What vLLM's own command does first; 0.33 has it in another place than 0.32."""
+    try:
+        from vllm.entrypoints.common.startup import cli_env_setup
+    except ImportError:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    cli_env_setup()
+
+
 def _release(version: str) -> tuple[int, ...]:
     parts = version.split("+")[0].split(".")[:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)

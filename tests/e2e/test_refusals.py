@@ -149,7 +149,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["'vllm.v1.worker.cpu_worker.CPUWorker'", "derive"],
     ),
     "no_worker": ({"worker_cls": "no.such.Worker"}, ["'no.such.Worker'", "Leave worker_cls out"]),
-    "async": ({"async_scheduling": True}, ["async scheduling"]),
+    "async": ({"async_scheduling": True}, ["sync scheduling"]),
     "lora": ({"enable_lora": True}, ["LoRA", "untested", "Switch them off"]),
 }
 

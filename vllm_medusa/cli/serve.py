@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from vllm_medusa.plugin import set_up_command_line
+
 
 def run(arguments: Sequence[str]) -> int:
     """Serve until interrupted.
@@ -19,11 +21,10 @@ def run(arguments: Sequence[str]) -> int:
 
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
+    set_up_command_line()
     command = ServeSubcommand()
     parser = FlexibleArgumentParser(prog="vllm-medusa", description="vLLM's server, with Medusa.")
     commands = parser.add_subparsers(dest="subparser")

@@ -1,0 +1,61 @@
+"""vLLM 0.33 on a CPU, for which nobody builds it: its Python over the kernels of the vLLM here.
+
+Nothing of it is changed or left out. What it shows is that our wiring fits 0.33's Python; its own
+compiled kernels, and so everything on CUDA, stay untried.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Names a folder with the `vllm` folder of the 0.33 wheel in it; no compiled file is needed.
+VARIABLE = "VLLM_MEDUSA_TEST_VLLM_033"
+
+
+def python_files_of_033() -> Path | None:
+    """Where 0.33's files lie, if the tests were told."""
+    told = os.environ.get(VARIABLE)
+    if told is None:
+        return None
+    if not (Path(told) / "vllm" / "_version.py").is_file():
+        pytest.fail(f"{VARIABLE} is {told}, which holds no vLLM: no vllm/_version.py")
+    return Path(told)
+
+
+def installed() -> Path:
+    """The folder that holds the installed package, which is not imported for it."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None, "vLLM is not installed"
+    return Path(spec.origin).parents[1]
+
+
+def build(python_files: Path, folder: Path, version: str = "0.33.0+cpu") -> dict[str, str]:
+    """Lay 0.33 over the installed kernels in ``folder``; returns the environment that finds it.
+
+    By the ``+cpu`` of the version vLLM knows what platform it was built for.
+    """
+    package = folder / "vllm"
+    package.mkdir()
+    for entry in (python_files / "vllm").iterdir():
+        if entry.suffix != ".so" and entry.name != "__pycache__":
+            (package / entry.name).symlink_to(entry)
+    for kernels in (installed() / "vllm").glob("*.so"):
+        (package / kernels.name).symlink_to(kernels)
+    info = folder / f"vllm-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    tests = Path(__file__).parents[1]
+    dropped = ("PYTEST_CURRENT_TEST", VARIABLE)
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    path = os.pathsep.join(map(str, (folder, tests, tests.parent)))
+    return kept | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def pytest_command(*arguments: str) -> list[str]:
+    """A session of its own, since a process has one vLLM only."""
+    return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]

@@ -1,0 +1,193 @@
+"""What we take from vLLM and put into it is there, with the parameters we count on.
+
+Read from the source, so a release that can not run here is looked at too: 0.33, where its files
+are at hand (`support.overlay`). The tables hold for 0.32 and 0.33 alike; what does not is `MOVED`.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from support.overlay import VARIABLE, installed, python_files_of_033
+from support.vllm_source import Parameters, Source, methods, vllm_imports
+
+from vllm_medusa.plugin import SUPPORTED_VLLM
+
+PACKAGE = Path(__file__).parents[2] / "vllm_medusa"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+PATCHED = {  # see vllm_medusa/worker/overrides.py
+    ("vllm.engine.arg_utils", "EngineArgs.create_speculative_config"): (
+        "self", "target_model_config", "target_parallel_config",
+    ),
+    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config"): (
+        "self", "usage_context", "headless",
+    ),
+    ("vllm.engine.arg_utils", "EngineArgs.add_cli_args"): ("parser",),
+    ("vllm.engine.arg_utils", "EngineArgs.from_cli_args"): ("cls", "args"),
+    ("vllm.sampling_params", "SamplingParams._validate_spec_decode"): (
+        "self", "speculative_config",
+    ),
+    ("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader.get_all_weights"): (
+        "self", "model_config", "model",
+    ),
+    ("vllm.v1.worker.gpu.spec_decode", "init_speculator"): (
+        "vllm_config", "device", "req_states",
+    ),
+}  # fmt: skip
+NAMED = {  # looked up by name at run time: as a global that is swapped, or an attribute
+    ("vllm.v1.worker.cpu_worker", "CPUModelRunner"),
+    ("vllm.v1.worker.gpu.model_runner", "init_speculator"),
+    ("vllm.v1.attention.selector", "_cached_get_attn_backend"),
+    ("vllm._custom_ops", "_supports_onednn"),
+    ("vllm._custom_ops", "create_onednn_mm"),
+    ("vllm._custom_ops", "onednn_mm"),
+}
+# Shims: (release it is for, its place there, its place in later releases).
+MOVED = {
+    (
+        (0, 32),
+        ("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup"),
+        ("vllm.entrypoints.common.startup", "cli_env_setup"),
+    ),
+}
+# A method of ours that no longer overrides anything would be silently left out by vLLM.
+OVERRIDES = {
+    "MedusaModelRunner": {
+        "load_model", "_prepare_inputs", "_build_attention_metadata", "_sample",
+        "propose_draft_token_ids", "_input_fits_in_drafter", "_bookkeeping_sync",
+    },
+    "MedusaCPUWorker": {"init_device"},
+    "TreeMetadataBuilder": {"build"},
+    "TreeAttentionBackend": {"get_impl_cls", "get_builder_cls"},
+    "TreeAttentionImpl": {"__init__", "forward"},
+    "TreeSpeculator": {"__init__", "load_draft_model", "set_attn", "propose", "capture"},
+    "TreeModelState": {
+        "add_request", "initialize_kv_cache", "prepare_attn", "prepare_inputs",
+        "prepare_dummy_inputs", "custom_sampler", "postprocess_state",
+    },
+    "TreeSampler": {"__init__", "__call__"},
+}  # fmt: skip
+FREE = {"__init__", "__post_init__"}  # called by us, or with keywords of ours
+
+
+@pytest.fixture(scope="module", params=["installed", "0.33"])
+def source(request: pytest.FixtureRequest) -> Source:
+    if request.param == "installed":
+        return Source(installed())
+    files = python_files_of_033()
+    if files is None:
+        pytest.skip(f"{VARIABLE} does not say where the Python files of vLLM 0.33 are")
+    return Source(files)
+
+
+def missing(source: Source, trees: list[ast.Module]) -> set[str]:
+    """Imports that would fail."""
+    return {
+        f"{module}: {name}"
+        for tree in trees
+        for module, name in vllm_imports(tree)
+        if not source.has(module, name)
+    }
+
+
+def overriding(
+    source: Source, tree: ast.Module
+) -> list[tuple[str, str, Parameters, Parameters | None]]:
+    """(class, method, its parameters, vLLM's or None) in the classes that derive from vLLM's."""
+    found = []
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for base in node.bases:
+            place = source.place(tree, "", base)
+            if place is None or source.home(*place) is None:
+                continue
+            for method in methods(node):
+                stock = source.parameters(place[0], f"{place[1]}.{method.name}")
+                found.append((node.name, method.name, Parameters.of(method), stock))
+    return found
+
+
+def test_every_import_is_there(source: Source) -> None:
+    trees = [ast.parse(file.read_text()) for file in FILES]
+    assert sum(1 for tree in trees for _ in vllm_imports(tree)) > 50
+    moved = {place for _, *places in MOVED for place in places}
+    assert missing(source, trees) <= {f"{module}: {name}" for module, name in moved}
+    assert [seam for seam in sorted(NAMED) if not source.has(*seam)] == []
+
+
+def test_shims_are_needed_and_enough(source: Source) -> None:
+    for release, old, new in MOVED:
+        assert source.has(*old) != source.has(*new), f"{old} or {new}"
+        # Once this fails, import the new place where the shim is used now and drop the entry.
+        assert release in SUPPORTED_VLLM, f"{old}: the shim for {release} can go"
+
+
+def test_patched_functions_have_these_parameters(source: Source) -> None:
+    for (module, name), expected in PATCHED.items():
+        found = source.parameters(module, name)
+        assert found is not None, f"{module} has no {name}"
+        assert found.positional == expected and not found.keyword_only, name
+
+
+def test_methods_override_what_they_are_meant_to(source: Source) -> None:
+    seen: dict[str, set[str]] = {}
+    for file in FILES:
+        for owner, name, ours, stock in overriding(source, ast.parse(file.read_text())):
+            if stock is None:
+                continue
+            seen.setdefault(owner, set()).add(name)
+            if name not in FREE:
+                assert ours.stand_in_for(stock), f"{owner}.{name}: {ours} for {stock}"
+    for owner, names in OVERRIDES.items():
+        assert names <= seen.get(owner, set()), f"{owner} overrides {seen.get(owner)} only"
+
+
+PLANTED = """
+from vllm.v1.runner import Runner, gone
+class Ours(Runner):
+    def sample(self, logits): ...
+    def renamed(self): ...
+    def wide(self, a, *args, **kwargs): ...
+"""
+
+
+def test_a_release_that_does_not_fit_is_noticed(tmp_path: Path) -> None:
+    package = tmp_path / "vllm" / "v1"
+    package.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "base.py").write_text(
+        "class Base:\n    def sample(self, logits, mask): ...\n    def wide(self, a, b, *, c): ..."
+    )
+    (package / "runner.py").write_text(
+        "from .base import Base as Stock\nif True:\n    class Runner(Stock[int]): ...\n"
+    )
+    source, tree = Source(tmp_path), ast.parse(PLANTED)
+    assert missing(source, [tree]) == {"vllm.v1.runner: gone"}
+    found = {name: (ours, stock) for _, name, ours, stock in overriding(source, tree)}
+    ours, stock = found["sample"]
+    assert stock == Parameters(("self", "logits", "mask")) and not ours.stand_in_for(stock)
+    assert found["renamed"][1] is None
+    ours, stock = found["wide"]
+    assert stock is not None and ours.stand_in_for(stock)
+
+
+@pytest.mark.parametrize(
+    ("ours", "fits"),
+    [
+        (Parameters(("self", "a", "b")), False),  # c can not be given
+        (Parameters(("self", "a", "b"), ("c",)), True),
+        (Parameters(("self", "b", "a"), ("c",)), False),
+        (Parameters(("self", "a"), ("c",), more_positional=True), True),
+        (Parameters(("self", "a"), ("b",), more_positional=True), False),
+        (Parameters(("self", "a"), more_positional=True, more_keywords=True), True),
+        (Parameters(("self", "a"), ("b", "c")), False),  # b by position
+        (Parameters(("self", "a", "b", "d"), ("c",)), False),
+    ],
+)
+def test_standing_in(ours: Parameters, fits: bool) -> None:
+    assert ours.stand_in_for(Parameters(("self", "a", "b"), ("c",))) is fits
