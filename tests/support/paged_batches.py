@@ -1,0 +1,239 @@
+"""Random batches of trees, chunks and decodes over a paged cache that is NaN wherever it can be.
+
+NaN are: slots that no row may see, whole blocks behind the last one in use or left behind by the
+window, the output and the workspace. Garbage are: ancestor bits and depths of padding nodes and of
+requests that are no trees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.scorer.paged import (
+    FP8_DTYPES,
+    PagedBatch,
+    SplitWorkspace,
+    paged_tree_attention,
+    paged_tree_attention_reference,
+)
+from vllm_medusa.tree.packing import dense_ancestors, num_words, pack_ancestors
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Request:
+    """``rows`` query rows behind ``context`` tokens."""
+
+    rows: int
+    context: int = 0
+    is_tree: bool = False
+    shape: str = "random"  # of the tree; or "chain", "star", "pairs" (a complete binary tree)
+
+
+def tree(rows: int, context: int = 0, shape: str = "random") -> Request:
+    return Request(rows, context, True, shape)
+
+
+def chunk(rows: int, context: int = 0) -> Request:
+    return Request(rows, context)
+
+
+def decode(context: int) -> Request:
+    return Request(1, context)
+
+
+PADDING = Request(0)
+
+
+@dataclass(frozen=True)
+class Case:
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    batch: PagedBatch
+    scale: float
+    options: dict[str, Any]
+    parents: Tensor  # int64 [B, N]
+    requests: tuple[Request, ...]
+    slots: tuple[Tensor, ...] = field(default=())  # int64 [context + rows] of each request
+
+    @property
+    def num_rows(self) -> int:
+        return sum(r.rows for r in self.requests)
+
+    def run(self, attention=paged_tree_attention, dtype: torch.dtype | None = None, **changes):
+        """(out, lse), both NaN before the call."""
+        out = torch.full_like(self.query, NAN, dtype=dtype or self.query.dtype)
+        lse = torch.full(self.query.shape[:2], NAN, dtype=dtype or torch.float32)
+        lse = lse.to(self.query.device)
+        space = self.batch.workspace
+        if space is not None:
+            space.values.fill_(NAN)
+            space.lse.fill_(NAN)
+        caches = (self.key_cache, self.value_cache)
+        options = {**self.options, "scale": self.scale, "batch": self.batch, "lse": lse, **changes}
+        result = attention(self.query, *caches, out=out, **options)
+        assert result is out
+        return out, lse
+
+    def errors(self) -> tuple[float, float]:
+        """Largest differences to the reference of the output and of the LSE."""
+        return self.differences(*self.run())
+
+    def differences(self, out: Tensor, lse: Tensor, **changes: Any) -> tuple[float, float]:
+        """The same for results at hand; ``changes`` are arguments of the reference.
+
+        Rows of no request must be as they were.
+        """
+        expected, expected_lse = self.run(paged_tree_attention_reference, torch.float64, **changes)
+        rows = self.num_rows
+        assert expected[:rows].isfinite().all()
+        assert out[rows:].isnan().all()
+        assert lse[rows:].isnan().all()
+        assert torch.equal(lse[:rows].isneginf(), expected_lse[:rows].isneginf())
+        finite = ~expected_lse[:rows].isneginf()
+        off = (lse[:rows].double() - expected_lse[:rows])[finite]
+        return _largest(out[:rows].double() - expected[:rows]), _largest(off)
+
+    def with_batch(self, **changes: Any) -> Case:
+        return replace(self, batch=replace(self.batch, **changes))
+
+
+def _largest(difference: Tensor) -> float:
+    return difference.abs().amax().item() if difference.numel() else 0.0
+
+
+def random_parents(rows: int, nodes: int, shape: str, generator: torch.Generator) -> list[int]:
+    parents = [-1]
+    for i in range(1, nodes):
+        if shape == "chain":
+            parents.append(i - 1)
+        elif shape == "star":
+            parents.append(0)
+        elif shape == "pairs":
+            parents.append((i - 1) // 2)
+        else:
+            parents.append(int(torch.randint(max(0, i - 9), i, (), generator=generator)))
+    return parents
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def make_case(
+    requests: list[Request],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    dim: int = 64,
+    block: int = 16,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    splits: int = 1,
+    nodes: int | None = None,
+    slack: int = 0,
+    spare_rows: int = 0,
+    layout: str = "heads first",
+    static: bool = False,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Case:
+    """``nodes`` pads the trees, ``slack`` loosens the bound of query lengths.
+
+    ``layout`` is how a cache block lies in memory; with ``static`` all requests share one tree,
+    expanded.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count, kv_dtype = len(requests), kv_dtype or dtype
+    longest = max(r.rows for r in requests)
+    nodes = nodes or max([r.rows for r in requests if r.is_tree], default=1)
+    shapes = [requests[0].shape] if static else [r.shape for r in requests]
+    parents = torch.tensor([random_parents(nodes, nodes, s, generator) for s in shapes])
+    depths = torch.tensor([depths_of(p) for p in parents.tolist()], dtype=torch.int32)
+    bits = pack_ancestors(dense_ancestors(parents))
+    if static:
+        parents, depths = parents.expand(count, -1), depths.to(device).expand(count, -1)
+        bits = bits.to(device).expand(count, -1, -1)
+    else:
+        for b, request in enumerate(requests):
+            kept = request.rows if request.is_tree else 0
+            garbage = torch.randint(-(2**62), 2**62, (nodes, num_words(nodes)), generator=generator)
+            bits[b, kept:] = garbage[kept:]
+            depths[b, kept:] = torch.randint(0, 99, (nodes - kept,), generator=generator).int()
+
+    def visible_from(request: Request) -> int:
+        return 0 if window is None else max(0, request.context - window + 1)
+
+    needed = [-(-(r.context + r.rows) // block) for r in requests]
+    ids = torch.randperm(sum(needed), generator=generator) + 1
+    poisoned = sum(needed) + 1  # blocks 0 and the last hold nothing but NaN
+    table = torch.full((count, max(needed) + 2), poisoned, dtype=torch.int32)
+    k_scale, v_scale = torch.tensor([0.5]), torch.tensor([1.75])
+    if kv_dtype not in FP8_DTYPES:
+        k_scale = v_scale = None
+    shape = (poisoned + 1, heads[1], block, 2 * dim)  # [num_blocks, Hkv, block_size, 2 * D]
+    cache = torch.full(shape, NAN)
+    slots, used = [], 0
+    for b, request in enumerate(requests):
+        table[b, : needed[b]] = ids[used : used + needed[b]]
+        used += needed[b]
+        left = visible_from(request)
+        index = torch.arange(request.context + request.rows)
+        slots.append(table[b, index // block].long() * block + index % block)
+        table[b, : left // block] = 0
+        own = slots[-1][left:]
+        cache[own // block, :, own % block] = torch.randn(
+            len(own), heads[1], 2 * dim, generator=generator
+        )
+    cache = cache.to(kv_dtype)
+    if layout == "tokens first":
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    key_cache, value_cache = cache.to(device).transpose(1, 2).split(dim, -1)
+    if layout == "channels first":  # no vLLM layout: any strides will do
+        key_cache = key_cache.transpose(1, 3).contiguous().transpose(1, 3)
+
+    total = sum(r.rows for r in requests)
+    cu = torch.tensor([sum(r.rows for r in requests[:b]) for b in range(count + 1)])
+    lens = torch.tensor([r.context + r.rows for r in requests])
+    packed = torch.randn(total + spare_rows, heads[0] + 3, dim, generator=generator)
+    capacity = (total + spare_rows) * heads[0] * splits
+    batch = PagedBatch(
+        cu_query_lens=cu.int().to(device),
+        seq_lens=lens.int().to(device),
+        block_table=table.to(device),
+        is_tree=torch.tensor([r.is_tree for r in requests], device=device),
+        ancestor_bits=bits.to(device),
+        depths=depths.to(device),
+        max_query_len=longest + slack,
+        num_splits=splits,
+        workspace=SplitWorkspace.allocate(capacity, dim, device) if splits > 1 else None,
+    )
+    options = {
+        "softcap": softcap,
+        "window": window,
+        "sinks": torch.linspace(-2, 3, heads[0]).to(device, dtype) if sinks else None,
+        "k_scale": None if k_scale is None else k_scale.to(device),
+        "v_scale": None if v_scale is None else v_scale.to(device),
+    }
+    return Case(
+        query=packed.to(device, dtype)[:, 1 : heads[0] + 1],
+        key_cache=key_cache,
+        value_cache=value_cache,
+        batch=batch,
+        scale=dim**-0.5 * 1.3,
+        options=options,
+        parents=parents,
+        requests=tuple(requests),
+        slots=tuple(slots),
+    )

@@ -1,0 +1,369 @@
+"""The Triton kernel against the fp64 reference, through the interpreter here and on a GPU there.
+
+Every case is poisoned (`support.paged_batches`), so reading what no row may see shows as NaN.
+
+Tolerances. fp32: sums in another order, 1e-5 is 80 ulp of outputs near 1. Half types: weights are
+rounded before the second product, each by u/2 (u = 2**-10 for fp16, 2**-7 for bf16), and the
+output is rounded once more, so the error stays under u * max|value| of about 4. The interpreter
+truncates to bf16 instead of rounding, which doubles it. fp8 is exact in each of them.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.ahead_of_time import compiling
+from support.interpreter import INTERPRETING, run_interpreting
+from support.paged_batches import PADDING, Case, chunk, decode, make_case, tree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm_medusa.scorer import paged, tiles
+from vllm_medusa.scorer.paged import FP8_DTYPES
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+TOLERANCE = {F32: 1e-5, F16: 4 * 2**-10, BF16: 8 * 2**-7}
+MIXED = [
+    tree(9, 37),
+    chunk(5, 9),
+    PADDING,
+    decode(33),
+    tree(1, 0),
+    tree(13, 16),
+    chunk(18),
+    PADDING,
+]
+
+
+def check(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE, which are right."""
+    assert paged.uses_kernel(case.query.device.type)
+    out, lse = case.run()
+    error, lse_error = case.differences(out, lse)
+    assert error < TOLERANCE[case.query.dtype]
+    # fp32 inputs: logits up to 30 in base 2; half inputs are exact in fp32, so the same bound
+    assert lse_error < 2e-5
+    return out, lse
+
+
+def stack_bytes(cubin: bytes, tmp_path: Path) -> int:
+    """What a thread keeps in memory for want of registers."""
+    import triton
+
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    usage = subprocess.check_output([tool, "--dump-resource-usage", file], text=True)
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1])
+
+
+class Cases:
+    """What both the interpreter and a GPU must pass."""
+
+    device: str
+
+    def make(self, requests, **options) -> Case:
+        return make_case(requests, device=self.device, **options)
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"spare_rows": 3},
+            {"heads": (6, 6), "sinks": True},
+            {"heads": (8, 1), "softcap": 2.0, "layout": "tokens first"},
+            {"heads": (6, 2), "window": 5, "slack": 40, "block": 32},
+            {"heads": (14, 2), "window": 20, "sinks": True, "softcap": 3.0, "nodes": 21},
+            {"layout": "channels first", "static": True, "nodes": 14},
+        ],
+        ids=str,
+    )
+    def test_mixed_batches(self, options, splits):
+        check(self.make(MIXED, splits=splits, **options))
+
+    @pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+    def test_head_sizes(self, dim):
+        for dtype in TOLERANCE:
+            case = self.make([tree(5, 20), decode(17)], dim=dim, dtype=dtype, splits=2)
+            check(case)
+
+    @pytest.mark.parametrize("dtype", [F16, BF16, F32])
+    @pytest.mark.parametrize("kv_dtype", [None, *FP8_DTYPES])
+    def test_dtypes(self, dtype, kv_dtype):
+        options = {"dtype": dtype, "kv_dtype": kv_dtype, "sinks": True, "softcap": 5.0}
+        check(self.make(MIXED, window=12, splits=1, **options))
+        check(self.make(MIXED, window=None, splits=4, **options))
+
+    @pytest.mark.parametrize("nodes", [1, 2, 63, 64, 65, 128, 129, 256])
+    @pytest.mark.parametrize("context", [0, 17])
+    def test_boundaries_of_words(self, nodes, context):
+        check(self.make([tree(nodes, context)], heads=(2, 2), splits=1 + nodes % 2))
+
+    @pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 31, 32, 63, 64, 65])
+    def test_edges_of_blocks_and_tiles(self, context):
+        for window in (None, 3):
+            case = self.make([tree(3, context), tree(16, context), decode(context)], window=window)
+            check(case)
+
+    @pytest.mark.parametrize("splits", [2, 5, 16, 64])
+    def test_empty_and_uneven_parts(self, splits):
+        requests = [tree(6, 150), decode(0), tree(3, 63), PADDING, chunk(34, 1)]
+        check(self.make(requests, heads=(1, 1), splits=splits, sinks=splits == 5))
+
+    @pytest.mark.parametrize("window", [1, 2, 3, 7, 64])
+    @pytest.mark.parametrize("shape", ["chain", "star", "pairs"])
+    def test_windows_smaller_than_the_tree(self, window, shape):
+        requests = [tree(40, 70, shape), tree(9, 0, shape), chunk(50, 3)]
+        check(self.make(requests, heads=(1, 1), window=window, splits=1 + window % 2))
+
+    def test_rows_of_a_request_in_many_tiles(self):
+        """70 nodes of 7 heads are several tiles, and so are 90 rows of a chunk."""
+        for dtype in (F32, F16):
+            check(self.make([tree(70, 40), chunk(90, 80)], heads=(7, 1), dtype=dtype))
+
+    def test_both_ways_to_find_a_request(self):
+        """Loose bounds make the kernel search, tight ones give every request its tiles."""
+        for slack in (0, 500):
+            check(self.make([tree(16, 30)] * 5, heads=(2, 2), slack=slack))
+            check(self.make([PADDING, tree(40, 3), PADDING, decode(9), PADDING], slack=slack))
+
+    def test_a_dummy_batch_reads_nothing(self):
+        case = self.make([tree(6, 0), chunk(4, 0), PADDING], splits=2)
+        lens = torch.tensor([1, 1, 0], dtype=torch.int32, device=self.device)
+        case = case.with_batch(seq_lens=lens)
+        out, lse = check(case)
+        assert (out[6:9] == 0).all() and lse[6:9].isneginf().all()
+
+    def test_nothing_to_do(self):
+        out, _ = self.make([PADDING, PADDING], spare_rows=4).run()
+        assert out.isnan().all()
+        self.make([PADDING], nodes=3).run()
+
+    def test_lse_and_scales_may_be_left_out(self):
+        case = self.make([tree(6, 20)], kv_dtype=FP8_DTYPES[0])
+        case = replace(case, options={**case.options, "k_scale": None, "v_scale": None})
+        check(case)
+        for splits in (1, 2):
+            case = self.make([tree(6, 20)], splits=splits)
+            expected, _ = case.run()
+            assert torch.equal(case.run(lse=None)[0], expected)
+
+    def test_parts_merge_by_their_lse(self):
+        """The context alone and the tree alone, computed apart, are the whole."""
+        case = self.make([tree(12, 48)], heads=(4, 2))
+        whole, total = case.run()
+        batch = case.batch
+        no_tree = case.with_batch(ancestor_bits=torch.zeros_like(batch.ancestor_bits))
+        lens = torch.full_like(batch.seq_lens, 12)
+        no_context = case.with_batch(seq_lens=lens, block_table=batch.block_table[:, 3:])
+        parts, sums = zip(*(c.run() for c in (no_tree, no_context)), strict=True)
+        assert (torch.logaddexp(*sums) - total).abs().max() < 2e-5
+        merged = sum(
+            p * torch.exp(s - total).unsqueeze(2) for p, s in zip(parts, sums, strict=True)
+        )
+        assert (merged - whole).abs().max() < 2e-5
+
+    @pytest.mark.parametrize("window", [None, 3])
+    @pytest.mark.parametrize("wrong", ["mask off", "index for depth", "one bit", "no tree"])
+    def test_a_wrong_tree_is_seen(self, wrong, window):
+        """Negative controls: the reference with that mistake must differ."""
+        case = self.make([tree(12, 40), tree(70, 3)], heads=(2, 1), window=window)
+        batch = case.batch
+        bits, depths, flags = batch.ancestor_bits.clone(), batch.depths.clone(), batch.is_tree
+        if wrong == "mask off":
+            bits.fill_(-1)
+        elif wrong == "index for depth":
+            depths = torch.arange(depths.shape[1], device=self.device).int().expand(2, -1)
+        elif wrong == "one bit":
+            bits[1, 69, 1] ^= 1  # node 64: not the node itself
+        else:
+            flags = torch.zeros_like(flags)
+        changed = case.with_batch(ancestor_bits=bits, depths=depths, is_tree=flags).batch
+        error, _ = case.differences(*check(case), batch=changed)
+        if wrong == "index for depth" and window is None:
+            assert error < TOLERANCE[F32]  # depths matter to windows only
+        else:
+            assert error > 1e-2
+
+    def test_trees_of_requests_are_not_mixed_up(self):
+        case = self.make([tree(20, 30), tree(20, 30)], heads=(2, 2))
+        batch = case.batch
+        swapped = case.with_batch(ancestor_bits=batch.ancestor_bits.flip(0)).batch
+        assert case.differences(*check(case), batch=swapped)[0] > 1e-2
+
+
+class TestInterpreted(Cases):
+    __test__ = INTERPRETING  # in a process of its own, see below
+    device = "cpu"
+
+    @settings(max_examples=20, deadline=None, derandomize=True)
+    @given(st.data())
+    def test_random_batches(self, data):
+        draw = data.draw
+        request = st.one_of(
+            st.builds(
+                tree,
+                st.integers(1, 70),
+                st.integers(0, 100),
+                st.sampled_from(("random", "chain", "star", "pairs")),
+            ),
+            st.builds(chunk, st.integers(1, 40), st.integers(0, 50)),
+            st.builds(decode, st.integers(0, 120)),
+            st.just(PADDING),
+        )
+        requests = draw(st.lists(request, min_size=1, max_size=4))
+        dtype = draw(st.sampled_from(tuple(TOLERANCE)))
+        case = self.make(
+            [*requests, decode(5)],
+            heads=draw(st.sampled_from(((2, 2), (4, 2), (6, 2), (5, 1)))),
+            dim=draw(st.sampled_from((64, 80))),
+            block=draw(st.sampled_from((16, 32))),
+            dtype=dtype,
+            kv_dtype=draw(st.sampled_from((None, *FP8_DTYPES))),
+            window=draw(st.sampled_from((None, 1, 4, 16, 33))),
+            softcap=draw(st.sampled_from((0.0, 2.0))),
+            sinks=draw(st.booleans()),
+            splits=draw(st.sampled_from((1, 2, 7))),
+            slack=draw(st.sampled_from((0, 100))),
+            spare_rows=draw(st.integers(0, 2)),
+            layout=draw(st.sampled_from(("heads first", "tokens first"))),
+            seed=draw(st.integers(0, 999)),
+        )
+        check(case)
+
+    def test_small_tiles_give_the_same(self, monkeypatch):
+        """Sixteen rows and sixteen keys a tile: every loop and every edge is met."""
+        small = tiles.Tiles(16, 16, 4, 1)
+        monkeypatch.setattr("vllm_medusa.scorer.launch.tile_sizes", lambda *_: small)
+        for window, splits in ((None, 1), (6, 3)):
+            check(self.make(MIXED, window=window, splits=splits, heads=(2, 1)))
+            check(self.make([tree(70, 40)], heads=(1, 1), window=window, splits=splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu(Cases):
+    device = "cuda"
+
+    def test_graph_capture_replays_with_new_lengths(self):
+        """Captured with dummy lengths, replayed with real ones: nothing was read by the host."""
+        case = self.make([tree(16, 90), tree(16, 200), PADDING], splits=4, dtype=F16)
+        expected, _ = case.run()
+        batch = case.batch
+        seq_lens = batch.seq_lens.clone()
+        out = torch.zeros_like(case.query)
+
+        def step():
+            paged.paged_tree_attention(
+                case.query,
+                case.key_cache,
+                case.value_cache,
+                batch,
+                case.scale,
+                out=out,
+                **case.options,
+            )
+
+        step()
+        batch.seq_lens.fill_(1)
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_allocated()
+        with torch.cuda.graph(graph):
+            step()
+        assert torch.cuda.memory_allocated() == before
+        batch.seq_lens.copy_(seq_lens)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out[: case.num_rows], expected[: case.num_rows])
+
+
+def test_splits_follow_the_device(monkeypatch):
+    pytest.importorskip("triton")
+    from vllm_medusa.scorer import launch
+
+    def splits(batch_size: int, heads: int, kv_heads: int, nodes: int) -> int:
+        shape = (batch_size, heads, kv_heads, 128, nodes, 32768)
+        return launch.choose_splits(*shape, F16, F16, torch.device("cpu"))
+
+    assert splits(1, 32, 32, 64) == 1  # a CPU is one multiprocessor
+    limits = launch.DeviceLimits(132, 227 * 1024)
+    monkeypatch.setattr(launch, "device_limits", lambda device: limits)
+    assert splits(1, 32, 32, 64) == 4  # 32 programs, one a head
+    assert splits(1, 64, 8, 64) == 4  # 32 again: 512 folded rows are four tiles
+    assert splits(1, 64, 8, 1) == 16
+    assert splits(32, 32, 32, 64) == 1
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+def test_a_call_makes_no_tensor_and_reads_none():
+    """Of all torch operators only views are called: nothing is allocated, copied or waited for."""
+    pytest.importorskip("triton")
+    from vllm_medusa.scorer import launch
+
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    case = make_case(MIXED, splits=3, sinks=True, window=9, dtype=F16, kv_dtype=FP8_DTYPES[0])
+    caches, out = (case.key_cache, case.value_cache), torch.empty_like(case.query)
+    with compiling(90), Record():
+        launch.paged_tree_attention_kernel(
+            case.query, *caches, case.batch, case.scale, out=out, **case.options
+        )
+    assert set(called) <= {"aten.view.dtype", "aten.detach.default"}
+
+
+@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+def test_in_a_process_that_interprets():
+    run_interpreting(__file__, "TestInterpreted")
+
+
+WITH_ALL = {"window": 50, "softcap": 30.0, "sinks": True}
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@pytest.mark.parametrize(
+    ("capability", "shared", "options"),
+    [
+        (80, 163, {"heads": (8, 8), "dim": 80, "dtype": F16}),
+        (80, 163, {"heads": (4, 2), "dim": 128, "dtype": F32, **WITH_ALL}),
+        (89, 99, {"heads": (4, 2), "dim": 256, "dtype": BF16, **WITH_ALL}),
+        (90, 227, {"heads": (32, 32), "dim": 128, "dtype": BF16}),
+        (90, 227, {"heads": (16, 2), "dim": 128, "dtype": F16, **WITH_ALL}),
+        (90, 227, {"heads": (8, 1), "dim": 128, "dtype": BF16, "kv_dtype": FP8_DTYPES[0]}),
+        (90, 227, {"heads": (7, 1), "dim": 256, "dtype": F16, "kv_dtype": FP8_DTYPES[1]}),
+        (100, 227, {"heads": (8, 2), "dim": 64, "dtype": BF16, **WITH_ALL}),
+    ],
+    ids=str,
+)
+def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, options):
+    """Within the shared memory its tiles were chosen for, and with (nearly) all in registers.
+
+    The stack of a thread is what did not fit into its registers; 128 bytes are 32 of 255.
+    """
+    pytest.importorskip("triton")
+    from vllm_medusa.scorer import launch
+
+    limits = launch.DeviceLimits(100, shared * 1024)
+    monkeypatch.setattr(launch, "device_limits", lambda device: limits)
+    case = make_case([tree(64, 100), tree(64, 3)], splits=3, **options)
+    with compiling(capability) as compiled:
+        case.run(launch.paged_tree_attention_kernel)
+    assert set(compiled) == {"attend", "merge"}
+    for kernel in compiled.values():
+        assert kernel.metadata.shared <= shared * 1024
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) <= 128
+    ptx = compiled["attend"].asm["ptx"]
+    assert "cp.async" in ptx  # keys are fetched ahead
+    assert ("wgmma" in ptx) == (capability == 90)

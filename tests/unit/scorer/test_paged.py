@@ -1,0 +1,232 @@
+"""The paged reference against independent answers: parents followed one by one, and torch's SDPA.
+
+All of it is fp64, so 1e-12 is a thousand roundings of numbers near 1.
+"""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from support.paged_batches import (
+    PADDING,
+    Case,
+    chunk,
+    decode,
+    depths_of,
+    make_case,
+    tree,
+)
+from torch.nn.functional import scaled_dot_product_attention
+
+from vllm_medusa.scorer.paged import (
+    FP8_DTYPES,
+    SplitWorkspace,
+    paged_tree_attention,
+    paged_tree_attention_reference,
+)
+
+MIXED = [tree(7, 20), chunk(5, 9), PADDING, decode(33), tree(1, 0), tree(12, 16), chunk(17)]
+
+
+def reference(case: Case, **changes):
+    return case.run(paged_tree_attention_reference, torch.float64, **changes)
+
+
+def by_parents(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole definition once more, a row and a head at a time, without bits and depths."""
+    heads, dim = case.query.shape[1:]
+    size, kv_heads = case.key_cache.shape[1:3]
+    o = case.options
+    k_scale = 1.0 if o["k_scale"] is None else float(o["k_scale"])
+    v_scale = 1.0 if o["v_scale"] is None else float(o["v_scale"])
+    outs, totals = [], []
+    token = 0
+    for b, request in enumerate(case.requests):
+        parents = case.parents[b].tolist()
+        depths = depths_of(parents)
+        for i in range(request.rows):
+            own = set(range(i + 1))
+            if request.is_tree:
+                own, node = set(), i
+                while node >= 0:
+                    own.add(node)
+                    node = parents[node]
+            position = {c: c for c in range(request.context)}
+            for j in own:
+                behind = depths[j] if request.is_tree else j
+                position[request.context + j] = request.context + behind
+            here = position[request.context + i]
+            seen = [
+                s for s, p in sorted(position.items()) if not o["window"] or p > here - o["window"]
+            ]
+            slots = case.slots[b][seen]
+            keys = case.key_cache.float()[slots // size, slots % size].double() * k_scale
+            values = case.value_cache.float()[slots // size, slots % size].double() * v_scale
+            for h in range(heads):
+                g = h // (heads // kv_heads)
+                logits = keys[:, g] @ case.query[token, h].double() * case.scale
+                if o["softcap"]:
+                    logits = o["softcap"] * torch.tanh(logits / o["softcap"])
+                weights = logits.exp()
+                total = weights.sum()
+                if o["sinks"] is not None:
+                    total = total + o["sinks"][h].double().exp()
+                outs.append(weights @ values[:, g] / total)
+                totals.append(total.log())
+            token += 1
+    return torch.stack(outs).view(-1, heads, dim), torch.stack(totals).view(-1, heads)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 1},
+        {"window": 4},
+        {"window": 19, "softcap": 2.0, "sinks": True},
+        {"heads": (3, 3), "sinks": True, "layout": "tokens first"},
+        {"heads": (4, 1), "softcap": 1.5, "block": 32, "layout": "channels first"},
+        {"kv_dtype": FP8_DTYPES[0]},
+        {"kv_dtype": FP8_DTYPES[1], "dtype": torch.bfloat16, "window": 6},
+        {"static": True, "nodes": 14},
+    ],
+)
+def test_reference_follows_the_parents(options):
+    case = make_case(MIXED, dim=16, spare_rows=2, **options)
+    out, lse = reference(case)
+    expected, total = by_parents(case)
+    rows = case.num_rows
+    assert (out[:rows] - expected).abs().max() < 1e-12
+    assert (lse[:rows] - total).abs().max() < 1e-12
+    assert out[rows:].isnan().all()
+
+
+def test_reference_is_sdpa_for_a_chunk():
+    case = make_case([chunk(11, 30)], heads=(6, 2), dim=32)
+    out, _ = reference(case)
+    size = case.key_cache.shape[1]
+    keys, values = (
+        c[case.slots[0] // size, case.slots[0] % size].double().transpose(0, 1)
+        for c in (case.key_cache, case.value_cache)
+    )
+    mask = torch.ones(11, 41, dtype=torch.bool).tril(30)
+    query = case.query.double().transpose(0, 1)
+    expected = scaled_dot_product_attention(
+        query, keys, values, mask, scale=case.scale, enable_gqa=True
+    )
+    assert (out - expected.transpose(0, 1)).abs().max() < 1e-12
+
+
+def test_a_chain_is_a_chunk():
+    case = make_case([tree(9, 21, "chain")], window=5)
+    causal = case.with_batch(is_tree=torch.tensor([False]))
+    assert torch.equal(reference(case)[0], reference(causal)[0])
+
+
+def test_dummy_batch_without_context_for_its_rows():
+    """While graphs are captured seq_lens may be 1 for every request, whatever its rows."""
+    case = make_case([tree(6, 0), chunk(4, 0)])
+    case = case.with_batch(seq_lens=torch.ones(2, dtype=torch.int32))
+    out, lse = reference(case)
+    assert out.isfinite().all()
+    assert (out[6:9] == 0).all() and lse[6:9].isneginf().all()  # only the last row has a slot
+    assert (out[9] != 0).all()
+
+
+def test_without_triton_or_a_gpu_the_reference_runs():
+    code = (
+        "from support.paged_batches import *; from vllm_medusa.scorer import paged; import sys;"
+        "case = make_case([tree(5, 9)], dim=16);"
+        "assert not paged.uses_kernel('cpu');"
+        "assert torch.equal(case.run()[0], case.run(paged_tree_attention_reference)[0]);"
+        "sys.modules['triton'] = None; paged.uses_kernel.cache_clear();"
+        "paged.find_spec = lambda name: None;"
+        "assert torch.equal(case.run()[0], case.run(paged_tree_attention_reference)[0]);"
+        "paged.uses_kernel('cuda')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "TRITON_INTERPRET": "0"},
+    )
+    assert "ImportError: Tree attention on cuda runs on Triton" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "change"),
+    [
+        (TypeError, r"float64.*torch\.float16", lambda c: replace(c, query=c.query.double())),
+        (TypeError, "View a uint8 cache", lambda c: replace(c, key_cache=c.key_cache.byte())),
+        (ValueError, "kv_cache.transpose", lambda c: replace(c, key_cache=c.key_cache[..., :-1])),
+        (
+            ValueError,
+            "channels be adjacent",
+            lambda c: replace(c, query=torch.randn(5, 4, 32)[..., ::2]),
+        ),
+        (ValueError, "3 query heads of 16", lambda c: replace(c, query=c.query[:, :3])),
+        (ValueError, "window is 0", lambda c: replace(c, options={**c.options, "window": 0})),
+        (
+            ValueError,
+            "4 heads need",
+            lambda c: replace(c, options={**c.options, "sinks": torch.zeros(2)}),
+        ),
+        (
+            ValueError,
+            "num_splits is 3, but for 5 rows of 4 heads the workspace has room for 2",
+            lambda c: c.with_batch(num_splits=3, workspace=SplitWorkspace.allocate(59, 16, "cpu")),
+        ),
+        (ValueError, "without a workspace", lambda c: c.with_batch(num_splits=2)),
+        (
+            ValueError,
+            "is_tree is torch.int32",
+            lambda c: c.with_batch(is_tree=c.batch.is_tree.int()),
+        ),
+        (
+            ValueError,
+            r"seq_lens has shape \(0,\)",
+            lambda c: c.with_batch(seq_lens=c.batch.seq_lens[1:]),
+        ),
+        (
+            ValueError,
+            "0 words a row; 5 nodes need torch.int64 and 1 words",
+            lambda c: c.with_batch(ancestor_bits=c.batch.ancestor_bits[..., :0]),
+        ),
+    ],
+)
+def test_refusals_name_the_value_and_the_remedy(kind, message, change):
+    case = make_case([tree(5, 9)], dim=16)
+    with pytest.raises(kind, match=message):
+        change(case).run(paged_tree_attention)
+
+
+def test_wrong_lse_is_refused():
+    case = make_case([tree(5, 9)], dim=16)
+    with pytest.raises(ValueError, match="lse has shape"):
+        paged_tree_attention(
+            case.query,
+            case.key_cache,
+            case.value_cache,
+            case.batch,
+            1.0,
+            out=torch.empty_like(case.query),
+            lse=torch.empty(5, 3),
+        )
+
+
+def test_workspace_may_be_made_in_inference_mode():
+    with torch.inference_mode():
+        space = SplitWorkspace.allocate(10, 16, "cpu")
+    space.values.fill_(0.0)
+    space.lse.fill_(0.0)
+
+
+def test_workspace_knows_how_many_parts_it_holds():
+    space = SplitWorkspace.allocate(100, 16, "cpu")
+    assert space.max_splits(5, 4, 16) == 5
+    assert space.max_splits(5, 4, 32) == 2  # layers with wider heads
+    assert space.max_splits(5, 4, 8) == 5
+    assert space.max_splits(1000, 4, 16) == space.max_splits(1000, 4, 64) == 1
+    assert space.max_splits(0, 4, 16) == 100

@@ -1,0 +1,165 @@
+"""Launching `kernel`: tile sizes, grid and strides of one call; nothing is allocated or waited for.
+
+Import it late: it imports Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from vllm_medusa.scorer.kernel import INTERPRETED, attend, merge
+from vllm_medusa.scorer.paged import PagedBatch
+from vllm_medusa.scorer.tiles import SHARED_BYTES, num_splits, padded_head, tile_sizes
+
+
+def choose_splits(
+    batch_size: int,
+    num_heads: int,
+    kv_heads: int,
+    head_size: int,
+    max_query_len: int,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """`tiles.num_splits` for steps of one shape on one device; heads are those of this rank.
+
+    Call it when graphs are captured or a step is planned, not per layer. Cut it down to
+    `SplitWorkspace.max_splits`.
+    """
+    limits = device_limits(device)
+    rows = max_query_len * (num_heads // kv_heads)
+    tiles = tile_sizes(head_size, rows, dtype.itemsize, kv_dtype.itemsize, limits.shared_bytes)
+    query_tiles = -(-rows // tiles.block_m)
+    return num_splits(batch_size, kv_heads, max_seq_len, limits.num_sms, query_tiles, tiles.block_n)
+
+
+def paged_tree_attention_kernel(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    *,
+    out: Tensor,
+    softcap: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Launch; see `paged.paged_tree_attention`, which checks the arguments."""
+    num_rows, num_heads, head_size = query.shape
+    kv_heads, block_size = key_cache.shape[2], key_cache.shape[1]
+    batch_size, num_nodes = batch.depths.shape
+    if num_rows == 0 or batch_size == 0:
+        return out
+    group = num_heads // kv_heads
+    rows = batch.max_query_len * group
+    tiles = tile_sizes(
+        head_size,
+        rows,
+        query.element_size(),
+        key_cache.element_size(),
+        device_limits(query.device).shared_bytes,
+    )
+    tiles_per_request = -(-rows // tiles.block_m)
+    padded = padded_head(head_size)
+    grid, batch_padded = batch_size * tiles_per_request, 0
+    ragged = num_rows * group // tiles.block_m + batch_size
+    if ragged < grid:
+        grid, batch_padded = ragged, triton.next_power_of_2(batch_size)
+    splits = batch.num_splits
+    parts = batch.workspace if splits > 1 else None
+    attend[(grid, kv_heads, splits)](
+        query,
+        key_cache,
+        value_cache,
+        out if parts is None else parts.values,
+        lse if parts is None else parts.lse,
+        batch.cu_query_lens,
+        batch.seq_lens,
+        batch.block_table,
+        batch.is_tree.view(torch.int8),
+        batch.ancestor_bits,
+        batch.depths,
+        sinks,
+        k_scale,
+        v_scale,
+        float(scale),
+        float(softcap),
+        window or 0,
+        batch_size,
+        num_heads,
+        num_nodes,
+        tiles_per_request,
+        *query.stride()[:2],
+        *key_cache.stride(),
+        *value_cache.stride(),
+        *out.stride()[:2],
+        batch.block_table.stride(0),
+        *batch.ancestor_bits.stride(),
+        *batch.depths.stride(),
+        GROUP=group,
+        HEAD_SIZE=head_size,
+        HEAD_PADDED=padded,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        SPLITS=splits,
+        BATCH_PADDED=batch_padded,
+        HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap != 0,
+        HAS_SINKS=sinks is not None,
+        HAS_K_SCALE=k_scale is not None,
+        HAS_V_SCALE=v_scale is not None,
+        HAS_LSE=lse is not None,
+        INTERPRETED=INTERPRETED,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if parts is not None:
+        splits_padded = triton.next_power_of_2(splits)
+        merge[(num_rows, num_heads)](
+            parts.values,
+            parts.lse,
+            out,
+            lse,
+            batch.cu_query_lens,
+            sinks,
+            batch_size,
+            num_heads,
+            *out.stride()[:2],
+            HEAD_SIZE=head_size,
+            HEAD_PADDED=padded,
+            SPLITS=splits,
+            SPLITS_PADDED=splits_padded,
+            HAS_SINKS=sinks is not None,
+            HAS_LSE=lse is not None,
+            num_warps=8 if splits_padded * padded > 8192 else 4,
+        )
+    return out
+
+
+class DeviceLimits(NamedTuple):
+    """What tiles and splits depend on."""
+
+    num_sms: int
+    shared_bytes: int  # that one block may have
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Ask once; a device that isn't CUDA counts as one multiprocessor."""
+    if device.type != "cuda":
+        return DeviceLimits(1, SHARED_BYTES)
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", SHARED_BYTES)
+    return DeviceLimits(properties.multi_processor_count, shared)
