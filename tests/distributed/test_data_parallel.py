@@ -1,0 +1,53 @@
+"""Two replicas behind vLLM's own balancer (``--data-parallel-size 2``) say what one engine says.
+
+vLLM refuses its offline data parallelism for dense models, so this is how replicas are had.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.engine_process import answers, batch, engine_process
+from support.engines import Completion, medusa
+from support.plain import COMMON, Plain
+from support.reference import differing
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+COUNT = 16
+
+
+def test_two_replicas(plain: Plain, chaotic_llama: str, random_heads: str, tmp_path: Path) -> None:
+    job = {
+        "replicas": 2,
+        "engine": {
+            "model": chaotic_llama,
+            "speculative_config": medusa(random_heads, {"dense": [2, 2, 2]}),
+            "data_parallel_size": 2,
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 32,
+            "kv_cache_memory_bytes": 64 << 20,
+        },
+        "batches": [
+            batch(plain.greedy.prompts[:COUNT], [{"temperature": 0.0, **COMMON}] * COUNT),
+            batch(
+                plain.prompts[:COUNT],
+                [{"temperature": 1.0, "seed": o.seed, **COMMON} for o in plain.seeded[:COUNT]],
+            ),
+        ],
+    }
+    with engine_process(job, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="1") as process:
+        told = answers(process, tmp_path, 300)
+        process.wait(60)
+    assert process.returncode == 0
+    greedy, seeded = (
+        [Completion(tuple(t), f, s) for t, f, s in result["completions"]]
+        for result in told["batches"]
+    )
+    assert differing(plain.greedy.completions[:COUNT], greedy) == []
+    assert plain.unlike_seeded(seeded) == []
+    assert set(told["drafts"]) == {"0", "1"} and min(told["drafts"].values()) > 50

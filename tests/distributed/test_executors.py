@@ -1,0 +1,134 @@
+"""Both executors as users run them: an engine process of its own, two ranks, 63 draft nodes.
+
+`mp` has heads with LM heads of their own, Ray has heads that share the target's, whose logits are
+gathered. At the end of each a rank is killed in the middle of its work.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from support.engine_process import answers, batch, engine_process, of_session, wait_for
+from support.engines import Completion, medusa
+from support.plain import COMMON, Plain
+from support.ranks import WORKER, Decision, decisions
+from support.reference import differing
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+TREE = "mc_sim_7b_63"
+START_S = 240.0
+DOWN_S = 45.0  # vLLM gives workers 5 s to end by themselves, 4 s after SIGTERM, then kills them
+COUNT = 32
+
+
+@dataclass(frozen=True)
+class Started:
+    executor: str
+    process: subprocess.Popen[bytes]
+    folder: Path
+    workers: list[int]
+    completions: dict[str, list[Completion]]
+    ranks: dict[str, list[list[Decision]]]
+
+
+@pytest.fixture(scope="module", params=["mp", "ray"])
+def started(
+    request: pytest.FixtureRequest,
+    plain: Plain,
+    chaotic_llama: str,
+    random_heads: str,
+    own_heads: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Started]:
+    executor: str = request.param
+    if executor == "ray":
+        pytest.importorskip("ray", reason="Ray is not installed: pip install vllm-medusa[ray]")
+    folder = tmp_path_factory.mktemp(executor)
+    job = {
+        "engine": {
+            "model": chaotic_llama,
+            "speculative_config": medusa(own_heads if executor == "mp" else random_heads, TREE),
+            "tensor_parallel_size": 2,
+            "distributed_executor_backend": executor,
+            "worker_cls": WORKER,
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": 32,
+            "kv_cache_memory_bytes": 64 << 20,
+        },
+        "batches": [
+            batch(
+                plain.greedy.prompts[:COUNT],
+                [{"temperature": 0.0, **COMMON}] * COUNT,
+                plain.known_greedy[:COUNT],
+            ),
+            batch(
+                plain.prompts[:COUNT],
+                [{"temperature": 1.0, "seed": o.seed, **COMMON} for o in plain.seeded[:COUNT]],
+                plain.known_seeded[:COUNT],
+            ),
+        ],
+        "last": batch(plain.prompts, [{**COMMON, "max_tokens": 900}] * len(plain.prompts)),
+    }
+    if executor == "ray":
+        job["ray"] = 2  # devices: see support.ray_on_cpu
+    with engine_process(job, folder) as process:
+        told = answers(process, folder, START_S)
+        kinds = dict(zip(("greedy", "seeded"), told["batches"], strict=True))
+        yield Started(
+            executor,
+            process,
+            folder,
+            told["workers"],
+            {
+                kind: [Completion(tuple(t), f, s) for t, f, s in result["completions"]]
+                for kind, result in kinds.items()
+            },
+            {kind: [decisions(r) for r in result["ranks"]] for kind, result in kinds.items()},
+        )
+
+
+def test_greedy_tokens(started: Started, plain: Plain) -> None:
+    assert differing(plain.greedy.completions[:COUNT], started.completions["greedy"]) == []
+
+
+def test_seeded_tokens(started: Started, plain: Plain) -> None:
+    assert plain.unlike_seeded(started.completions["seeded"]) == []
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_the_ranks_agree(started: Started, kind: str) -> None:
+    one, other = started.ranks[kind]
+    assert one == other
+    trees = [decision for decision in one if decision.num_nodes > 1]
+    assert len(trees) > 300 and max(decision.num_nodes for decision in trees) == 64
+    assert sum(len(decision.nodes) - 1 for decision in trees) > len(trees)
+
+
+def test_a_killed_rank_ends_the_engine(started: Started) -> None:
+    """In the middle of a batch: an error that names the reason, soon, and nothing left behind."""
+    process, folder = started.process, started.folder
+    time.sleep(2)  # well into the last batch, which takes minutes
+    assert process.poll() is None
+    family = of_session(process.pid)
+    assert set(started.workers) < {member.pid for member in family}
+    psutil.Process(started.workers[1]).kill()
+    begun = time.monotonic()
+    wait_for(folder / "job.json.error", process, folder, DOWN_S)
+    process.wait(DOWN_S)
+    print(f"{started.executor}: down after {time.monotonic() - begun:.1f} s")
+    assert process.returncode != 0
+    assert not (folder / "job.json.finished").exists()
+    log = (folder / "log").read_text(errors="replace")
+    assert "died unexpectedly" in log
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert [member for member in alive if member.status() != psutil.STATUS_ZOMBIE] == []

@@ -1,0 +1,152 @@
+"""Two tensor-parallel ranks, `mp` executor: plain vLLM's tokens, and never two opinions.
+
+Nothing is broadcast between the ranks once a step is scheduled: each verifies, compacts its share
+of the KV cache and drafts by itself. So every decision of every rank is compared, and three
+controls let one rank differ to show that the comparison would tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+from support.engines import Completion, Prompt, complete, engine, greedy, medusa
+from support.plain import COMMON, TOKENS, Known, Plain
+from support.ranks import WORKER, Decision, decisions
+from support.reference import assert_chaotic, differing
+from vllm import LLM, SamplingParams
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+TREE = {"dense": [2, 2, 2]}  # 15 nodes with the root
+FEW = [7, 70, 170, 270, 370, 470]  # all that unseeded requests may say, so that drafts are met
+
+
+@dataclass(frozen=True)
+class Run:
+    completions: list[Completion]
+    ranks: list[list[Decision]]
+
+    @property
+    def trees(self) -> list[Decision]:
+        """Rank 0's decisions about trees."""
+        return [decision for decision in self.ranks[0] if decision.num_nodes > 1]
+
+    def differing(self) -> int:
+        """Decisions that not all ranks made alike, in the order they were made."""
+        return sum(len(set(alike)) > 1 for alike in zip_longest(*self.ranks))
+
+
+def run(llm: LLM, prompts: Sequence[Prompt], params: Any, known: Known | None = None) -> Run:
+    llm.collective_rpc("plant", args=(known or [],))
+    completions = complete(llm, prompts, params)
+    return Run(completions, [decisions(r) for r in llm.collective_rpc("take_decisions")])
+
+
+def run_greedy(llm: LLM, plain: Plain) -> Run:
+    return run(llm, plain.greedy.prompts, greedy(TOKENS), plain.known_greedy)
+
+
+def run_seeded(llm: LLM, plain: Plain) -> Run:
+    return run(llm, plain.prompts, plain.params, plain.known_seeded)
+
+
+def run_unseeded(llm: LLM, plain: Plain) -> Run:
+    return run(llm, plain.prompts, SamplingParams(allowed_token_ids=FEW, **COMMON))
+
+
+@pytest.fixture(scope="module")
+def one_rank(plain: Plain, chaotic_llama: str, random_heads: str) -> dict[str, Run]:
+    with engine(chaotic_llama, medusa(random_heads, TREE), worker_cls=WORKER) as llm:
+        return {"greedy": run_greedy(llm, plain), "seeded": run_seeded(llm, plain)}
+
+
+@pytest.fixture(scope="module")
+def llm(one_rank: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    config = medusa(random_heads, TREE)
+    with engine(chaotic_llama, config, worker_cls=WORKER, tensor_parallel_size=2) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two_ranks(llm: LLM, plain: Plain) -> dict[str, Run]:
+    return {
+        "greedy": run_greedy(llm, plain),
+        "seeded": run_seeded(llm, plain),
+        "unseeded": run_unseeded(llm, plain),
+        "unplanted": run(llm, plain.greedy.prompts[:32], greedy(TOKENS)),
+    }
+
+
+def test_the_reference_proves_something(plain: Plain) -> None:
+    assert len(plain.greedy.prompts) >= 85
+    assert_chaotic(plain.greedy.outputs)
+    assert sum(not outcome.steady for outcome in plain.seeded) <= 10
+
+
+@pytest.mark.parametrize("kind", ["greedy", "unplanted"])
+def test_greedy_tokens(two_ranks: dict[str, Run], plain: Plain, kind: str) -> None:
+    got = two_ranks[kind].completions
+    assert differing(plain.greedy.completions[: len(got)], got) == []
+
+
+def test_seeded_tokens(two_ranks: dict[str, Run], plain: Plain) -> None:
+    assert plain.unlike_seeded(two_ranks["seeded"].completions) == []
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_one_rank_decides_the_same(
+    one_rank: dict[str, Run], two_ranks: dict[str, Run], plain: Plain, kind: str
+) -> None:
+    """Accepted paths and the shape of every step, not the tokens only; drafts but for near-ties."""
+    alone, shared = (
+        sorted(d for d in runs[kind].ranks[0] if d.request not in plain.unsteady)
+        for runs in (one_rank, two_ranks)
+    )
+    assert [d[:-1] for d in alone] == [d[:-1] for d in shared]
+    drafts = sum(a.drafts != b.drafts for a, b in zip(alone, shared, strict=True))
+    assert drafts <= 0.01 * len(alone)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "unseeded", "unplanted"])
+def test_the_ranks_agree(two_ranks: dict[str, Run], kind: str) -> None:
+    """Every accepted path, every output token and every next draft of every step."""
+    result = two_ranks[kind]
+    assert len(result.ranks) == 2 and len(result.ranks[0]) == len(result.ranks[1])
+    assert result.differing() == 0
+
+
+def test_the_comparison_is_a_large_one(two_ranks: dict[str, Run]) -> None:
+    trees = {kind: result.trees for kind, result in two_ranks.items()}
+    print({kind: len(made) for kind, made in trees.items()})
+    assert len(trees["greedy"]) > 1000 and len(trees["seeded"]) > 1000
+    assert sum(map(len, trees.values())) > 5000
+    for kind in ("greedy", "seeded", "unseeded"):
+        lengths = [len(made.nodes) - 1 for made in trees[kind]]
+        assert sum(lengths) > 0.4 * len(lengths) and max(lengths) == 3
+    assert max(made.num_nodes for made in trees["greedy"]) == 15
+
+
+@pytest.mark.parametrize(
+    ("kind", "disturbance"),
+    [("greedy", "logits"), ("seeded", "dice"), ("unseeded", "shared_dice")],
+)
+def test_a_rank_that_differs_is_noticed(
+    llm: LLM, two_ranks: object, plain: Plain, kind: str, disturbance: str
+) -> None:
+    runs = {"greedy": run_greedy, "seeded": run_seeded, "unseeded": run_unseeded}
+    llm.collective_rpc("disturb", args=(disturbance,))
+    try:
+        result = runs[kind](llm, plain)
+    finally:
+        llm.collective_rpc("restore")
+    assert result.differing() > 0.2 * len(result.ranks[0])
+
+
+def test_repaired_ranks_agree_again(llm: LLM, two_ranks: dict[str, Run], plain: Plain) -> None:
+    again = run_greedy(llm, plain)
+    assert again.differing() == 0
+    assert again.completions == two_ranks["greedy"].completions
