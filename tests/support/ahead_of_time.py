@@ -1,0 +1,56 @@
+"""Compile what a call would launch, as it would launch it, for GPUs that aren't there.
+
+The interpreter runs Triton's language as Python and so takes much that no compiler does. Here the
+call's own arguments choose types and constants; nothing is launched, so what it returns is garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+GENERATIONS = (80, 90, 100)  # A100, H100, B200
+
+
+class _Driver:
+    """Just enough of a driver to say what to compile for."""
+
+    def __init__(self, capability: int):
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[dict[str, Any]]:
+    """Launches compile only; yields the compiled kernels by name."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    compiled: dict[str, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        assert kernel.asm["cubin"], self.fn.__name__
+        compiled[self.fn.__name__] = kernel
+        return kernel
+
+    before = driver._active
+    driver.set_active(_Driver(capability))
+    JITFunction.run = compile_only
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        driver._active = before

@@ -1,0 +1,424 @@
+"""The sampler's kernels against the torch rules, through the interpreter here and on a GPU there.
+
+Paths and tokens must be the same bits. Typical acceptance computes probabilities too; its cases
+have no node so near the bar that rounding (about 1e-6) could move it across, and so the paths must
+be the same as in fp64. How near it gets is tested on its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from support.ahead_of_time import GENERATIONS, compiling
+from support.interpreter import INTERPRETING, run_interpreting
+from support.random_trees import Case, make_case
+from torch import Tensor
+
+from vllm_medusa import sampler
+from vllm_medusa.sampler import Path, Verdict
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
+
+POISON = -77
+SIZES = [1, 2, 63, 64, 65, 128, 129, 256]
+SHAPES = {
+    "chain": lambda n: [[0] * (i + 1) for i in range(n - 1)],
+    "star": lambda n: [[i] for i in range(n - 1)],
+    "comb": lambda n: [[0] * (i // 2) + [i % 2] for i in range(n - 1)],
+}
+
+
+def moved(tree: TreeBatch, device: str) -> TreeBatch:
+    values = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+    return TreeBatch(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()})
+
+
+def static(paths: list[list[int]], num_nodes: list[int], dtype=torch.int64) -> TreeBatch:
+    """The prefixes of one tree; views with strides of 0 and of a longer row."""
+    spare = [[len(paths) + 1]] if len(paths) < 255 else []
+    tensors = TreeTensors.from_tree(TokenTree.from_paths([*paths, *spare]))
+    return TreeBatch.from_static(
+        tensors.prefix(max(num_nodes)), torch.tensor(num_nodes, dtype=dtype)
+    )
+
+
+def poisoned_path(tree: TreeBatch, device: str) -> tuple[Path, Tensor]:
+    """A path to write into, inside larger memory, and that memory."""
+    batch, columns = tree.batch_size, tree.max_depth + 1
+    memory = torch.full((batch + 1, columns + 5), POISON, device=device)
+    ends = torch.full((2, batch), POISON, device=device)
+    return Path(memory[:-1, :columns], ends[0], ends[1]), memory
+
+
+def same_path(path: Path, expected: Path) -> None:
+    assert path.nodes.cpu().tolist() == expected.nodes.tolist()
+    assert path.num_accepted.cpu().tolist() == expected.num_accepted.tolist()
+    assert path.last_node.cpu().tolist() == expected.last_node.tolist()
+
+
+def same_verdict(verdict: Verdict, expected: Verdict) -> None:
+    same_path(verdict.path, expected.path)
+    assert verdict.output_token_ids.cpu().tolist() == expected.output_token_ids.tolist()
+
+
+def random_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    case = make_case(
+        seed, rng.randint(1, 4), rng.randint(1, 20), rng.randint(1, 3), rng.random() < 0.5
+    )
+    absent = torch.rand(case.token_ids.shape, generator=generator(seed)) < 0.05
+    case.token_ids[absent] = -1
+    return case
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Cases:
+    """What both the interpreter and a GPU must pass."""
+
+    device: str
+
+    @pytest.fixture(autouse=True)
+    def _kernel(self):
+        from vllm_medusa.sampler import kernel
+
+        self.kernel = kernel
+
+    def walk(self, tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Verdict:
+        path, memory = poisoned_path(tree, self.device)
+        output, output_memory = poisoned_path(tree, self.device)
+        verdict = self.kernel.target_verdict(
+            moved(tree, self.device),
+            tokens.to(self.device),
+            targets.to(self.device),
+            Verdict(path, output.nodes),
+        )
+        for whole in (memory, output_memory):
+            assert (whole[-1] == POISON).all() and (whole[:, -5:] == POISON).all()
+        return verdict
+
+    def check_walk(self, tree: TreeBatch, tokens: Tensor, targets: Tensor) -> Verdict:
+        def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:
+            return targets.gather(1, nodes.unsqueeze(1)).squeeze(1)
+
+        verdict = self.walk(tree, tokens, targets)
+        same_verdict(verdict, sampler.greedy_verdict(tree, tokens, targets))
+        same_verdict(verdict, sampler.lossless_walk(tree, tokens, sample))
+        return verdict
+
+    def test_random_batches_walk(self):
+        accepted = 0
+        for seed in range(50):
+            case = random_case(seed)
+            shape = case.token_ids.shape
+            targets = torch.randint(0, case.vocab_size, shape, generator=generator(seed))
+            accepted += int(self.check_walk(case.tree, case.token_ids, targets).path.nodes.max())
+        assert accepted > 60
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("nodes", SIZES)
+    def test_boundaries_walk(self, nodes: int, shape: str):
+        """Everything is accepted; the last node is cut off; nothing fits."""
+        tree = static(SHAPES[shape](nodes), [nodes, max(1, nodes - 1), nodes], torch.int32)
+        parents = tree.parents[0].clamp(min=0)
+        tokens = torch.arange(nodes).expand(3, -1) + 1000
+        targets = torch.zeros(3, nodes, dtype=torch.int64)
+        for node in range(1, nodes):  # the last child of each node
+            targets[:, parents[node]] = tokens[0, node]
+        targets[2] = 7
+        verdict = self.check_walk(tree, tokens, targets)
+        if shape == "chain":
+            assert verdict.path.num_accepted.tolist() == [nodes - 1, max(0, nodes - 2), 0]
+
+    def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second(self):
+        tree = static([[0], [1], [1, 0]], [4])
+        tokens, targets = torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 6, 6, 7]])
+        assert self.check_walk(tree, tokens, targets).output_token_ids.tolist()[0][:2] == [5, 6]
+
+    def test_tokens_as_views(self):
+        """Rows of a longer buffer, for tokens and targets."""
+        case = make_case(3, 4, 20, 2)
+        targets = torch.randint(0, 2, (4, 33), generator=generator(0))[:, 9:29]
+        wide = torch.full((4, 31), 1)
+        wide[:, :20] = case.token_ids
+        self.check_walk(case.tree, wide[:, :20], targets)
+
+    def test_a_wrong_parent_is_seen(self):
+        """Negative control."""
+        case = make_case(1, 4, 30, 1)
+        targets = torch.zeros_like(case.token_ids)
+        expected = self.check_walk(case.tree, case.token_ids, targets)
+        parents = case.tree.parents.clone()
+        parents[:, 1] = 5
+        wrong = dataclasses.replace(case.tree, parents=parents)
+        nodes = self.walk(wrong, case.token_ids, targets).path.nodes
+        assert not torch.equal(nodes, expected.path.nodes)
+
+    def accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor | None) -> Path:
+        path, memory = poisoned_path(tree, self.device)
+        given = None if score is None else score.to(self.device)
+        path = self.kernel.accept_path(
+            moved(tree, self.device), accepted.to(self.device), given, path
+        )
+        assert (memory[-1] == POISON).all() and (memory[:, -5:] == POISON).all()
+        return path
+
+    def check_accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor | None) -> Path:
+        path = self.accept(tree, accepted, score)
+        same_path(path, sampler.accept_path(tree, accepted, score))
+        return path
+
+    def test_random_batches_accept(self):
+        """Scores of few values: ties, both infinities, the largest finite number and NaN."""
+        largest = torch.finfo(torch.float32).max
+        values = torch.tensor([-torch.inf, -1.5, 0.0, -0.0, 2.0, largest, torch.inf, torch.nan])
+        for seed in range(50):
+            tree, shape = random_case(seed).tree, (random_case(seed).token_ids.shape)
+            accepted = torch.rand(shape, generator=generator(seed)) < 0.8
+            score = values[torch.randint(0, 8, shape, generator=generator(seed + 1))]
+            self.check_accept(tree, accepted, score if seed % 4 else None)
+
+    def test_infinity_ties_with_the_largest_number(self):
+        """As `nan_to_num` has it; and nothing is below a NaN."""
+        tree = static([[0], [1]], [3, 3])
+        largest = torch.finfo(torch.float32).max
+        score = torch.tensor([[0, largest, torch.inf], [0, torch.nan, -torch.inf]])
+        path = self.check_accept(tree, torch.ones(2, 3, dtype=torch.bool), score)
+        assert path.last_node.tolist() == [1, 1]
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    @pytest.mark.parametrize("nodes", SIZES)
+    def test_boundaries_accept(self, nodes: int, shape: str):
+        """One node refused, first, last or at the edge of a word; then the best of a tie."""
+        tree = static(SHAPES[shape](nodes), [nodes, max(1, nodes - 1)], torch.int32)
+        score = torch.randn(2, nodes, generator=generator(nodes))
+        for refused in {0, 1, 63, 64, nodes - 1} & set(range(nodes)):
+            accepted = torch.ones(2, nodes, dtype=torch.bool)
+            accepted[:, refused] = False
+            self.check_accept(tree, accepted, score)
+            self.check_accept(tree, accepted, None)
+
+    def test_a_missing_ancestor_bit_is_seen(self):
+        """Negative control: node 66 hangs under node 65, whose refusal it must heed."""
+        tree = static(SHAPES["chain"](70), [70])
+        accepted = torch.ones(1, 70, dtype=torch.bool)
+        accepted[0, 65] = False
+        assert self.check_accept(tree, accepted, None).last_node.tolist() == [64]
+        bits = tree.ancestor_bits.clone()
+        bits[:, 66:, 1] &= ~2
+        wrong = dataclasses.replace(tree, ancestor_bits=bits)
+        assert self.accept(wrong, accepted, None).last_node.tolist() == [69]
+
+    def test_close(self):
+        for seed in range(20):
+            case = random_case(seed)
+            accepted = torch.rand(case.token_ids.shape, generator=generator(seed)) < 0.8
+            path = sampler.accept_path(case.tree, accepted)
+            final = torch.randint(50, 60, (case.batch_size,), generator=generator(seed))
+            out, memory = poisoned_path(case.tree, self.device)
+            moved_path = Path(*(getattr(path, f).to(self.device) for f in path.__annotations__))
+            verdict = self.kernel.close_path(
+                moved_path, case.token_ids.to(self.device), final.to(self.device), out.nodes
+            )
+            same_verdict(verdict, sampler.close_path(path, case.token_ids, final))
+            assert (memory[-1] == POISON).all() and (memory[:, -5:] == POISON).all()
+
+    def typical(self, tree, tokens, logits, rows, epsilon, delta) -> Path:
+        path, memory = poisoned_path(tree, self.device)
+        tree = moved(tree, self.device)
+        arguments = [t.to(self.device) for t in (tokens, logits, rows, epsilon, delta)]
+        scratch = self.kernel.TypicalScratch.empty(tree, arguments[1])
+        scratch.parts.fill_(torch.nan)
+        scratch.score.fill_(torch.nan)
+        scratch.node_accepted.fill_(True)
+        path = self.kernel.typical_path(tree, *arguments, path, scratch)
+        assert (memory[-1] == POISON).all() and (memory[:, -5:] == POISON).all()
+        return path
+
+    def check_typical(self, tree, tokens, logits, rows, epsilon, delta) -> Path:
+        path = self.typical(tree, tokens, logits, rows, epsilon, delta)
+        probs = logits[rows].double().softmax(-1)
+        expected = sampler.typical_path(tree, tokens, probs, epsilon.double(), delta.double())
+        same_path(path, expected)
+        return path
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    def test_random_batches_typical(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+        """Ragged logits in several parts, truncated rows with whole parts of -inf, NaN rows."""
+        monkeypatch.setattr(self.kernel, "_SPLIT", 16)
+        accepted = 0
+        for seed in range(12 if dtype is torch.float32 else 4):
+            case = random_case(seed)
+            tree, gen, vocab = case.tree, generator(seed), 40
+            cu = torch.nn.functional.pad(tree.num_nodes.cumsum(0), (1, 0))
+            node = torch.arange(tree.max_nodes)
+            rows = cu[:-1, None] + torch.minimum(node, tree.num_nodes[:, None] - 1)
+            memory = torch.full((int(cu[-1]), vocab + 3), torch.nan, dtype=dtype)
+            logits = memory[:, :vocab]
+            logits.copy_(2 * torch.randn(logits.shape, generator=gen))
+            logits[:, : case.vocab_size] += 5
+            logits[torch.rand(logits.shape, generator=gen) < 0.3] = -torch.inf
+            logits[torch.rand(len(logits), generator=gen) < 0.3, 16:] = -torch.inf
+            logits[torch.rand(len(logits), generator=gen) < 0.1, 20:] = -3e38 if seed % 2 else -9e4
+            bad = torch.rand(len(logits), generator=gen)
+            logits[bad < 0.05, 17] = torch.nan
+            logits[(bad > 0.05) & (bad < 0.08)] = -torch.inf
+            logits[(bad > 0.08) & (bad < 0.1), 39] = torch.inf
+            rows[torch.arange(tree.max_nodes) >= tree.num_nodes[:, None]] = 10**9  # never read
+            given = torch.where(rows < 10**9, rows, 0)
+            bounds = torch.rand(2, case.batch_size, generator=gen) * 0.2 + 0.01
+            path = self.typical(tree, case.token_ids, logits, rows, *bounds)
+            probs = logits[given].double().softmax(-1)
+            same_path(path, sampler.typical_path(tree, case.token_ids, probs, *bounds.double()))
+            accepted += int(path.num_accepted.sum())
+        assert accepted > 5
+
+    @pytest.mark.parametrize("nodes", [1, 2, 64, 65, 256])
+    def test_boundaries_typical(self, nodes: int):
+        vocab = 11
+        for shape, paths in SHAPES.items():
+            tree = static(paths(nodes), [nodes, max(1, nodes - 1)], torch.int32)
+            logits = torch.randn(nodes, vocab, generator=generator(nodes))
+            tokens = torch.randint(0, vocab, (2, nodes), generator=generator(nodes + 1))
+            rows = torch.arange(nodes).expand(2, -1)
+            bounds = torch.tensor([1e-6, 1e-6]), torch.tensor([1.0, 1.0])
+            path = self.check_typical(tree, tokens, logits, rows, *bounds)
+            if shape == "chain":
+                assert path.num_accepted.tolist() == [nodes - 1, max(0, nodes - 2)]
+
+    def test_equal_paths_give_the_lowest_node(self):
+        tree = static(TokenTree.dense([3, 2, 2]).to_lists(), [22, 22])
+        nodes = tree.max_nodes
+        tokens = torch.arange(2 * nodes).view(2, nodes) % 5
+        rows = torch.zeros(2, nodes, dtype=torch.int64)
+        bounds = torch.full((2,), 0.09), torch.full((2,), 0.3)
+        path = self.check_typical(tree, tokens, torch.zeros(1, 5), rows, *bounds)
+        deepest = [i for i in range(nodes) if tree.depths[0, i] == 3]
+        assert path.last_node.tolist() == [deepest[0]] * 2
+
+    def test_how_near_the_bar_a_node_may_be(self, monkeypatch: pytest.MonkeyPatch):
+        """The bar set to the probability, a ten-thousandth above and below it."""
+        monkeypatch.setattr(self.kernel, "_SPLIT", 128)
+        count, vocab = 12, 1000
+        gen = generator(0)
+        logits = torch.randn(2 * count, vocab, generator=gen) * torch.rand(2 * count, 1) * 6
+        tree = static([[0]], [2] * count)
+        tokens = logits[::2].argsort(-1, descending=True)[:, :2]  # [count, 2], column 1 is node 1
+        rows = torch.arange(2 * count).view(count, 2)
+        p = logits[::2].double().softmax(-1)
+        entropy = torch.special.entr(p).sum(-1)
+        p = p.gather(1, tokens[:, 1:]).squeeze(1)
+        for epsilon, delta in ((p, 1e9), (1e9, p * entropy.exp())):
+            for factor, accepted in ((1 - 1e-4, 1), (1 + 1e-4, 0)):
+                bounds = [
+                    (torch.as_tensor(b) * factor).float().expand(count).contiguous()
+                    for b in (epsilon, delta)
+                ]
+                path = self.typical(tree, tokens, logits, rows, *bounds)
+                assert path.num_accepted.tolist() == [accepted] * count
+
+    def test_the_comparison_is_strict(self):
+        """Two equal logits: p is 0.5 exactly, and so is the bar at epsilon 0.5 or delta 1."""
+        tree = static([[0]], [2, 2, 2])
+        tokens, rows = torch.ones(3, 2, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
+        epsilon, delta = torch.tensor([0.5, 0.499, 1.0]), torch.tensor([9.0, 9.0, 0.999])
+        path = self.typical(tree, tokens, torch.zeros(1, 2), rows, epsilon, delta)
+        assert path.num_accepted.tolist() == [0, 1, 1]
+
+    def test_the_likelier_path_counts_all_its_nodes(self):
+        """0.3 * 0.5 against 0.6 * 0.3: the last node alone would choose the other path."""
+        tree = static([[0], [1], [0, 0], [1, 0]], [5, 5])
+        root, first, second = (0.3, 0.6, 0.05, 0.05), (0.5, 0.3, 0.1, 0.1), (0.3, 0.3, 0.2, 0.2)
+        logits = torch.tensor([root, first, second]).log()
+        tokens = torch.tensor([[0, 0, 1, 0, 0]] * 2)
+        rows = torch.tensor([[0, 1, 2, 0, 0]] * 2)
+        path = self.check_typical(
+            tree, tokens, logits, rows, torch.full((2,), 0.01), torch.full((2,), 0.3)
+        )
+        assert path.nodes.tolist() == [[0, 2, 4]] * 2
+
+    def test_an_absent_draft_is_rejected(self):
+        """Its logit would be the number before the row, a plausible one."""
+        tree = static([[0], [0, 0]], [3])
+        rows = torch.tensor([[0, 1, 1]])
+        bounds = torch.tensor([0.1]), torch.tensor([0.3])
+        path = self.check_typical(
+            tree, torch.tensor([[0, 1, -1]]), torch.zeros(2, 2), rows, *bounds
+        )
+        assert path.num_accepted.tolist() == [1]
+
+    def test_nothing_given_to_write_into(self):
+        case = make_case(5, 3, 9, 2)
+        tree, tokens = moved(case.tree, self.device), case.token_ids.to(self.device)
+        verdict = self.kernel.target_verdict(tree, tokens, tokens)
+        same_verdict(verdict, sampler.greedy_verdict(case.tree, case.token_ids, case.token_ids))
+        rows = torch.arange(27, device=self.device).view(3, 9)
+        bounds = torch.full((2, 3), 0.1, device=self.device)
+        logits = torch.randn(27, 2, generator=generator(0)).to(self.device)
+        path = self.kernel.typical_path(tree, tokens, logits, rows, *bounds)
+        closed = self.kernel.close_path(path, tokens, tokens[:, 0].contiguous())
+        assert closed.output_token_ids.shape == (3, tree.max_depth + 1)
+
+
+@pytest.mark.skipif(not INTERPRETING, reason="runs in a process whose Triton interprets, see below")
+class TestInterpreted(Cases):
+    device = "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu(Cases):
+    device = "cuda"
+
+    def test_graph_capture(self):
+        """Captured with other tokens and logits, into memory given."""
+        case = make_case(7, 3, 64, 2)
+        tree, tokens = moved(case.tree, "cuda"), case.token_ids.cuda()
+        logits, rows = torch.randn(192, 50).cuda(), torch.arange(192, device="cuda").view(3, 64)
+        bounds = torch.full((2, 3), 0.02, device="cuda")
+        wanted = self.kernel.target_verdict(tree, tokens, tokens)
+        path = self.kernel.typical_path(tree, tokens, logits, rows, *bounds)
+        out = [self.kernel.empty_verdict(3, tree.max_depth, "cuda") for _ in range(2)]
+        scratch = self.kernel.TypicalScratch.empty(tree, logits)
+        drafts, scores = torch.zeros_like(tokens), torch.zeros_like(logits)
+
+        def step() -> None:
+            self.kernel.target_verdict(tree, drafts, drafts, out[0])
+            self.kernel.typical_path(tree, drafts, scores, rows, *bounds, out[1].path, scratch)
+
+        step()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        drafts.copy_(tokens)
+        scores.copy_(logits)
+        graph.replay()
+        assert torch.equal(out[0].output_token_ids, wanted.output_token_ids)
+        assert torch.equal(out[1].path.nodes, path.nodes)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+def test_in_a_process_that_interprets():
+    run_interpreting(__file__, "TestInterpreted")
+
+
+@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@pytest.mark.parametrize("capability", GENERATIONS)
+def test_it_compiles_without_a_gpu(capability: int):
+    pytest.importorskip("triton")
+    from vllm_medusa.sampler import kernel
+
+    case = make_case(5, 3, 200, 2)
+    tree, tokens = case.tree, case.token_ids
+    with compiling(capability) as compiled:
+        verdict = kernel.target_verdict(tree, tokens, tokens)
+        kernel.accept_path(tree, tokens > 0)
+        kernel.close_path(verdict.path, tokens, tokens[:, 0].contiguous())
+        rows = torch.arange(600).view(3, 200)
+        kernel.typical_path(tree, tokens, torch.randn(600, 30000), rows, *torch.rand(2, 3))
+    assert len(compiled) == 5
