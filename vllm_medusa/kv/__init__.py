@@ -1,5 +1,6 @@
 """KV compaction: accepted nodes -> slot moves, and the copy. Knows no token."""
 
 from vllm_medusa.kv.compaction import accepted_moves, copy_slots
+from vllm_medusa.kv.layers import LayerCaches, compact_layers
 
-__all__ = ["accepted_moves", "copy_slots"]
+__all__ = ["LayerCaches", "accepted_moves", "compact_layers", "copy_slots"]

@@ -45,6 +45,8 @@ def copy_slots(
     a paged cache with slot = block * block_size + offset. Any layout and strides will do.
     """
     src, dst = src.flatten(), dst.flatten()
+    if cache.element_size() == 1:
+        cache = cache.view(torch.uint8)  # torch can't index every fp8
     if isinstance(slot_dims, int):
         cache.index_copy_(slot_dims, dst, cache.index_select(slot_dims, src))
         return

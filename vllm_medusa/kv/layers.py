@@ -1,0 +1,124 @@
+"""The KV caches of many layers as one thing to compact.
+
+Layers whose caches have one shape and share block tables need the same moves, so one launch can
+make them all, given where each cache lies and how a slot is laid out in it. A cache has one
+dimension or two (block, offset) that count slots; the rest, whatever its layout, comes down to
+runs of neighbouring bytes at two strides:
+
+    cache                                          a slot is
+    [blocks, block_size, heads, head_size]         1 run of heads * head_size
+    [2, blocks, block_size, heads, head_size]      2 runs, for keys and values
+    [2, blocks, heads, block_size, head_size]      2 * heads runs of head_size
+    [blocks, heads, head_size, block_size]         heads * head_size runs of one element
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.kv.compaction import accepted_moves, copy_slots
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCaches:
+    """Caches of one shape, strides, dtype and device; built once, where the caches are made.
+
+    Lengths and strides are in words: the widest integers that a slot's bytes divide into in every
+    cache, so that any dtype is copied as it is.
+    """
+
+    caches: tuple[Tensor, ...]  # kept, so that the addresses stay good
+    slot_dims: int | tuple[int, int]
+    addresses: Tensor  # int64 [L], on the caches' device
+    word: torch.dtype
+    block_size: int  # 1 if one dimension counts slots
+    block_stride: int
+    offset_stride: int
+    outer: tuple[tuple[int, int], tuple[int, int]]  # (length, stride), (length, stride)
+    run: int  # words in a row
+
+    @classmethod
+    def of(cls, caches: Sequence[Tensor], slot_dims: int | tuple[int, int] = 0) -> LayerCaches:
+        """Describe ``caches``, one or more; ``slot_dims`` is as in `copy_slots`.
+
+        Raises:
+            ValueError: The caches differ, or a slot is scattered at more than two strides.
+
+        """
+        first = caches[0]
+        for cache in caches[1:]:
+            if _form(cache) != _form(first):
+                raise ValueError(
+                    f"a cache is {_form(cache)}, another {_form(first)}. Describe layers of one "
+                    "form at a time"
+                )
+        dims = (slot_dims,) if isinstance(slot_dims, int) else slot_dims
+        counted = [dim % first.ndim for dim in dims]
+        block, *offset = ((first.shape[dim], first.stride(dim)) for dim in counted)
+        rest = [
+            (first.shape[dim], first.stride(dim)) for dim in range(first.ndim) if dim not in counted
+        ]
+        run, outer = _runs(rest)
+        if len(outer) > 2:
+            raise ValueError(
+                f"a slot of a cache with shape {tuple(first.shape)} and strides {first.stride()} "
+                f"lies at {len(outer)} strides; at most 2 are supported. Use another cache layout"
+            )
+        outer = [(1, 0)] * (2 - len(outer)) + outer
+        size = first.element_size()
+        strides = [block[1], *(stride for _, stride in (*offset, *outer))]
+        addresses = [cache.data_ptr() for cache in caches]
+        width = math.gcd(8, run * size, *(stride * size for stride in strides), *addresses)
+
+        def words(elements: int) -> int:
+            return elements * size // width
+
+        return cls(
+            caches=tuple(caches),
+            slot_dims=slot_dims,
+            addresses=torch.tensor(addresses, dtype=torch.int64, device=first.device),
+            word=_WORDS[width],
+            block_size=offset[0][0] if offset else 1,
+            block_stride=words(block[1]),
+            offset_stride=words(offset[0][1]) if offset else 0,
+            outer=((outer[0][0], words(outer[0][1])), (outer[1][0], words(outer[1][1]))),
+            run=words(run),
+        )
+
+
+def compact_layers(
+    layers: LayerCaches, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor
+) -> None:
+    """Move every accepted node's KV to the slot of its depth, in all layers.
+
+    ``slots`` is int64 [B, N], distinct where they are read or written; ``path_nodes`` int64
+    [B, D + 1] and ``num_accepted`` int64 [B] come from a `Path`. No host sync.
+    """
+    src, dst = accepted_moves(slots, path_nodes, num_accepted)
+    for cache in layers.caches:
+        copy_slots(cache, src, dst, layers.slot_dims)
+
+
+def _form(cache: Tensor) -> tuple[object, ...]:
+    return tuple(cache.shape), cache.stride(), cache.dtype, str(cache.device)
+
+
+def _runs(dims: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
+    """Merge (length, stride) dims: elements in a row, then the dims over such rows, far first."""
+    merged: list[tuple[int, int]] = []
+    for length, stride in sorted(dims, key=lambda dim: dim[1], reverse=True):
+        if length == 1:
+            continue
+        if merged and merged[-1][1] == length * stride:
+            length *= merged.pop()[0]
+        merged.append((length, stride))
+    if merged and merged[-1][1] == 1:
+        return merged[-1][0], merged[:-1]
+    return 1, merged
