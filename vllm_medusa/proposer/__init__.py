@@ -42,18 +42,27 @@ def propose(logits: Tensor, tree: TreeTensors, token_map: Tensor | None = None) 
 
     Raises ValueError if the tree is deeper than there are heads or wider than the vocabulary.
     """
-    batch, num_heads, vocab = logits.shape
+    width = check_fits(tree, *logits.shape[1:])
+    return place(stable_topk(logits[:, : tree.max_depth], width), tree, token_map)
+
+
+def check_fits(tree: TreeTensors, num_heads: int, vocab_size: int) -> int:
+    """How many of its best tokens every head must give; ValueError if the heads can't."""
     if tree.max_depth > num_heads:
         raise ValueError(
             f"the tree is {tree.max_depth} deep; there are {num_heads} heads. Use a shallower tree"
         )
     width = max(tree.head_widths)
-    if width > vocab:
+    if width > vocab_size:
         raise ValueError(
-            f"the tree takes the best {width} tokens of a head; the heads score {vocab}. Use a "
-            "narrower tree"
+            f"the tree takes the best {width} tokens of a head; the heads score {vocab_size}. Use "
+            "a narrower tree"
         )
-    best = stable_topk(logits[:, : tree.max_depth], width)  # [B, D, width]
+    return width
+
+
+def place(best: Tensor, tree: TreeTensors, token_map: Tensor | None = None) -> Tensor:
+    """Put the heads' best tokens, int64 [B, D, width], at the nodes: int64 [B, N]."""
     tokens = best[:, tree.depths[1:] - 1, tree.ranks[1:]]  # [B, N - 1]
-    root = tokens.new_zeros((batch, 1))
+    root = tokens.new_zeros((best.shape[0], 1))
     return torch.cat([root, tokens if token_map is None else token_map[tokens]], 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 _GROUP = 128  # ids in a group: fastest or near it for 32k and 152k tokens, k about 10
 _DIRECT = 16384  # up to this vocabulary making all keys is as fast
+_NAN = 0x7FC00000  # as float32 bits
 _LAST = torch.iinfo(torch.int64).min
 
 
@@ -31,21 +32,22 @@ def stable_topk(logits: Tensor, k: int) -> Tensor:
     if k == 1:
         return logits.argmax(-1, keepdim=True)  # the first of equals
     if vocab <= _DIRECT or vocab <= k * _GROUP:
-        return _ranked(logits, torch.arange(vocab, device=logits.device)).topk(k).indices
+        return ranked(logits, torch.arange(vocab, device=logits.device)).topk(k).indices
     whole, rest = divmod(vocab, _GROUP)
     best = logits[..., : whole * _GROUP].unflatten(-1, (whole, _GROUP)).amax(-1)  # [..., G]
     if rest:
         best = torch.cat([best, logits[..., whole * _GROUP :].amax(-1, keepdim=True)], -1)
-    groups = _ranked(best, torch.arange(best.shape[-1], device=best.device)).topk(k).indices
+    groups = ranked(best, torch.arange(best.shape[-1], device=best.device)).topk(k).indices
     offsets = torch.arange(_GROUP, device=logits.device)
     ids = (groups.unsqueeze(-1) * _GROUP + offsets).flatten(-2)  # [..., k * _GROUP]
-    keys = _ranked(logits.gather(-1, ids.clamp_max(vocab - 1)), ids)
+    keys = ranked(logits.gather(-1, ids.clamp_max(vocab - 1)), ids)
     keys = keys.masked_fill(ids >= vocab, _LAST)
     return ids.gather(-1, keys.topk(k).indices)
 
 
-def _ranked(logits: Tensor, ids: Tensor) -> Tensor:
+def ranked(logits: Tensor, ids: Tensor) -> Tensor:
     """int64 keys that order as (logit ascending, id descending)."""
     bits = (logits.float() + 0.0).view(torch.int32)  # + 0.0: -0.0 equals 0.0
+    bits = bits.masked_fill(logits.isnan(), _NAN)  # whatever its sign and payload
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats order backwards by their bits
     return (ordered.to(torch.int64) << 32) - ids

@@ -1,0 +1,123 @@
+"""Shards of the vocabulary against the whole of it, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vllm_medusa.proposer import propose, stable_topk
+from vllm_medusa.proposer.sharded import (
+    NO_CANDIDATE,
+    VocabShard,
+    local_topk,
+    logit_values,
+    merge_topk,
+    propose_sharded,
+    token_ids,
+)
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
+
+NAN, INF = float("nan"), float("inf")
+VALUES = [-INF, -2.5, -1.0, -1e-40, -0.0, 0.0, 1e-40, 1.0, 7.0, INF, NAN, -NAN]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def cut(logits: Tensor, widths: list[int], padding: int) -> list[tuple[Tensor, VocabShard]]:
+    """Shards of these widths, whose padding columns would win if they were read."""
+    shards, first, vocab = [], 0, sum(widths)
+    for width in widths:
+        own = logits[..., first : first + width]
+        own = torch.cat([own, own.new_full((*own.shape[:-1], padding), INF)], -1)
+        shards.append((own, VocabShard(first, width, vocab)))
+        first += width
+    return shards
+
+
+@st.composite
+def heads(draw) -> tuple[Tensor, list[int], int]:
+    """Logits [2, 3, V] full of ties, the widths of 1 to 8 shards (some may be 0), and k."""
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    widths = draw(st.lists(st.integers(0, 12), min_size=ranks, max_size=ranks))
+    widths[draw(st.integers(0, ranks - 1))] += 1
+    vocab = sum(widths)
+    values = draw(st.lists(st.sampled_from(VALUES), min_size=6 * vocab, max_size=6 * vocab))
+    logits = torch.tensor(values).to(draw(st.sampled_from(DTYPES))).view(2, 3, vocab)
+    return logits, widths, draw(st.integers(1, vocab))
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=heads(), padding=st.integers(0, 3))
+def test_shards_equal_the_whole(case: tuple[Tensor, list[int], int], padding: int):
+    logits, widths, k = case
+    expected = stable_topk(logits, k)
+    keys = torch.stack([local_topk(own, k, shard) for own, shard in cut(logits, widths, padding)])
+    merged = merge_topk(keys, k)
+    assert torch.equal(token_ids(merged), expected)
+    values = logits.gather(-1, expected).float() + 0.0
+    assert torch.equal(logit_values(merged).nan_to_num(9e9), values.nan_to_num(9e9))
+    assert torch.equal(merge_topk(keys.flip(0), k), merged)  # in whatever order ranks answer
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_vocabularies(ranks: int, dtype: torch.dtype):
+    """Where `stable_topk` goes by groups: as it is with all of it, or with a shard of it."""
+    vocab = 40_003
+    logits = torch.randn(2, 2, vocab, generator=torch.Generator().manual_seed(ranks)).to(dtype)
+    logits[0, 0, torch.tensor([5, 17_000, 39_999])] = NAN
+    logits[1, 1] = 1.0
+    width = -(-vocab // ranks)
+    memory = torch.full((2, 2, ranks * width), INF, dtype=dtype)  # padded as vLLM pads
+    memory[..., :vocab] = logits
+    keys = [
+        local_topk(memory[..., r * width : (r + 1) * width], 9, VocabShard.of_rank(r, width, vocab))
+        for r in range(ranks)
+    ]
+    assert torch.equal(token_ids(merge_topk(torch.stack(keys), 9)), stable_topk(logits, 9))
+
+
+def test_nan_is_first_whatever_its_sign():
+    logits = torch.tensor([[1.0, -NAN, INF, NAN, -INF]])
+    for k in range(1, 6):
+        assert stable_topk(logits, k).tolist() == [[1, 3, 2, 0, 4][:k]]
+
+
+def test_a_shard_smaller_than_k_fills_up():
+    keys = local_topk(torch.tensor([[-INF, 2.0, 8.0]]), 4, VocabShard(100, 2, 200))
+    assert token_ids(keys).tolist() == [[101, 100, 0, 0]]
+    assert logit_values(keys)[0, :2].tolist() == [2.0, -INF]
+    assert keys[0, 2:].tolist() == [NO_CANDIDATE] * 2
+    none = local_topk(torch.tensor([[1.0]]), 2, VocabShard(200, 0, 200))
+    assert none.tolist() == [[NO_CANDIDATE] * 2]
+
+
+def test_the_shards_of_vllm():
+    shards = [VocabShard.of_rank(rank, 4, 10) for rank in range(4)]
+    assert [(s.first_id, s.num_ids) for s in shards] == [(0, 4), (4, 4), (8, 2), (10, 0)]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_every_rank_proposes_what_one_rank_would(mapped: bool):
+    tree = TreeTensors.from_tree(TokenTree.dense([4, 3, 2]))
+    logits = torch.randn(3, 5, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    token_map = torch.arange(50).flip(0) * 3 if mapped else None
+    shards = cut(logits, [20, 3, 27], 2)
+    sent = torch.stack([local_topk(own[:, :3], 4, shard) for own, shard in shards])
+    for rank, (own, shard) in enumerate(shards):
+
+        def all_gather(keys: Tensor, rank: int = rank) -> Tensor:
+            assert torch.equal(keys, sent[rank])
+            return sent
+
+        proposal = propose_sharded(own, tree, shard, all_gather, token_map)
+        assert torch.equal(proposal, propose(logits, tree, token_map))
+
+
+def test_trees_that_do_not_fit():
+    tree = TreeTensors.from_tree(TokenTree.dense([4, 3]))
+    with pytest.raises(ValueError, match="2 deep; there are 1 heads"):
+        propose_sharded(torch.zeros(1, 1, 9), tree, VocabShard(0, 9, 18), torch.stack)
+    with pytest.raises(ValueError, match="best 4 tokens of a head; the heads score 3"):
+        propose_sharded(torch.zeros(1, 2, 2), tree, VocabShard(0, 2, 3), torch.stack)
