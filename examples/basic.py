@@ -22,6 +22,7 @@ def main() -> None:
     llm = LLM(
         model=TARGET,
         dtype="float32",
+        gpu_memory_utilization=0.5,  # vLLM's default, 0.92, is rarely free on CPUs
         speculative_config={
             "method": "medusa",
             "model": HEADS,

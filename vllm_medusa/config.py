@@ -260,7 +260,7 @@ def _read_text(text: str) -> object:
         return {"acceptance": text}
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return text
 
 

@@ -72,6 +72,20 @@ def medusa_config(
     return {"method": "medusa"} | {k: v for k, v in options.items() if v is not None}
 
 
+_MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+
+
+def _share_of_free_memory() -> float:
+    """Half of the memory, or most of what is free of it.
+
+    vLLM on CPU takes 92 % of the machine's memory and stops when that much is not free.
+    """
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return round(min(0.5, 0.8 * memory.available / memory.total), 3)
+
+
 class EngineRefused(ValueError):
     """vLLM or the plugin refuses what the engine was to be built from."""
 
@@ -110,8 +124,11 @@ class VllmEngine:
             "max_model_len": settings.max_model_len,
             "log_level": log_level,
         }
-        if seeded and not torch.accelerator.is_available():
-            arguments["enable_chunked_prefill"] = False
+        if not torch.accelerator.is_available():
+            if seeded:
+                arguments["enable_chunked_prefill"] = False
+            if not _MEMORY_OPTIONS & settings.engine_args.keys():
+                arguments["gpu_memory_utilization"] = _share_of_free_memory()
         arguments |= settings.engine_args
         if settings.speculative_config:
             arguments["speculative_config"] = dict(settings.speculative_config)
@@ -199,3 +216,5 @@ def _json_or_text(value: str | None) -> Any:
         raise ValueError(
             f"{value!r} looks like JSON but isn't: {error.msg} at character {error.pos + 1}."
         ) from None
+    except RecursionError:
+        raise ValueError(f"{value[:40]!r}... is nested too deeply to be read.") from None

@@ -134,6 +134,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             for name in (args.model, args.speculative_model)
             if name is not None and Path(name).exists()
         },
+        "tree_sha256": digest_of(Path(args.tree)) if _is_file(args.tree) else None,
         "column": args.column,
         "engine": settings.to_dict(),
         "sampling": asdict(sampling) | {"seed": args.seed},
@@ -145,7 +146,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             console.print(f"resuming: {len(log.done)} of {total} prompts are done")
         if len(log.done) >= total:
             console.print(f"nothing to do; the results are in {args.output}", soft_wrap=True)
-            return 0
+            return report_failures(log, console)
         run_engines_in_this_process()
         with stderr_to_log(args.log_level is None):
             engine = VllmEngine(
@@ -156,10 +157,20 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             )
         try:
             waiting = pending(args.prompts, args.format, args.column, log.done)
-            failed = write_results(log, waiting, engine, total, args, console)
+            write_results(log, waiting, engine, total, args, console)
         finally:
             engine.close()
-    return 1 if failed else 0
+        return report_failures(log, console)
+
+
+def report_failures(log: ResultLog, console: Console) -> int:
+    """Say how many prompts of the file have an error for a result; the exit status."""
+    if log.failed:
+        console.print(
+            f"{log.failed} prompts could not be run; their lines have an 'error'. To try them "
+            "again, remove these lines and repeat the command."
+        )
+    return 1 if log.failed else 0
 
 
 def settings_of(args: argparse.Namespace) -> tuple[EngineSettings, Sampling]:
@@ -228,14 +239,13 @@ def write_results(
     total: int,
     args: argparse.Namespace,
     console: Console,
-) -> int:
-    """Generate, write each result as it comes, and report; returns the number that failed."""
-    acceptance, tokens, failed = Acceptance(), 0, 0
+) -> None:
+    """Generate, write each result as it comes, and report."""
+    acceptance, tokens = Acceptance(), 0
     start = time.perf_counter()
     with PromptProgress(console, total, len(log.done)) as progress:
         for result in run_batch(prompts, engine, concurrency=args.batch, seed=args.seed):
             if result.error is not None:
-                failed += 1
                 _report_failure(result, args, console)
             log.append(result.to_dict())
             acceptance = Acceptance.total((acceptance, result.acceptance))
@@ -248,9 +258,6 @@ def write_results(
         f"results in {args.output}",
         soft_wrap=True,
     )
-    if failed:
-        console.print(f"{failed} prompts could not be run; their lines have an 'error'")
-    return failed
 
 
 def _report_failure(result: Result, args: argparse.Namespace, console: Console) -> None:
@@ -284,6 +291,13 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use more than 0, at most 1")
     return value
+
+
+def _is_file(tree: str | None) -> bool:
+    try:
+        return tree is not None and Path(tree).is_file()
+    except OSError:  # JSON text is too long for a name
+        return False
 
 
 def _number(text: str) -> float:

@@ -221,8 +221,9 @@ def _load_pickle(path: Path) -> Mapping[str, Tensor]:
     except OSError:
         raise
     except Exception as error:  # garbage makes an unpickler raise anything
-        kind = "" if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: "
-        reason = kind + str(error).partition("\n")[0]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if isinstance(error, pickle.UnpicklingError):  # torch's text advises to run the code
+            reason = "torch's safe loader refuses it"
         raise HeadsError(
             f"{path} is not a file of plain tensors ({reason}). Only those are read: a pickle may "
             "run code. Convert it to safetensors where it comes from"

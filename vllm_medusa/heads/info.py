@@ -80,7 +80,13 @@ def describe(files: CheckpointFiles, layout: Layout) -> HeadsInfo:
             dtypes.append(spec.dtype)
 
     extra = files.config.get("medusa")
-    extra = extra if isinstance(extra, dict) else {}
+    if extra is None:
+        extra = {}
+    if not isinstance(extra, dict):
+        raise HeadsError(
+            f'{files.label}: "medusa" in its config.json is {extra!r}; it must be an object such '
+            'as {"tree": [[0], [0, 0]]}'
+        )
     base = files.config.get("base_model_name_or_path")
     mapped = specs[TOKEN_MAP].shape[0] if layout.token_map else None
     vocab = _stated_vocab_size(files)

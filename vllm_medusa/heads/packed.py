@@ -25,7 +25,11 @@ class PackedHeads:
     The heads given are not kept: once they are dropped, only what ``make`` packed stays in memory.
     """
 
-    def __init__(self, heads: MedusaHeads, make: MakeLinear) -> None:
+    def __init__(self, heads: MedusaHeads, make: MakeLinear, rows: slice | None = None) -> None:
+        """Pack ``heads`` with ``make``; ``rows`` keeps a part of the vocabulary of stored LM heads.
+
+        With ``rows`` their logits are [B, K, len(rows)]: a tensor-parallel rank's columns.
+        """
         self.num_heads = heads.num_heads
         self.vocab_size = heads.vocab_size
         self.token_map = heads.token_map
@@ -44,8 +48,12 @@ class PackedHeads:
                 self._layers.append(_per_head(make, weight, bias))
         self._lm_heads: list[Linear] = []
         if heads.lm_head_weight is not None:
+            weight = heads.lm_head_weight.detach()  # [M, V_draft, H]
             bias = None if heads.lm_head_bias is None else heads.lm_head_bias.detach()
-            self._lm_heads = _per_head(make, heads.lm_head_weight.detach(), bias)
+            if rows is not None:  # copied, so that nothing holds on to the other rows
+                weight = weight[:, rows].clone()
+                bias = None if bias is None else bias[:, rows].clone()
+            self._lm_heads = _per_head(make, weight, bias)
 
     def __call__(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
         """Residual layers: [B, H] -> [B, K, H]; ``num_heads`` can only be K."""

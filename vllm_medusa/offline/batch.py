@@ -74,7 +74,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished prompt: one answer, or one for each turn, or the engine's reason to refuse it."""
+    """A finished prompt: one answer, or one for each turn up to what the engine refused."""
 
     prompt: Prompt
     answers: tuple[Answer, ...]
@@ -98,14 +98,12 @@ class Result:
         """
         record: dict[str, Any] = {"index": self.prompt.index, "request_id": self.prompt.request_id}
         if self.error is not None:
-            return record | {"error": self.error}
+            turns = {"turns": [_turn_dict(a) for a in self.answers]} if self.answers else {}
+            return record | {"error": self.error} | turns
         record |= _answer_dict(self.answers[-1])
         record["acceptance"] = _acceptance_dict(self.acceptance)
         if len(self.answers) > 1:
-            record["turns"] = [
-                _answer_dict(a) | {"acceptance": _acceptance_dict(Acceptance.of(a.delivered))}
-                for a in self.answers
-            ]
+            record["turns"] = [_turn_dict(a) for a in self.answers]
         return record
 
 
@@ -152,7 +150,7 @@ def run_batch(
 
     Yields:
         Results in the order in which they finish. A prompt that the engine refuses gives a result
-        with ``error`` set and no answers.
+        with ``error`` set and the answers of the turns before.
 
     """
     if concurrency < 1:
@@ -165,7 +163,7 @@ def run_batch(
         try:
             engine.submit(key, state.next_input(engine), prompt_seed)
         except RequestRefused as error:
-            return Result(state.prompt, (), error=str(error))
+            return Result(state.prompt, tuple(state.answers[:-1]), error=str(error))
         running[key] = state
         return None
 
@@ -198,6 +196,10 @@ def _answer_dict(answer: Answer) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
     }
+
+
+def _turn_dict(answer: Answer) -> dict[str, Any]:
+    return _answer_dict(answer) | {"acceptance": _acceptance_dict(Acceptance.of(answer.delivered))}
 
 
 def _acceptance_dict(acceptance: Acceptance) -> dict[str, Any]:

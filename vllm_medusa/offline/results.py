@@ -64,8 +64,9 @@ def manifest_path(output: Path) -> Path:
 class ResultLog:
     """The result file of one job, open for appending.
 
-    ``done`` holds the indices of the prompts that have a result; ``torn_bytes`` says how much of an
-    unfinished last line was cut off when the file was opened.
+    ``done`` holds the indices of the prompts that have a result, ``failed`` of which are an
+    "error"; ``torn_bytes`` says how much of an unfinished last line was cut off when the file was
+    opened.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False):
@@ -85,6 +86,7 @@ class ResultLog:
         self.path = path
         self.settings = json.loads(json.dumps(settings))
         self.done: set[int] = set()
+        self.failed = 0
         self.torn_bytes = 0
         if not path.parent.is_dir():
             raise ResultError(f"{path}: no folder {path.parent}. Make it, or name another output.")
@@ -125,6 +127,7 @@ class ResultLog:
         while line:
             line = line[os.write(self._fd, line) :]
         self.done.add(index)
+        self.failed += "error" in record
 
     def close(self) -> None:
         """Push the results to the disk and release the file."""
@@ -197,7 +200,9 @@ class ResultLog:
                     self.torn_bytes = len(line)
                     break
                 try:
-                    self.done.add(int(json.loads(line)["index"]))
+                    record = json.loads(line)
+                    self.done.add(int(record["index"]))
+                    self.failed += "error" in record
                 except (ValueError, KeyError, TypeError):
                     raise ResultError(
                         f"{self.path}: line {number} is not a result, so the file was changed by "

@@ -136,6 +136,18 @@ def test_another_model_at_the_same_place_refuses_the_output(
     assert "checkpoints was" in capfd.readouterr().err
 
 
+def test_another_tree_in_the_same_file_refuses_the_output(
+    prompts: Path, tmp_path: Path, capfd: Any
+) -> None:
+    tree = tmp_path / "tree.json"
+    tree.write_text("[[0]]")
+    arguments = ("target", "-i", prompts, "-o", tmp_path / "o.jsonl", "--tree", tree)
+    assert run(*arguments, "--speculative-model", "heads") == 0
+    tree.write_text("[[0], [1]]")
+    assert run(*arguments, "--speculative-model", "heads") == 2
+    assert "tree_sha256 was" in capfd.readouterr().err
+
+
 def test_other_prompts_refuse_the_output(prompts: Path, tmp_path: Path, capfd: Any) -> None:
     arguments = ("target", "-i", prompts, "-o", tmp_path / "o.jsonl")
     assert run(*arguments) == 0
@@ -170,6 +182,9 @@ def test_a_prompt_that_the_engine_refuses(
     assert [r["error"] for r in records(tmp_path / "o.jsonl") if "error" in r] == [
         "the prompt has 99 tokens"
     ]
+    capfd.readouterr()
+    assert run(*arguments, "--on-bad-line", "skip") == 1, "done, and still not well"
+    assert "1 prompts could not be run" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

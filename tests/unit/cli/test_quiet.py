@@ -12,8 +12,8 @@ def test_noise_goes_to_the_log_and_comes_back_on_failure(capfd: Any) -> None:
     with stderr_to_log() as log:
         os.write(2, b"noise from C\n")
         subprocess.run([sys.executable, "-c", "import sys; sys.stderr.write('child\\n')"])
-    assert log is not None
-    assert log.read_text() == "noise from C\nchild\n"
+        assert log is not None
+        assert log() == "noise from C\nchild\n"
     assert capfd.readouterr().err == ""
 
     with pytest.raises(RuntimeError):

@@ -57,6 +57,17 @@ def test_equal_to_the_heads(num_layers: int, num_lm_heads: int, bias: bool, mapp
     assert (packed.token_map is None) == (not mapped)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("num_lm_heads", [1, 3])
+def test_rows_of_stored_lm_heads(num_lm_heads: int, mapped: bool) -> None:
+    heads = random_heads(1, num_lm_heads, True, mapped)
+    hidden = torch.randn(5, HIDDEN)
+    wanted = heads.compute_logits(heads(hidden))
+    parts = [PackedHeads(heads, torch_linear, rows) for rows in (slice(0, 7), slice(7, None))]
+    found = torch.cat([part.compute_logits(part(hidden)) for part in parts], -1)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
 def test_refuses_what_was_not_packed() -> None:
     packed = PackedHeads(random_heads(1, 0, True, False), torch_linear)
     with pytest.raises(HeadsError, match="num_heads is 2; 3 heads were packed"):

@@ -100,6 +100,16 @@ def test_a_refused_prompt_is_a_result_and_the_others_go_on() -> None:
     assert len(results) == 6
 
 
+def test_a_refused_turn_keeps_the_answers_before_it() -> None:
+    engine = FakeEngine(longest_prompt=60)
+    prompt = Prompt(0, 1, "c", turns=("Say.", "x" * 80))
+    (result,) = run_batch([prompt], engine, concurrency=1)
+    record = result.to_dict()
+    assert record["error"].startswith("the prompt has")
+    (turn,) = record["turns"]
+    assert turn["token_ids"] and turn["acceptance"]["steps"] > 0
+
+
 def test_concurrency_has_a_lower_bound() -> None:
     with pytest.raises(ValueError, match="concurrency is 0"):
         next(run_batch(PROMPTS, FakeEngine(), concurrency=0))
