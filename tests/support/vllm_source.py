@@ -55,7 +55,10 @@ class Source:
             return False
         if name is None or name in _defined(tree):
             return True
-        return self._tree(f"{module}.{name}") is not None or name in _named_in_strings(tree)
+        if self._tree(f"{module}.{name}") is not None or name in _named_in_strings(tree):
+            return True
+        stars = (_imported(node, self._package(module), "*") for node in tree.body)
+        return any(place is not None and self.has(place[0], name) for place in stars)
 
     def parameters(self, module: str, name: str) -> Parameters | None:
         """Of a function, or of a class's own or inherited method, given as ``Class.method``."""
@@ -86,16 +89,15 @@ class Source:
         if isinstance(found, ast.ClassDef):
             return module, found
         if isinstance(found, ast.ImportFrom):
-            place = _imported(found, module, name)
+            place = _imported(found, self._package(module), name)
             return None if place is None else self.home(*place)
         return None
 
-    @staticmethod
-    def place(tree: ast.Module | None, module: str, base: ast.expr) -> tuple[str, str] | None:
+    def place(self, tree: ast.Module | None, module: str, base: ast.expr) -> tuple[str, str] | None:
         """(module, class) that an expression such as ``Base`` or ``module.Base`` stands for."""
         if isinstance(base, ast.Subscript):
             base = base.value
-        imports = {} if tree is None else _imports(tree, module)
+        imports = {} if tree is None else _imports(tree, self._package(module))
         if isinstance(base, ast.Name):
             return imports.get(base.id, (module, base.id))
         if isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name):
@@ -113,6 +115,11 @@ class Source:
             elif getattr(statement, "name", None) == name:
                 found = statement
         return found
+
+    def _package(self, module: str) -> str:
+        """What relative imports in a module start from."""
+        is_package = self.root.joinpath(*module.split("."), "__init__.py").is_file()
+        return module if is_package else module.rpartition(".")[0]
 
     def _parse(self, module: str) -> ast.Module | None:
         path = self.root.joinpath(*module.split("."))
@@ -175,20 +182,22 @@ def _named_in_strings(tree: ast.Module) -> set[str]:
     return {key.value for key in keys if isinstance(key, ast.Constant)}
 
 
-def _imports(tree: ast.Module, module: str) -> dict[str, tuple[str, str]]:
-    """Name in a file -> (module, name) it was imported from."""
+def _imports(tree: ast.Module, package: str) -> dict[str, tuple[str, str]]:
+    """Name in a file of a package -> (module, name) it was imported from."""
     return {
         alias.asname or alias.name: place
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if (place := _imported(node, module, alias.asname or alias.name)) is not None
+        if (place := _imported(node, package, alias.asname or alias.name)) is not None
     }
 
 
-def _imported(node: ast.ImportFrom, module: str, name: str) -> tuple[str, str] | None:
-    for alias in node.names:
+def _imported(node: ast.AST, package: str, name: str) -> tuple[str, str] | None:
+    """(module, name) that a statement takes ``name`` from, if it imports it at all."""
+    for alias in node.names if isinstance(node, ast.ImportFrom) else ():
         if (alias.asname or alias.name) == name:
-            start = ".".join(module.split(".")[: -node.level]) if node.level else ""
-            return ".".join(filter(None, (start, node.module))), alias.name
+            parts = package.split(".")
+            start = parts[: len(parts) + 1 - node.level] if node.level else []
+            return ".".join([*start, *filter(None, [node.module])]), alias.name
     return None

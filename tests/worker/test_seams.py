@@ -147,6 +147,7 @@ def test_methods_override_what_they_are_meant_to(source: Source) -> None:
 
 
 PLANTED = """
+from vllm.v1 import starred, unstarred
 from vllm.v1.runner import Runner, gone
 class Ours(Runner):
     def sample(self, logits): ...
@@ -159,7 +160,8 @@ def test_a_release_that_does_not_fit_is_noticed(tmp_path: Path) -> None:
     package = tmp_path / "vllm" / "v1"
     package.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("from .stars import *")
+    (package / "stars.py").write_text("starred = 1")
     (package / "base.py").write_text(
         "class Base:\n    def sample(self, logits, mask): ...\n    def wide(self, a, b, *, c): ..."
     )
@@ -167,7 +169,7 @@ def test_a_release_that_does_not_fit_is_noticed(tmp_path: Path) -> None:
         "from .base import Base as Stock\nif True:\n    class Runner(Stock[int]): ...\n"
     )
     source, tree = Source(tmp_path), ast.parse(PLANTED)
-    assert missing(source, [tree]) == {"vllm.v1.runner: gone"}
+    assert missing(source, [tree]) == {"vllm.v1.runner: gone", "vllm.v1: unstarred"}
     found = {name: (ours, stock) for _, name, ours, stock in overriding(source, tree)}
     ours, stock = found["sample"]
     assert stock == Parameters(("self", "logits", "mask")) and not ours.stand_in_for(stock)
