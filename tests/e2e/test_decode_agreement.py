@@ -18,6 +18,7 @@ import torch
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB, save_fitted_heads, save_model
 from support.reference import assert_chaotic
+from support.runner import ON_V2, sized
 from support.spies import accepted_per_step, mean_accepted, recorded_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM
@@ -26,13 +27,13 @@ from vllm_medusa.decode import DecodeResult, decode
 from vllm_medusa.heads import load_heads, peek_heads
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.tree import TokenTree, load_preset
-from vllm_medusa.worker.v1.runner import MedusaModelRunner
 
 pytestmark = pytest.mark.engine
 
 DEMO = Path(__file__).parents[2] / "demo"
 HIDDEN = 512  # more than the states that the heads have to know: 8 prompts of TOKENS
-TOKENS = 48
+TOKENS = sized(48, 24)
+COUNT = sized(8, 3)
 HEADS = 4
 TREE = TokenTree.dense([3, 3, 2, 2])
 Prompts = list[list[int]]
@@ -76,7 +77,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
         num_key_value_heads=4, initializer_range=0.1,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    prompts = random_prompts(8, VOCAB, longest=200, seed=5)
+    prompts = random_prompts(COUNT, VOCAB, longest=sized(200, 60), seed=5)
     states, futures = [], []
     with torch.inference_mode():
         for prompt in prompts:
@@ -111,7 +112,8 @@ def test_accepts_what_the_oracle_accepts(llm: LLM, fitted: Fitted) -> None:
 
 
 def test_one_request_at_a_time(llm: LLM, fitted: Fitted) -> None:
-    for prompt, result in zip(fitted.prompts[:3], fitted.expected[:3], strict=True):
+    few = slice(sized(3, 1))
+    for prompt, result in zip(fitted.prompts[few], fitted.expected[few], strict=True):
         assert_agreement(llm, [prompt], [result], TOKENS)
 
 
@@ -125,6 +127,17 @@ def at_root(verdict: Verdict) -> Verdict:
     return replace(verdict, path=replace(path, last_node=torch.zeros_like(path.last_node)))
 
 
+def verdict_seam() -> tuple[type, str, str]:
+    """(class, method, attribute): what asks for the next drafts, and the verdict it goes by."""
+    if ON_V2:
+        from vllm_medusa.worker.v2.trees import Trees
+
+        return Trees, "last_rows", "verdict"
+    from vllm_medusa.worker.v1.runner import MedusaModelRunner
+
+    return MedusaModelRunner, "propose_draft_token_ids", "_verdict"
+
+
 @pytest.mark.parametrize("wrong", [by_count, at_root], ids=lambda wrong: wrong.__name__)
 def test_hidden_state_of_the_wrong_node(
     llm: LLM,
@@ -133,13 +146,15 @@ def test_hidden_state_of_the_wrong_node(
     wrong: Callable[[Verdict], Verdict],
 ) -> None:
     """A negative control: the tokens stay right, the acceptance does not."""
-    original = MedusaModelRunner.propose_draft_token_ids
+    owner, method, verdict = verdict_seam()
+    original = getattr(owner, method)
 
     def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._verdict = wrong(self._verdict)
+        if getattr(self, verdict) is not None:
+            setattr(self, verdict, wrong(getattr(self, verdict)))
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(MedusaModelRunner, "propose_draft_token_ids", propose)
+    monkeypatch.setattr(owner, method, propose)
     with recorded_steps() as steps:
         got = complete(llm, fitted.prompts, greedy(TOKENS))
     right = [n for result in fitted.expected for n in result.accepted_per_step]

@@ -16,21 +16,32 @@ from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, differing, plain_greedy
+from support.runner import ON_V2, sized
 from vllm import LLM
 
 from vllm_medusa.worker import attention
-from vllm_medusa.worker.v1 import runner
+
+if ON_V2:
+    from vllm_medusa.worker.v2 import trees
+
+    compaction, positions = attention, trees  # the modules that look up what is replaced here
+else:
+    from vllm_medusa.worker.v1 import runner
+
+    compaction = positions = runner
 
 pytestmark = pytest.mark.engine
 
-TOKENS = 40
+TOKENS = sized(40, 24)
 Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")
 def reference(chaotic_llama: str) -> Reference:
     with engine(chaotic_llama) as llm:
-        return plain_greedy(llm, random_prompts(24, VOCAB, shortest=8, longest=120), TOKENS)
+        return plain_greedy(
+            llm, random_prompts(sized(24, 5), VOCAB, shortest=8, longest=120), TOKENS
+        )
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +51,7 @@ def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator
 
 
 def no_compaction(patch: Patch) -> None:
-    patch.setattr(runner, "compact_group", lambda *args: None)
+    patch.setattr(compaction, "compact_group", lambda *args: None)
 
 
 def causal_mask(patch: Patch) -> None:
@@ -56,16 +67,16 @@ def causal_mask(patch: Patch) -> None:
 
 def positions_by_slot(patch: Patch) -> None:
     """vLLM's own positions stay: node i stands i behind its root."""
-    patch.setattr(runner, "write_node_positions", lambda *args: None)
+    patch.setattr(positions, "write_node_positions", lambda *args: None)
 
 
 def compaction_of_one_layer(patch: Patch) -> None:
-    compact = runner.compact_group
+    compact = compaction.compact_group
 
     def first_only(layers: Any, names: list[str], *moves: Any) -> None:
         compact(layers, names[:1], *moves)
 
-    patch.setattr(runner, "compact_group", first_only)
+    patch.setattr(compaction, "compact_group", first_only)
 
 
 CONTROLS = [no_compaction, causal_mask, positions_by_slot, compaction_of_one_layer]
@@ -86,7 +97,7 @@ def test_broken_differs(
     llm: LLM, reference: Reference, monkeypatch: Patch, control: Callable[[Patch], None]
 ) -> None:
     control(monkeypatch)
-    assert len(outcome(llm, reference)) > 0.8 * len(reference.prompts)
+    assert len(outcome(llm, reference)) > sized(0.8, 0.6) * len(reference.prompts)
 
 
 def test_repaired_is_equal_again(llm: LLM, reference: Reference) -> None:

@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.sample.sampler import Sampler
 
 from support.engines import Completion, Prompt, completion_of
-from support.runner import ON_V2
+from support.runner import ON_V2, sized
 
 if ON_V2:
     from vllm.v1.worker import cpu_worker  # noqa: F401  before any V2 module
@@ -63,7 +63,7 @@ def steady_outcomes(
     Such an output changes when the logits do by little more than two runs differ by (1e-5).
     """
     results = outcomes(llm, prompts, params)
-    for seed in range(2):
+    for seed in range(sized(2, 1)):
         with _jittered(5e-5, seed):
             again = outcomes(llm, prompts, params)
         results = [
@@ -93,7 +93,7 @@ def _jittered(scale: float, seed: int) -> Iterator[None]:
 
 def seeded(count: int, first_seed: int, **options: Any) -> list[SamplingParams]:
     """Parameters that differ in their seed only."""
-    defaults = {"max_tokens": 40, "ignore_eos": True, "detokenize": False}
+    defaults = {"max_tokens": sized(40, 20), "ignore_eos": True, "detokenize": False}
     return [SamplingParams(seed=first_seed + 10 * i, **defaults | options) for i in range(count)]
 
 

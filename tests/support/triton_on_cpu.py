@@ -24,4 +24,14 @@ class _Driver:
         return True
 
 
+def pytest_sessionstart() -> None:
+    """Have vLLM truncate to top-k and top-p in torch: the interpreter fails on its kernel for it.
+
+    (A loop variable it expects to be a tensor is a Python int there.)
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    topk_topp_sampler.HAS_TRITON = False
+
+
 triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=_Driver)

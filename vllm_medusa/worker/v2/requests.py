@@ -50,9 +50,9 @@ class RequestOptions:
         self._greedy_root[slot] = typical and rule.greedy_root
         self._epsilon[slot], self._delta[slot] = rule.epsilon, rule.delta
 
-    def any_by_path(self, slots: np.ndarray) -> bool:
-        """Whether a distribution depends on the tokens before it, not on the logits alone."""
-        return bool(self._by_path[slots].any())
+    def by_path(self, slots: np.ndarray) -> np.ndarray:
+        """Whether distributions depend on the tokens before them, not on the logits alone."""
+        return self._by_path[slots]
 
     def undrafted(self, slots: np.ndarray) -> Tensor | None:
         """Requests whose drafts must not count, bool [B]; None if there are none.

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from vllm.config import SpeculativeConfig
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -95,7 +96,7 @@ class TreeSampler(RejectionSampler):
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         verdicts, logprobs = [], []
         for part in self._parts(logits, input_batch, token_ids, positions):
-            verdict, drawn = self._verify(part)
+            verdict, drawn = self._decide(part)
             verdicts.append(verdict)
             logprobs.append(self._logprobs(part, drawn, verdict, input_batch))
         verdict = self.trees.verdict = _join(verdicts)
@@ -118,14 +119,18 @@ class TreeSampler(RejectionSampler):
         self, logits: Tensor, batch: InputBatch, token_ids: Tensor, positions: Tensor
     ) -> Iterator[_Part]:
         """Whole requests at a time, so that vLLM's bound on fp32 logits holds; mostly one part."""
-        step = self.trees.step
+        step, trees, device = self.trees.step, self.trees, logits.device
         assert step is not None
         slots = batch.idx_mapping_np
-        chains = None
+        by_path = trees.requests.by_path(slots)
         first_row = batch.cu_num_logits_np
-        if self.trees.requests.any_by_path(slots):
-            chains = self.trees.chains(step.tree.max_nodes)
-            first_row = np.arange(batch.num_reqs + 1) * len(chains.nodes)
+        if by_path.any():
+            layout = trees.chains.lay_out(by_path, step.num_nodes)
+            first_row = layout.first
+            row_of, local_of, index_of = (
+                async_tensor_h2d(array, device=device)
+                for array in (layout.rows, layout.local, layout.index)
+            )
         limit = get_max_chunk_logits(logits.shape[-1])
         start = 0
         while start < batch.num_reqs:
@@ -134,22 +139,17 @@ class TreeSampler(RejectionSampler):
             chosen = slice(start, end)
             tree = step.tree
             if end - start < batch.num_reqs:
-                tree = tree.select(torch.arange(start, end, device=logits.device))
+                tree = tree.select(torch.arange(start, end, device=device))
             of_node = step.row_of_node[chosen]
-            requests = batch.idx_mapping[chosen]
-            if chains is None:
-                lo, hi = int(first_row[start]), int(first_row[end])
-                rows: slice | Tensor = slice(lo, hi)
-                index, local = of_node - lo, batch.expanded_local_pos[rows]
-            else:
-                rows = of_node[:, chains.nodes].flatten()
-                starts = torch.arange(end - start, device=logits.device) * len(chains.nodes)
-                index = starts[:, None] + chains.last
-                local = chains.local.repeat(end - start)
+            lo, hi = int(first_row[start]), int(first_row[end])
+            rows: slice | Tensor = slice(lo, hi)
+            index, local = of_node - lo, batch.expanded_local_pos[rows]
+            if by_path.any():
+                rows, local, index = row_of[lo:hi], local_of[lo:hi], index_of[chosen] - lo
             yield _Part(
                 tree=tree,
                 token_ids=token_ids[of_node].to(torch.int64),
-                requests=requests,
+                requests=batch.idx_mapping[chosen],
                 slots=slots[chosen],
                 seq_lens=batch.seq_lens_cpu_upper_bound.numpy()[chosen],
                 logits=logits[rows],
@@ -161,7 +161,7 @@ class TreeSampler(RejectionSampler):
             )
             start = end
 
-    def _verify(self, part: _Part) -> tuple[Verdict, Tensor]:
+    def _decide(self, part: _Part) -> tuple[Verdict, Tensor]:
         """The verdict, and the processed logits [R, V] of the part's rows."""
         requests = self.trees.requests
         tree, ids = part.tree, part.token_ids

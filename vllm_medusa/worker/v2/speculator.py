@@ -46,12 +46,12 @@ class TreeSpeculator(DraftModelSpeculator):
         self.drafter = MedusaDrafter(vllm_config)
         self.trees = Trees(vllm_config, self.drafter.tree, device)
 
-    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
+    def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """Load the heads; and have the target bring our state when the runner asks it for one."""
         self.drafter.load_model(target_model)
-        self._target: Any = target_model
+        self._target = target_model
         state_cls = tree_model_state(self.vllm_config, target_model, self.trees)
-        self._target.get_model_state_cls = lambda: state_cls
+        target_model.get_model_state_cls = lambda: state_cls
         return nn.Module()  # what the runner calls the draft model has nothing to unload
 
     def set_attn(self, *args: Any) -> None:

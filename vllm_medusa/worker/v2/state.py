@@ -52,7 +52,6 @@ class TreeModelState(DefaultModelState):
         """Remember the KV cache groups, in which accepted paths are compacted."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
         self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
-        self._compact = tree_backend().compact
 
     def prepare_attn(
         self,
@@ -110,12 +109,13 @@ class TreeModelState(DefaultModelState):
         step, verdict = self.trees.step, self.trees.verdict
         if step is None or verdict is None:
             return
+        compact = tree_backend().compact
         layers = self.vllm_config.compilation_config.static_forward_context
         for group, names in enumerate(self._groups):
             src, dst = accepted_moves(
                 step.slots(group), verdict.path.nodes, verdict.path.num_accepted
             )
-            self._compact(layers, names, src, dst)
+            compact(layers, names, src, dst)
 
 
 @contextmanager

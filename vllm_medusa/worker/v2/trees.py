@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,8 +24,7 @@ class Trees:
         scheduler, options = vllm_config.scheduler_config, EngineOptions.of(vllm_config)
         self.tensors = tensors
         self.requests = RequestOptions(scheduler.max_num_seqs, options.acceptance, device)
-        self._chains = PathChains.of(options.tree, device)
-        self._chain_rows = list(accumulate(depth + 1 for depth in options.tree.depths))
+        self.chains = PathChains.of(options.tree)
         # int64 [most tokens of a step]; one place for good: CUDA graphs read it there
         self.buffer = torch.zeros(
             scheduler.max_num_batched_tokens, dtype=torch.int64, device=device
@@ -60,10 +57,6 @@ class Trees:
                 positions, base, step.tree.depths, step.cu_nodes, len(step.rows), step.root_rows
             )
         return positions
-
-    def chains(self, num_nodes: int) -> PathChains:
-        """The root paths of the first ``num_nodes`` nodes."""
-        return self._chains.prefix(self._chain_rows[num_nodes - 1], num_nodes)
 
     def last_rows(self, cu_nodes: Tensor) -> Tensor:
         """The logits row of each request's last accepted node: int64 [B]."""
