@@ -6,6 +6,7 @@ gathered. At the end of each a rank is killed in the middle of its work.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,16 +16,23 @@ from pathlib import Path
 import psutil
 import pytest
 from support.engine_process import answers, batch, engine_process, of_session, wait_for
-from support.engines import Completion, medusa
-from support.plain import COMMON, Plain
-from support.ranks import WORKER, Decision, decisions
+from support.engines import Completion, engine, medusa
+from support.plain import (
+    COMMON,
+    Plain,
+    Run,
+    assert_same_decisions,
+    run_greedy,
+    run_seeded,
+)
+from support.ranks import WORKER, decisions
 from support.reference import differing
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 TREE = "mc_sim_7b_63"
-START_S = 240.0
-DOWN_S = 45.0  # vLLM gives workers 5 s to end by themselves, 4 s after SIGTERM, then kills them
+START_S = 300.0
+DOWN_S = 90.0  # vLLM gives workers 5 s to end by themselves, 4 s after SIGTERM, then kills them
 COUNT = 32
 
 
@@ -34,8 +42,9 @@ class Started:
     process: subprocess.Popen[bytes]
     folder: Path
     workers: list[int]
-    completions: dict[str, list[Completion]]
-    ranks: dict[str, list[list[Decision]]]
+    shards: list[list[int]]
+    runs: dict[str, Run]
+    alone: dict[str, Run]  # the same on one rank, in this process
 
 
 @pytest.fixture(scope="module", params=["mp", "ray"])
@@ -51,10 +60,13 @@ def started(
     if executor == "ray":
         pytest.importorskip("ray", reason="Ray is not installed: pip install vllm-medusa[ray]")
     folder = tmp_path_factory.mktemp(executor)
+    config = medusa(own_heads if executor == "mp" else random_heads, TREE)
+    with engine(chaotic_llama, config, worker_cls=WORKER) as llm:
+        alone = {"greedy": run_greedy(llm, plain, COUNT), "seeded": run_seeded(llm, plain, COUNT)}
     job = {
         "engine": {
             "model": chaotic_llama,
-            "speculative_config": medusa(own_heads if executor == "mp" else random_heads, TREE),
+            "speculative_config": config,
             "tensor_parallel_size": 2,
             "distributed_executor_backend": executor,
             "worker_cls": WORKER,
@@ -83,35 +95,39 @@ def started(
         job["ray"] = 2  # devices: see support.ray_on_cpu
     with engine_process(job, folder) as process:
         told = answers(process, folder, START_S)
-        kinds = dict(zip(("greedy", "seeded"), told["batches"], strict=True))
-        yield Started(
-            executor,
-            process,
-            folder,
-            told["workers"],
-            {
-                kind: [Completion(tuple(t), f, s) for t, f, s in result["completions"]]
-                for kind, result in kinds.items()
-            },
-            {kind: [decisions(r) for r in result["ranks"]] for kind, result in kinds.items()},
-        )
+        runs = [
+            Run(
+                [Completion(tuple(t), f, s) for t, f, s in result["completions"]],
+                [decisions(rows) for rows in result["ranks"]],
+            )
+            for result in told["batches"]
+        ]
+        kinds = dict(zip(("greedy", "seeded"), runs, strict=True))
+        yield Started(executor, process, folder, told["process_id"], told["shard"], kinds, alone)
 
 
 def test_greedy_tokens(started: Started, plain: Plain) -> None:
-    assert differing(plain.greedy.completions[:COUNT], started.completions["greedy"]) == []
+    assert differing(plain.greedy.completions[:COUNT], started.runs["greedy"].completions) == []
 
 
 def test_seeded_tokens(started: Started, plain: Plain) -> None:
-    assert plain.unlike_seeded(started.completions["seeded"]) == []
+    assert plain.unlike_seeded(started.runs["seeded"].completions) == []
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
 def test_the_ranks_agree(started: Started, kind: str) -> None:
-    one, other = started.ranks[kind]
-    assert one == other
-    trees = [decision for decision in one if decision.num_nodes > 1]
+    result = started.runs[kind]
+    assert result.differing() == 0 and len(result.ranks) == 2
+    trees = result.trees
     assert len(trees) > 300 and max(decision.num_nodes for decision in trees) == 64
     assert sum(len(decision.nodes) - 1 for decision in trees) > len(trees)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+def test_one_rank_decides_the_same(started: Started, plain: Plain, kind: str) -> None:
+    """Accepted paths and drafts, though each rank scored half of the vocabulary only."""
+    assert started.shards == [[0, 256], [256, 256]]
+    assert_same_decisions(started.alone[kind], started.runs[kind], plain.unsteady)
 
 
 def test_a_killed_rank_ends_the_engine(started: Started) -> None:
@@ -128,7 +144,10 @@ def test_a_killed_rank_ends_the_engine(started: Started) -> None:
     print(f"{started.executor}: down after {time.monotonic() - begun:.1f} s")
     assert process.returncode != 0
     assert not (folder / "job.json.finished").exists()
+    error = json.loads((folder / "job.json.error").read_text())
+    assert error["type"] == "EngineDeadError", error
+    who = {"mp": "VllmWorker-1", "ray": "rank=[1]"}[started.executor]
     log = (folder / "log").read_text(errors="replace")
-    assert "died unexpectedly" in log
+    assert f"{who} died unexpectedly" in log
     _, alive = psutil.wait_procs(family, timeout=20)
     assert [member for member in alive if member.status() != psutil.STATUS_ZOMBIE] == []

@@ -7,15 +7,21 @@ controls let one rank differ to show that the comparison would tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from support.engines import Completion, Prompt, complete, engine, greedy, medusa
-from support.plain import COMMON, TOKENS, Known, Plain
-from support.ranks import WORKER, Decision, decisions
+from support.engines import engine, greedy, medusa
+from support.plain import (
+    COMMON,
+    TOKENS,
+    Plain,
+    Run,
+    assert_same_decisions,
+    run,
+    run_greedy,
+    run_seeded,
+)
+from support.ranks import WORKER
 from support.reference import assert_chaotic, differing
 from vllm import LLM, SamplingParams
 
@@ -23,35 +29,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 TREE = {"dense": [2, 2, 2]}  # 15 nodes with the root
 FEW = [7, 70, 170, 270, 370, 470]  # all that unseeded requests may say, so that drafts are met
-
-
-@dataclass(frozen=True)
-class Run:
-    completions: list[Completion]
-    ranks: list[list[Decision]]
-
-    @property
-    def trees(self) -> list[Decision]:
-        """Rank 0's decisions about trees."""
-        return [decision for decision in self.ranks[0] if decision.num_nodes > 1]
-
-    def differing(self) -> int:
-        """Decisions that not all ranks made alike, in the order they were made."""
-        return sum(len(set(alike)) > 1 for alike in zip_longest(*self.ranks))
-
-
-def run(llm: LLM, prompts: Sequence[Prompt], params: Any, known: Known | None = None) -> Run:
-    llm.collective_rpc("plant", args=(known or [],))
-    completions = complete(llm, prompts, params)
-    return Run(completions, [decisions(r) for r in llm.collective_rpc("take_decisions")])
-
-
-def run_greedy(llm: LLM, plain: Plain) -> Run:
-    return run(llm, plain.greedy.prompts, greedy(TOKENS), plain.known_greedy)
-
-
-def run_seeded(llm: LLM, plain: Plain) -> Run:
-    return run(llm, plain.prompts, plain.params, plain.known_seeded)
 
 
 def run_unseeded(llm: LLM, plain: Plain) -> Run:
@@ -87,6 +64,10 @@ def test_the_reference_proves_something(plain: Plain) -> None:
     assert sum(not outcome.steady for outcome in plain.seeded) <= 10
 
 
+def test_each_rank_scores_its_half(llm: LLM) -> None:
+    assert llm.collective_rpc("shard") == [[0, 256], [256, 256]]
+
+
 @pytest.mark.parametrize("kind", ["greedy", "unplanted"])
 def test_greedy_tokens(two_ranks: dict[str, Run], plain: Plain, kind: str) -> None:
     got = two_ranks[kind].completions
@@ -102,13 +83,7 @@ def test_one_rank_decides_the_same(
     one_rank: dict[str, Run], two_ranks: dict[str, Run], plain: Plain, kind: str
 ) -> None:
     """Accepted paths and the shape of every step, not the tokens only; drafts but for near-ties."""
-    alone, shared = (
-        sorted(d for d in runs[kind].ranks[0] if d.request not in plain.unsteady)
-        for runs in (one_rank, two_ranks)
-    )
-    assert [d[:-1] for d in alone] == [d[:-1] for d in shared]
-    drafts = sum(a.drafts != b.drafts for a, b in zip(alone, shared, strict=True))
-    assert drafts <= 0.01 * len(alone)
+    assert_same_decisions(one_rank[kind], two_ranks[kind], plain.unsteady)
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "unseeded", "unplanted"])

@@ -105,7 +105,8 @@ def main(path: Path) -> None:
     from vllm import LLM
 
     llm = LLM(**job["engine"])
-    results = {"workers": llm.collective_rpc("process_id"), "batches": []}
+    results = {name: llm.collective_rpc(name) for name in ("process_id", "shard")}
+    results["batches"] = []
     for requests in job["batches"]:
         llm.collective_rpc("plant", args=(requests["known"],))
         completions = generate(llm, requests)

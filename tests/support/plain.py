@@ -1,16 +1,18 @@
-"""What plain vLLM on one rank says: what several ranks are compared with."""
+"""What plain vLLM on one rank says, and what several ranks make of the same requests."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 
-from support.engines import Prompt, engine, random_prompts
+from support.engines import Completion, Prompt, complete, engine, greedy, random_prompts
 from support.models import VOCAB
 from support.outcomes import Outcome, seeded, steady_outcomes
-from support.ranks import request_key
+from support.ranks import Decision, decisions, request_key
 from support.reference import Reference, plain_greedy
 
 TOKENS = 48
@@ -58,3 +60,48 @@ def plain_vllm(model: str) -> Plain:
     with engine(model) as llm:
         greedy = plain_greedy(llm, prompts, TOKENS)
         return Plain(greedy, prompts, params, steady_outcomes(llm, prompts, params))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Requests answered by an engine whose workers are `RecordingWorker`."""
+
+    completions: list[Completion]
+    ranks: list[list[Decision]]
+
+    @property
+    def trees(self) -> list[Decision]:
+        """Rank 0's decisions about trees."""
+        return [decision for decision in self.ranks[0] if decision.num_nodes > 1]
+
+    def differing(self) -> int:
+        """Decisions that not all ranks made alike, in the order they were made."""
+        return sum(len(set(alike)) > 1 for alike in zip_longest(*self.ranks))
+
+
+def run(llm: LLM, prompts: Sequence[Prompt], params: Any, known: Known | None = None) -> Run:
+    """Answer requests; drafts are planted where their future is known."""
+    llm.collective_rpc("plant", args=(known or [],))
+    completions = complete(llm, prompts, params)
+    return Run(completions, [decisions(r) for r in llm.collective_rpc("take_decisions")])
+
+
+def run_greedy(llm: LLM, plain: Plain, count: int | None = None) -> Run:
+    """The first of the greedy requests."""
+    return run(llm, plain.greedy.prompts[:count], greedy(TOKENS), plain.known_greedy)
+
+
+def run_seeded(llm: LLM, plain: Plain, count: int | None = None) -> Run:
+    """The first of the requests at temperature 1."""
+    return run(llm, plain.prompts[:count], plain.params[:count], plain.known_seeded)
+
+
+def assert_same_decisions(alone: Run, shared: Run, left_out: set[int]) -> None:
+    """One rank's decisions and those of several: the same but for drafts that nearly tie."""
+    one, other = (
+        sorted(d for d in result.ranks[0] if d.request not in left_out)
+        for result in (alone, shared)
+    )
+    assert [d[:-1] for d in one] == [d[:-1] for d in other]
+    drafts = sum(a.drafts != b.drafts for a, b in zip(one, other, strict=True))
+    assert drafts <= 0.01 * len(one)

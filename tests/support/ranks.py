@@ -58,6 +58,11 @@ class RecordingWorker(MedusaCPUWorker):
         """The operating system's number of this rank's process."""
         return os.getpid()
 
+    def shard(self) -> list[int] | None:
+        """(first id, number of ids) this rank ranks; None: the whole vocabulary."""
+        shard = self.model_runner.drafter._shard
+        return None if shard is None else [shard.first_id, shard.num_ids]
+
     def plant(self, known: list[tuple[int, list[int]]]) -> None:
         """From now on draft for these requests what is known to come, on a random leaf's path.
 
