@@ -286,7 +286,8 @@ class TreeAttentionImpl(TritonAttentionImpl):
         reasons = {
             "ALiBi": self.alibi_slopes is not None,
             "chunked attention": self.chunk_lookback >= 0,
-            f"{self.attn_type} attention": self.attn_type != AttentionType.DECODER,
+            f"{AttentionType(self.attn_type).value} attention": self.attn_type
+            != AttentionType.DECODER,
         }
         for reason, found in reasons.items():
             if found:
