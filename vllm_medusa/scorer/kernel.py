@@ -33,13 +33,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("window", "batch_size", "tiles_per_request", "num_splits"))
 def attend(
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [num_blocks, BLOCK_SIZE, Hkv, D]
     value_ptr,  # [num_blocks, BLOCK_SIZE, Hkv, D]
-    out_ptr,  # [T, Hq, D]; in parts: fp32 [T, Hq, SPLITS, D]
-    lse_ptr,  # fp32 [T, Hq]; in parts: fp32 [T, Hq, SPLITS]
+    out_ptr,  # [T, Hq, D]; in parts: fp32 [T, Hq, num_splits, D]
+    lse_ptr,  # fp32 [T, Hq]; in parts: fp32 [T, Hq, num_splits]
     cu_query_lens_ptr,  # [B + 1]
     seq_lens_ptr,  # [B]
     block_table_ptr,  # [B, max_blocks]
@@ -56,6 +56,7 @@ def attend(
     num_heads,
     num_nodes,  # N
     tiles_per_request,
+    num_splits,
     query_stride_row,
     query_stride_head,
     key_stride_block,
@@ -80,7 +81,7 @@ def attend(
     BLOCK_SIZE: tl.constexpr,  # slots of a cache block
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # divides 64
-    SPLITS: tl.constexpr,
+    IN_PARTS: tl.constexpr,
     BATCH_PADDED: tl.constexpr,  # 0: tiles_per_request tiles each
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -148,10 +149,11 @@ def attend(
     if HAS_WINDOW:
         lowest = tl.min(tl.where(exists, place, 2147483647), 0)
         left = tl.maximum(base + lowest - window + 1, 0)
-        first_own = tl.where(tree_rows > 0, 0, tl.maximum(left - base, 0) // BLOCK_N * BLOCK_N)
+        # rows that far back are hidden in trees too, as no node is deeper than its index
+        first_own = tl.maximum(left - base, 0) // BLOCK_N * BLOCK_N
     context_tiles = (tl.maximum(base - left, 0) + BLOCK_N - 1) // BLOCK_N
     num_tiles = context_tiles + (own_end - first_own + BLOCK_N - 1) // BLOCK_N
-    per_split = (num_tiles + SPLITS - 1) // SPLITS
+    per_split = (num_tiles + num_splits - 1) // num_splits
     start = tl.minimum(split * per_split, num_tiles)
     stop = tl.minimum(start + per_split, num_tiles)
     whole = start  # tiles before this one are seen whole by every row
@@ -268,11 +270,11 @@ def attend(
         acc = acc * tl.load(v_scale_ptr)
     lse = (top + tl.log2(divisor)) * LN2
     result = token * num_heads + head
-    if SPLITS > 1:
-        tl.store(lse_ptr + result * SPLITS + split, lse, mask=exists)
+    if IN_PARTS:
+        tl.store(lse_ptr + result * num_splits + split, lse, mask=exists)
         rows_here = tl.where(start < stop, num_rows, 0)  # none in an empty part
         tl.store(
-            out_ptr + (result * SPLITS + split)[:, None] * HEAD_SIZE + channel[None, :],
+            out_ptr + (result * num_splits + split)[:, None] * HEAD_SIZE + channel[None, :],
             acc,
             mask=(row < rows_here)[:, None] & in_head[None, :],
         )
@@ -296,21 +298,21 @@ def attend(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("batch_size", "num_splits"))
 def merge(
-    values_ptr,  # fp32 [T, Hq, SPLITS, D], normalised
-    parts_lse_ptr,  # fp32 [T, Hq, SPLITS], natural
+    values_ptr,  # fp32 [T, Hq, num_splits, D], normalised
+    parts_lse_ptr,  # fp32 [T, Hq, num_splits], natural
     out_ptr,  # [T, Hq, D]
     lse_ptr,  # fp32 [T, Hq] or None
     cu_query_lens_ptr,  # [B + 1]
     sinks_ptr,  # [Hq] or None
     batch_size,
     num_heads,
+    num_splits,
     out_stride_row,
     out_stride_head,
     HEAD_SIZE: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
@@ -324,7 +326,7 @@ def merge(
     part = tl.arange(0, SPLITS_PADDED)
     channel = tl.arange(0, HEAD_PADDED)
     parts_lse = tl.load(
-        parts_lse_ptr + result * SPLITS + part, mask=part < SPLITS, other=float("-inf")
+        parts_lse_ptr + result * num_splits + part, mask=part < num_splits, other=float("-inf")
     )
     top = tl.max(parts_lse, 0)
     if HAS_SINKS:
@@ -336,7 +338,7 @@ def merge(
     if HAS_SINKS:
         total = total + tl.exp(sink - shift)
     values = tl.load(
-        values_ptr + (result * SPLITS + part)[:, None] * HEAD_SIZE + channel[None, :],
+        values_ptr + (result * num_splits + part)[:, None] * HEAD_SIZE + channel[None, :],
         mask=(parts_lse > float("-inf"))[:, None] & (channel < HEAD_SIZE)[None, :],
         other=0.0,
     )

@@ -75,7 +75,7 @@ def paged_tree_attention_kernel(
     grid, batch_padded = batch_size * tiles_per_request, 0
     ragged = num_rows * group // tiles.block_m + batch_size
     if ragged < grid:
-        grid, batch_padded = ragged, triton.next_power_of_2(batch_size)
+        grid, batch_padded = ragged, max(128, triton.next_power_of_2(batch_size))
     splits = batch.num_splits
     parts = batch.workspace if splits > 1 else None
     attend[(grid, kv_heads, splits)](
@@ -100,6 +100,7 @@ def paged_tree_attention_kernel(
         num_heads,
         num_nodes,
         tiles_per_request,
+        splits,
         *query.stride()[:2],
         *key_cache.stride(),
         *value_cache.stride(),
@@ -113,7 +114,7 @@ def paged_tree_attention_kernel(
         BLOCK_SIZE=block_size,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        SPLITS=splits,
+        IN_PARTS=parts is not None,
         BATCH_PADDED=batch_padded,
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap != 0,
@@ -136,10 +137,10 @@ def paged_tree_attention_kernel(
             sinks,
             batch_size,
             num_heads,
+            splits,
             *out.stride()[:2],
             HEAD_SIZE=head_size,
             HEAD_PADDED=padded,
-            SPLITS=splits,
             SPLITS_PADDED=splits_padded,
             HAS_SINKS=sinks is not None,
             HAS_LSE=lse is not None,

@@ -134,6 +134,8 @@ class Cases:
         for slack in (0, 500):
             check(self.make([tree(16, 30)] * 5, heads=(2, 2), slack=slack))
             check(self.make([PADDING, tree(40, 3), PADDING, decode(9), PADDING], slack=slack))
+        requests = [decode(b % 20) if b % 3 else PADDING for b in range(140)]
+        check(self.make([*requests, tree(3, 5)], heads=(1, 1), slack=500))
 
     def test_a_dummy_batch_reads_nothing(self):
         case = self.make([tree(6, 0), chunk(4, 0), PADDING], splits=2)
