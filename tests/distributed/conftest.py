@@ -20,14 +20,28 @@ def plain(chaotic_llama: str) -> Any:
 @pytest.fixture(scope="session")
 def own_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Four random heads with LM heads of their own."""
+    return _save(tmp_path_factory.mktemp("own_heads"))
+
+
+@pytest.fixture(scope="session")
+def mapped_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Four random heads that score 300 tokens, here and there, with the target's LM head."""
+    import torch
+    from support.models import VOCAB
+
+    some = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[:300]
+    folder = tmp_path_factory.mktemp("mapped_heads")
+    return _save(folder, shared_lm_head=True, token_map=some)
+
+
+def _save(folder: Path, **options: Any) -> str:
     import torch
     from support.models import HIDDEN, VOCAB
 
     from vllm_medusa.heads import MedusaHeads, save_heads
 
-    folder: Path = tmp_path_factory.mktemp("own_heads")
     torch.manual_seed(3)
-    heads = MedusaHeads(4, 1, HIDDEN, VOCAB)
+    heads = MedusaHeads(4, 1, HIDDEN, VOCAB, **options)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.1)

@@ -13,7 +13,7 @@ from support.engines import Completion, medusa
 from support.plain import COMMON, Plain
 from support.reference import differing
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 COUNT = 16
 

@@ -25,7 +25,7 @@ from support.ranks import WORKER
 from support.reference import assert_chaotic, differing
 from vllm import LLM, SamplingParams
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 TREE = {"dense": [2, 2, 2]}  # 15 nodes with the root
 FEW = [7, 70, 170, 270, 370, 470]  # all that unseeded requests may say, so that drafts are met
