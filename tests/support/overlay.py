@@ -52,7 +52,8 @@ def build(python_files: Path, folder: Path, version: str = "0.33.0+cpu") -> dict
     tests = Path(__file__).parents[1]
     dropped = ("PYTEST_CURRENT_TEST", VARIABLE)
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
-    path = os.pathsep.join(map(str, (folder, tests, tests.parent)))
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([str(folder), str(tests), str(tests.parent), *given])
     return kept | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
 
