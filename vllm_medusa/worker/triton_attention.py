@@ -45,7 +45,7 @@ from vllm_medusa.tree import TreeTensors
 from vllm_medusa.worker.options import EngineOptions, is_medusa
 from vllm_medusa.worker.step import TreeStep
 
-_LENGTH_STEP = 512  # sequence lengths are rounded up to it when the number of splits is chosen
+_LENGTH_STEP = 512  # lengths are rounded up to it: the number of parts is looked up, mostly
 
 
 @dataclass
@@ -117,10 +117,7 @@ class _Shape:
     device: torch.device
 
     def splits(self, batch: int, max_query_len: int, max_seq_len: int) -> int:
-        """Into how many parts the keys best go; a power of two.
-
-        Every number of parts is a kernel to compile, so only few occur.
-        """
+        """Into how many parts the keys best go."""
         return _splits(self, batch, max_query_len, -(-max_seq_len // _LENGTH_STEP) * _LENGTH_STEP)
 
 
@@ -130,24 +127,17 @@ def _splits(shape: _Shape, batch: int, max_query_len: int, max_seq_len: int) -> 
         return 1
     from vllm_medusa.scorer.launch import choose_splits
 
-    return _power_of_two(
-        choose_splits(
-            batch,
-            shape.num_heads,
-            shape.kv_heads,
-            shape.head_size,
-            max_query_len,
-            max_seq_len,
-            shape.dtype,
-            shape.kv_dtype,
-            shape.device,
-        )
+    return choose_splits(
+        batch,
+        shape.num_heads,
+        shape.kv_heads,
+        shape.head_size,
+        max_query_len,
+        max_seq_len,
+        shape.dtype,
+        shape.kv_dtype,
+        shape.device,
     )
-
-
-def _power_of_two(number: int) -> int:
-    """The largest that is not above ``number``."""
-    return 1 << (number.bit_length() - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +181,7 @@ class _StaticTrees:
                 plain.num_actual_tokens, self.shape.num_heads, self.shape.head_size
             )
             wanted = self.shape.splits(batch, plain.max_query_len, plain.max_seq_len)
-            splits = min(wanted, _power_of_two(room))
+            splits = min(wanted, room)
         paged = PagedBatch(
             cu_query_lens=plain.query_start_loc,
             seq_lens=plain.seq_lens,

@@ -78,7 +78,7 @@ def make_config(
 @pytest.fixture
 def splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a GPU wanted the keys in 3 parts."""
-    monkeypatch.setattr(triton_attention, "_splits", lambda *args: 2)
+    monkeypatch.setattr(triton_attention, "_splits", lambda *args: 3)
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ class TestMetadata:
         after = paged(build(builder, buffers.batch(shape), [NODES, 1]))
         assert addresses(after) == before
         assert after.is_tree.tolist() == [True, False]
-        assert after.num_splits == 2
+        assert after.num_splits == 3
 
     def test_the_uniform_case_has_full_graphs(
         self, make_config: Callable[[bool], Any], builder: TreeMetadataBuilder
@@ -226,7 +226,7 @@ class TestMetadata:
         captured = paged(capture)
         assert captured.is_tree.all()
         assert capture.seq_lens.tolist() == [1] * 4
-        assert captured.num_splits == 2
+        assert captured.num_splits == 3
         build(builder, buffers.batch([(3, 3), (NODES, 8)]), [1, NODES])  # some other step
 
         requests = [(NODES, 20), (NODES, 3), (NODES, 60), (NODES, 11)][:real]

@@ -1,0 +1,38 @@
+"""The attention for CUDA under vLLM's V2 runner on a CPU (`support.triton_on_cpu`).
+
+vLLM picks its attention by platform, and on CPUs never asks for another; so ours is registered as
+CPU_ATTN. Its own Triton kernels for the cache and for steps without trees are interpreted too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
+
+from vllm_medusa.scorer import launch
+from vllm_medusa.worker import triton_attention
+from vllm_medusa.worker.v2 import platform, state
+
+BACKEND = f"{triton_attention.__name__}.{triton_attention.TreeAttentionBackend.__name__}"
+NUM_SMS = 8  # so many that small batches have their keys split
+
+
+@contextmanager
+def triton_attention_on_cpu() -> Iterator[None]:
+    """Engines with trees started within the block run the attention for CUDA."""
+
+    def tree_backend() -> platform.TreeBackend:
+        return platform.TreeBackend("CPU_ATTN", BACKEND, triton_attention.compact_group)
+
+    limits = launch.device_limits(torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (platform, state):
+            patch.setattr(module, "tree_backend", tree_backend)
+        patch.setattr(launch, "device_limits", lambda device: limits._replace(num_sms=NUM_SMS))
+        # vLLM's kernel that writes the cache asks, for its tile size
+        patch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+        yield

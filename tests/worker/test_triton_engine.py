@@ -1,0 +1,195 @@
+"""The attention for CUDA in a whole engine: vLLM's V2 runner drives it through the interpreter.
+
+Cache layout, cache writes and steps without trees are those of vLLM's Triton backend; what comes
+out is compared with plain vLLM on its own C++ attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from support.interpreter import INTERPRETING, run_interpreting
+
+if INTERPRETING:
+    import support.triton_on_cpu  # noqa: F401
+
+pytest.importorskip("vllm")
+pytest.importorskip("triton")
+
+from support.engines import complete, engine, greedy, medusa, metric, random_prompts
+from support.models import VOCAB, save_model
+from support.planted import planted
+from support.reference import Reference, assert_chaotic, differing, plain_greedy
+from support.spies import Step, mean_accepted, mixed, recorded_steps
+from vllm import LLM
+
+if INTERPRETING:
+    from support.triton_attention import triton_attention_on_cpu
+
+from vllm_medusa.scorer.paged import PagedBatch
+from vllm_medusa.worker import triton_attention
+
+pytestmark = pytest.mark.engine
+IN_INTERPRETER = pytest.mark.skipif(
+    not INTERPRETING, reason="runs in a process whose Triton interprets, see below"
+)
+
+TOKENS = 24
+FEW = 12  # enough to go wrong
+SHARED = 16  # tokens of an output that another prompt begins with
+TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]]
+LONGEST = 50  # and `SHARED` more fill two blocks
+SMALL: dict[str, Any] = {
+    "max_model_len": LONGEST + TOKENS,
+    "max_num_batched_tokens": 36,
+    "max_num_seqs": 4,
+    "block_size": 32,
+    "enable_prefix_caching": True,
+    "kv_cache_memory_bytes": 4 << 20,
+}
+
+
+@dataclass
+class Attended:
+    """What our kernel was called with."""
+
+    batches: list[PagedBatch]
+    windows: set[int | None]
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> Attended:
+    seen = Attended([], set())
+    attend = triton_attention.paged_tree_attention
+
+    def spy(
+        query: Any, keys: Any, values: Any, batch: PagedBatch, *args: Any, **kwargs: Any
+    ) -> Any:
+        flags = batch.is_tree.clone(), batch.cu_query_lens.clone()
+        seen.batches.append(replace(batch, is_tree=flags[0], cu_query_lens=flags[1]))
+        seen.windows.add(kwargs["window"])
+        return attend(query, keys, values, batch, *args, **kwargs)
+
+    monkeypatch.setattr(triton_attention, "paged_tree_attention", spy)
+    return seen
+
+
+def causal_mask(patch: pytest.MonkeyPatch) -> None:
+    """Every node attends to all nodes before it."""
+    attend = triton_attention.paged_tree_attention
+
+    def paged_tree_attention(*args: Any, **kwargs: Any) -> Any:
+        query, keys, values, batch, scale = args
+        batch = replace(batch, is_tree=torch.zeros_like(batch.is_tree))
+        return attend(query, keys, values, batch, scale, **kwargs)
+
+    patch.setattr(triton_attention, "paged_tree_attention", paged_tree_attention)
+
+
+def no_compaction(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(triton_attention, "compact_group", lambda *args: None)
+
+
+Setting = tuple[str, Reference]  # a model, and what plain vLLM says
+
+
+class Cases:
+    architecture: str
+    window: int | None = None
+    lengths: tuple[int, ...]  # of the prompts
+
+    @pytest.fixture(scope="class")
+    def setting(self, tmp_path_factory: pytest.TempPathFactory) -> Setting:
+        changes = {"sliding_window": self.window} if self.window else {}
+        model = save_model(tmp_path_factory.mktemp("model"), self.architecture, **changes)
+        prompts = [
+            prompt
+            for seed, length in enumerate(self.lengths)
+            for prompt in random_prompts(1, VOCAB, length, length, seed)
+        ]
+        with engine(model, **SMALL) as llm:
+            reference = plain_greedy(llm, prompts, TOKENS)
+        assert reference.dropped <= 1
+        assert_chaotic(reference.outputs)
+        return model, reference
+
+    @pytest.fixture(scope="class")
+    def llm(self, setting: Setting, random_heads: str) -> Iterator[LLM]:
+        with (
+            triton_attention_on_cpu(),
+            engine(setting[0], medusa(random_heads, TREE), **SMALL) as llm,
+        ):
+            yield llm
+
+    def test_same_tokens(self, llm: LLM, setting: Setting, attended: Attended) -> None:
+        _, reference = setting
+        with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
+            got = complete(llm, reference.prompts, greedy(TOKENS))
+        assert differing(reference.completions, got) == []
+        assert mean_accepted(steps) > 1.0
+        assert attended.windows == {self.window}
+        self.check_steps(steps, attended)
+
+    def check_steps(self, steps: list[Step], attended: Attended) -> None:
+        """The steps that the case is about did occur."""
+        assert any(batch.num_splits > 1 for batch in attended.batches)
+
+
+@IN_INTERPRETER
+class TestLlama(Cases):
+    architecture = "Llama"
+    lengths = (LONGEST, LONGEST, LONGEST, 40, 30)  # some grow to max_model_len
+
+    def check_steps(self, steps: list[Step], attended: Attended) -> None:
+        super().check_steps(steps, attended)
+        assert any(batch.num_splits == 1 for batch in attended.batches)
+        assert mixed(steps), "no step mixed trees with prefill"
+        assert any(
+            any(row.is_tree for row in step)
+            and any(row.num_nodes == 1 and not row.is_prefill for row in step)
+            for step in steps
+        ), "no step mixed trees with plain decodes"  # next to max_model_len nothing is drafted
+
+    def test_cached_prefixes(self, llm: LLM, setting: Setting, attended: Attended) -> None:
+        """Blocks with compacted nodes serve the next request that has their tokens."""
+        _, reference = setting
+        prompt, output = reference.prompts[0], list(reference.outputs[0])
+        before = metric(llm, "prefix_cache_hits")
+        longer = [prompt + output[:SHARED]]
+        with planted(longer, [output[SHARED:]], VOCAB):
+            (got,) = complete(llm, longer, greedy(TOKENS - SHARED))
+        assert list(got.token_ids) == output[SHARED:]
+        hits = metric(llm, "prefix_cache_hits") - before
+        assert hits > len(prompt)
+        assert attended.batches
+
+    @pytest.mark.parametrize("control", [causal_mask, no_compaction])
+    def test_broken_differs(
+        self,
+        llm: LLM,
+        setting: Setting,
+        monkeypatch: pytest.MonkeyPatch,
+        control: Callable[[pytest.MonkeyPatch], None],
+    ) -> None:
+        part = setting[1].part(2, 2)
+        control(monkeypatch)
+        with planted(part.prompts, part.outputs, VOCAB):
+            got = complete(llm, part.prompts, greedy(FEW))
+        expected = [output[:FEW] for output in part.outputs]
+        assert any(a != b.token_ids for a, b in zip(expected, got, strict=True))
+
+
+@IN_INTERPRETER
+class TestMistral(Cases):
+    architecture = "Mistral"
+    window = 24
+    lengths = (45,)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+def test_in_a_process_that_interprets() -> None:
+    run_interpreting(__file__, "TestLlama or TestMistral")
