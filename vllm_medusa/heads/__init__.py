@@ -1,9 +1,19 @@
-"""The Medusa heads and their checkpoints."""
+"""The Medusa heads and their checkpoints.
 
-from vllm_medusa.heads.checkpoint import load_heads, peek_heads, save_heads
-from vllm_medusa.heads.info import HeadsInfo
+The names of checkpoints are imported on first use, so that running heads needs nothing but torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
 from vllm_medusa.heads.packed import Linear, MakeLinear, PackedHeads
+
+if TYPE_CHECKING:
+    from vllm_medusa.heads.checkpoint import load_heads, peek_heads, save_heads
+    from vllm_medusa.heads.info import HeadsInfo
 
 __all__ = [
     "HeadsError",
@@ -18,3 +28,17 @@ __all__ = [
     "peek_heads",
     "save_heads",
 ]
+
+_HOME = {
+    "HeadsInfo": "info",
+    "load_heads": "checkpoint",
+    "peek_heads": "checkpoint",
+    "save_heads": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the names that need safetensors when they are first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.gpu_check`: what one NVIDIA GPU can tell about the kernels."""
