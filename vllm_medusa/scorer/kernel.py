@@ -17,7 +17,8 @@ leaves, then those of its own rows, counted from row 0. Own tiles therefore neve
 Parts are whole tiles, dealt out evenly over the grid's last axis; a short request leaves some
 empty, whose LSE is -inf. Each part's normalised output and LSE go to the workspace and `merge`
 weighs them; with one part the output is written at once. The grid follows from shapes and upper
-bounds alone. Softmax runs in base 2, LSE that leave a kernel are natural.
+bounds alone. Softmax runs in base 2, LSE that leave a kernel are natural: a context that something
+else attended (FlashAttention, say) could be merged as one more part.
 
 In place of a search for a program's request: request b owns the tiles from
 ``cu_query_lens[b] * group // BLOCK_M + b`` on, which is never fewer than it needs. Where all

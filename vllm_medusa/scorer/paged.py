@@ -132,7 +132,7 @@ def paged_tree_attention(
     Args:
         query: fp16, bf16 or fp32, rows and heads may be strided, channels not.
         key_cache: Any strides, of the dtype of the queries or fp8; vLLM's uint8 caches must be
-            viewed as the fp8 dtype that they hold.
+            viewed as the fp8 dtype that they hold. e4m3 needs a GPU of capability 8.9.
         value_cache: Like ``key_cache``.
         batch: The requests.
         scale: Factor on the logits.
