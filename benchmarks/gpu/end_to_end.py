@@ -58,9 +58,8 @@ def compare(eager: bool, lab: Lab) -> Record:
         "max_model_len": 512,
         "enforce_eager": eager,
         "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.3,
     }
-    if lab.device == "cuda":
-        engine["gpu_memory_utilization"] = 0.3
     asked = {
         "engine": engine,
         "prompts": [json.loads(line)["prompt"] for line in lines[:PROMPTS]],
@@ -88,7 +87,8 @@ def generate(asked: Record) -> Record:
     command = [sys.executable, "-c", _ENGINE, json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     if done.returncode:
-        raise RuntimeError(f"the engine failed: {done.stderr[-3000:]}")
+        errors = [line for line in done.stderr.splitlines() if "Error:" in line]
+        raise RuntimeError("the engine failed: " + "\n".join((*errors[:3], done.stderr[-3000:])))
     line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
     found: Record = json.loads(line.removeprefix("FOUND"))
     return found

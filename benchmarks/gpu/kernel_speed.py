@@ -60,13 +60,16 @@ class Spec:
     nodes: int
     cache: torch.dtype = torch.bfloat16
     head_size: int = 128
+    planned: int = 0  # length that the parts are chosen for, as in a captured graph; 0: its own
 
     @property
     def name(self) -> str:
         """Unique among the cases."""
-        cache = "" if self.cache == torch.bfloat16 else ", fp8 cache"
+        extra = "" if self.cache == torch.bfloat16 else ", fp8 cache"
+        if self.planned:
+            extra += f", planned for {self.planned}"
         return (
-            f"{self.layout}, batch {self.batch}, context {self.context}, {self.nodes} nodes{cache}"
+            f"{self.layout}, batch {self.batch}, context {self.context}, {self.nodes} nodes{extra}"
         )
 
     @property
@@ -114,7 +117,11 @@ class Setup:
 
 
 def cases(small: bool) -> list[Case]:
-    """Every layout, batch, context and number of nodes; a row of plain decoding; fp8 caches."""
+    """Every layout, batch, context and number of nodes.
+
+    Then a few in bounds much too large, as a graph has that was captured for any length; a lone
+    row, which is plain decoding; and fp8 caches.
+    """
     if small:
         return [_case(Spec("tiny", 4, 2, 2, 40, 5, head_size=16))]
     specs = [
@@ -128,7 +135,8 @@ def cases(small: bool) -> list[Case]:
     fp8 = [
         Spec(n, *h, b, 8192, 64, torch.float8_e4m3fn) for n, h in LAYOUTS.items() for b in (1, 16)
     ]
-    return [_case(spec) for spec in (*specs, *plain, *fp8)]
+    loose = [Spec(n, *h, b, 4096, 64, planned=32768) for n, h in LAYOUTS.items() for b in (1, 4)]
+    return [_case(spec) for spec in (*specs, *loose, *plain, *fp8)]
 
 
 def _case(spec: Spec) -> Case:
@@ -164,7 +172,7 @@ def setup(spec: Spec, storage: Storage, copies: int, splits: int | None = None) 
     tree = TreeTensors.from_tree(step_tree(spec.nodes), device)
     if splits is None:
         keys = caches[0].transpose(1, 2)[..., :dim]
-        splits = choose_parts(query, keys, spec.batch, spec.nodes, spec.length)
+        splits = choose_parts(query, keys, spec.batch, spec.nodes, spec.planned or spec.length)
     space = SplitWorkspace.allocate(rows * spec.heads * splits, dim, device) if splits > 1 else None
     lens = torch.full((spec.batch,), spec.length, dtype=torch.int32, device=device)
     batch = uniform_batch(tree, lens, table, spec.nodes > 1, splits, space)
@@ -210,7 +218,7 @@ def measure(spec: Spec, lab: Lab) -> Record:
 
 def describe(spec: Spec) -> Record:
     """The spec's own fields."""
-    fields = ("layout", "heads", "kv_heads", "batch", "context", "nodes", "kv_bytes")
+    fields = ("layout", "heads", "kv_heads", "batch", "context", "nodes", "planned", "kv_bytes")
     cache = str(spec.cache).removeprefix("torch.")
     return {name: getattr(spec, name) for name in fields} | {"cache": cache}
 

@@ -243,13 +243,12 @@ def uniform_batch(
 
 
 def choose_parts(query: Tensor, key_cache: Tensor, batch: int, nodes: int, length: int) -> int:
-    """Into how many parts the keys of a step go: `launch`'s choice as vLLM's worker rounds it.
+    """Into how many parts the keys of a step go.
 
-    That is down to a power of two, so that few kernels have to be compiled. ``query`` is
-    [T, Hq, D], ``key_cache`` [num_blocks, block_size, Hkv, D].
+    ``query`` is [T, Hq, D], ``key_cache`` [num_blocks, block_size, Hkv, D].
     """
     from vllm_medusa.scorer.launch import choose_splits
 
     heads = (query.shape[1], key_cache.shape[2], query.shape[2])
     kinds = (query.dtype, key_cache.dtype, query.device)
-    return 1 << (choose_splits(batch, *heads, nodes, length, *kinds).bit_length() - 1)
+    return choose_splits(batch, *heads, nodes, length, *kinds)

@@ -85,6 +85,8 @@ def _speed(records: list[Record]) -> list[str]:
         named = f"{r['layout']} {r['heads']}/{r['kv_heads']}"
         if r["cache"] != "bfloat16":
             named += f", {r['cache']}"
+        if r["planned"]:
+            named += f", parts for {r['planned']}"
         rows.append(
             (
                 named,
@@ -195,7 +197,8 @@ def _plot_layout(axes: Any, layout: str, records: list[Record]) -> None:
             points = sorted(
                 (r["context"], share)
                 for r in records
-                if r["batch"] == batch and r["nodes"] == 64 and r["cache"] == "bfloat16"
+                if r["batch"] == batch and r["nodes"] == 64
+                if r["cache"] == "bfloat16" and not r["planned"]
                 if (share := fraction(r, name)) is not None
             )
             if points:

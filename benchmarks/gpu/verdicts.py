@@ -65,7 +65,7 @@ def bound_by_arithmetic(record: Record) -> bool:
 
 def _floor(records: Sequence[Record]) -> Record:
     claim = f"attention reaches {FLOOR_FRACTION:.0%} of the floor, contexts of 4k and more"
-    long = [r for r in measured(records) if r["context"] >= LONG_CONTEXT]
+    long = [r for r in measured(records) if r["context"] >= LONG_CONTEXT and not r["planned"]]
     pairs = [(value, r) for r in long if (value := fraction(r)) is not None]
     if not pairs:
         return _verdict(claim, None, "no time")
@@ -87,7 +87,7 @@ def _flash(records: Sequence[Record]) -> Record:
     ratios = [
         r["ours_us"] / r["flash_us"]
         for r in measured(records)
-        if r.get("flash_us") and r["context"] >= LONG_CONTEXT
+        if r.get("flash_us") and r["context"] >= LONG_CONTEXT and not r["planned"]
     ]
     if not ratios:
         return _verdict(claim, None, "no time")

@@ -1,7 +1,7 @@
 """Compile ahead, on all processors, what the cases of a part will launch.
 
-A run needs some two hundred variants of the attention kernel, each a few seconds of compiling on
-one processor; Triton keeps what it compiled in a folder that all processes share. Nothing here
+A run needs more than a hundred variants of the attention kernel, each some seconds of compiling
+on one processor; Triton keeps what it compiled in a folder that all processes share. Nothing here
 touches the GPU: calls are made as the cases make them, with tensors in host memory that nobody
 fills, and end where they would be launched. What isn't compiled here is compiled later, when it is
 first launched, so a failure costs time and nothing else.
