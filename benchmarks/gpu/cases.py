@@ -54,13 +54,13 @@ class Lab:
 class Case:
     """``run`` gives the record's own fields; "passed": False makes it failed.
 
-    ``launch`` only launches the kernels that ``run`` will need, on unfilled memory of the device
-    that it is told: that is how they are compiled ahead.
+    ``launch`` only launches the attention kernels that ``run`` will need, with tensors in host
+    memory: that is how they are compiled ahead.
     """
 
     name: str
     run: Callable[[Lab], Record]
-    launch: Callable[[str], object] | None = None
+    launch: Callable[[], object] | None = None
 
 
 def run_case(case: Case, lab: Lab) -> Record:

@@ -19,9 +19,8 @@ import torch
 
 from benchmarks.gpu.cases import Case, Lab, Record
 from benchmarks.gpu.decoder import Decoder, HeadLogits
-from benchmarks.gpu.kernel_speed import Spec, setup, step_tree
+from benchmarks.gpu.layouts import Spec, step_tree, to_compile
 from benchmarks.gpu.model import LLAMA_2_7B, LLAMA_3_8B, ModelShape, Target
-from benchmarks.gpu.storage import Storage
 
 NODES = (1, 64, 32, 16)  # 1: plain decoding
 HEADS = 5
@@ -44,12 +43,11 @@ def cases(small: bool) -> list[Case]:
 
 
 def _case(shape: ModelShape, batch: int, context: int, sizes: tuple[int, ...]) -> Case:
-    def launch(device: str) -> None:
-        storage = Storage(device, 1 << 40, fill=False)
+    def launch() -> None:
         for nodes in sizes:
             heads = (shape.heads, shape.kv_heads)
             spec = Spec("", *heads, batch, context, nodes, head_size=shape.head_size)
-            setup(spec, storage, 1).attend()
+            to_compile(spec).attend()
 
     name = f"{shape.name}, batch {batch}, context {context}"
     return Case(name, partial(measure, shape, batch, context, sizes), launch)

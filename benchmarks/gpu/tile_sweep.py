@@ -14,18 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import Case, Lab, Record
-from benchmarks.gpu.kernel_speed import (
-    LAYOUTS,
-    RELATIVE,
-    Spec,
-    check,
-    copies_of,
-    describe,
-    floors,
-    setup,
-    timed,
-)
-from benchmarks.gpu.storage import Storage
+from benchmarks.gpu.kernel_speed import LAYOUTS, RELATIVE, describe, floors, timed
+from benchmarks.gpu.layouts import Setup, Spec, check, copies_of, setup, to_compile
 from vllm_medusa.scorer.tiles import Tiles
 
 PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -50,22 +40,21 @@ def cases(small: bool) -> list[Case]:
 
 
 def _case(spec: Spec, small: bool) -> Case:
-    def launch(device: str) -> None:
-        storage = Storage(device, 1 << 40, fill=False)
-        chosen = _chosen(spec, storage)
-        for splits in _other_parts(chosen, small):
-            setup(spec, storage, 1, splits).attend()
+    def launch() -> None:
+        made = to_compile(spec)
+        chosen = _chosen(made)
+        made.attend()
         for tiles in other_tiles(chosen["tiles"], small):
             with tiles_as(tiles):
-                setup(spec, storage, 1, chosen["splits"]).attend()
+                made.attend()
+        replace(made, batch=replace(made.batch, num_splits=1)).attend()
 
     return Case(f"sweep {spec.name}", partial(sweep, spec, small), launch)
 
 
-def _chosen(spec: Spec, storage: Storage) -> dict[str, Any]:
+def _chosen(made: Setup) -> dict[str, Any]:
     from vllm_medusa.scorer import launch
 
-    made = setup(spec, storage, 1)
     kept, seen = launch.tile_sizes, []
 
     def note(*arguments: Any) -> Tiles:
@@ -112,7 +101,7 @@ def tiles_as(tiles: Tiles) -> Iterator[None]:
 
 def sweep(spec: Spec, small: bool, lab: Lab) -> Record:
     """Times of all variants; a variant that doesn't fit the GPU has a reason in place of one."""
-    chosen = _chosen(spec, lab.storage)
+    chosen = _chosen(setup(spec, lab.storage, 1))
     floor, _ = floors(spec, lab)
     variants = [
         {"splits": splits, **vars(chosen["tiles"])} for splits in _other_parts(chosen, small)

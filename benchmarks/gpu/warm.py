@@ -82,7 +82,7 @@ def compile_share(part: str, share: int, shares: int, machine: Record) -> int:
         for case in [c for c in part_cases(part, False) if c.launch is not None][share::shares]:
             assert case.launch is not None
             try:
-                case.launch("cpu")
+                case.launch()
             except Exception as error:
                 print(f"{case.name}: {type(error).__name__}: {error}"[:400], flush=True)
     return len(names)

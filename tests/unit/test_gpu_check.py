@@ -22,7 +22,8 @@ from benchmarks.gpu.cases import Case, Lab, NotHere, plain, run_case
 from benchmarks.gpu.clock import HostClock
 from benchmarks.gpu.decoder import plant
 from benchmarks.gpu.isolation import Limits, run_isolated
-from benchmarks.gpu.kernel_speed import COLD, Spec, copies_of, floors, step_tree
+from benchmarks.gpu.kernel_speed import floors
+from benchmarks.gpu.layouts import COLD, Spec, copies_of, step_tree
 from benchmarks.gpu.machine import sources_digest
 from benchmarks.gpu.problems import random_problem
 from benchmarks.gpu.report import markdown, plot
