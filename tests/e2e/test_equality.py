@@ -27,7 +27,7 @@ from vllm_medusa.tree import TokenTree
 pytestmark = pytest.mark.engine
 
 DEMO = Path(__file__).parents[2] / "demo"
-TOKENS = 40
+TOKENS = sized(40, 24)
 EIGHT = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0, 0]]
 SIXTY_THREE = "mc_sim_7b_63"
 TWO_HUNDRED = TokenTree.dense([4, 4, 3, 3]).prefix(201).to_lists()

@@ -35,7 +35,7 @@ TARGET, HEADS = str(DEMO / "target"), str(DEMO / "heads")
 TREE = sized(
     TokenTree.dense([3, 2, 1, 1]), TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
 )
-TOKENS = sized(40, 20)
+TOKENS = sized(40, 14)
 COUNT = sized(6, 3)
 TYPICAL = {"medusa": {"acceptance": "typical"}}
 LOSSLESS = {"medusa": {"acceptance": "lossless"}}
@@ -51,6 +51,8 @@ def prompts() -> Prompts:
 
 @pytest.fixture(scope="module")
 def plain(prompts: Prompts) -> dict[str, list[Outcome]]:
+    if ON_V2:  # tests/v2/test_seams.py compares with plain V2
+        return {}
     with engine(TARGET) as llm:
         return {
             "sampled": steady_outcomes(llm, prompts, seeded(COUNT, 0, temperature=0.8, logprobs=2)),
@@ -122,7 +124,7 @@ def first_draw_of_v2(prompt: list[int], seed: int) -> Draw:
     return draw
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sampling", sized(list(SAMPLING), ["t1_top_p"]))
 @pytest.mark.parametrize("rule", sized(list(RULES), ["greedy_root"]))
 def test_equals_the_oracle(
     llm: LLM, oracle: Any, prompts: Prompts, rule: str, sampling: str
@@ -281,7 +283,7 @@ def test_penalties_count_the_path(
 
     monkeypatch.setattr(MedusaDrafter, "propose", stuttering)
     options: dict[str, Any] = {"temperature": 1.0, "top_k": 40}
-    every = prompts * sized(4, 2)
+    every = prompts * 4
     free, _ = run(llm, every, seeded(len(every), 40, **options))
     got, steps = run(llm, every, seeded(len(every), 40, repetition_penalty=1000.0, **options))
     assert any(a == b for o in free for a, b in pairwise(o.tokens))  # without it they do repeat

@@ -93,7 +93,7 @@ def _jittered(scale: float, seed: int) -> Iterator[None]:
 
 def seeded(count: int, first_seed: int, **options: Any) -> list[SamplingParams]:
     """Parameters that differ in their seed only."""
-    defaults = {"max_tokens": sized(40, 20), "ignore_eos": True, "detokenize": False}
+    defaults = {"max_tokens": sized(40, 14), "ignore_eos": True, "detokenize": False}
     return [SamplingParams(seed=first_seed + 10 * i, **defaults | options) for i in range(count)]
 
 

@@ -37,15 +37,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from vllm_medusa.sampler import (
-    Path,
-    Verdict,
-    greedy_verdict,
-    select_verdict,
-    typical_path,
-    typical_verdict,
-)
+from vllm_medusa.sampler import Path, Verdict, select_verdict, typical_verdict
 from vllm_medusa.tree import TreeBatch
+from vllm_medusa.worker.v2.rules import Rules
 from vllm_medusa.worker.v2.trees import Trees
 
 
@@ -60,6 +54,7 @@ class TreeSampler(RejectionSampler):
     ):
         super().__init__(sampler, config, device)
         self.trees = trees
+        self.rules = Rules.of(device)
 
     def __call__(
         self,
@@ -179,16 +174,16 @@ class TreeSampler(RejectionSampler):
             part.seq_lens,
         )
         drawn = self._draw(processed, part)[part.index]  # int64 [B, N]
-        verdict = greedy_verdict(tree, ids, drawn)
+        verdict = self.rules.walk(tree, ids, drawn)
         rule = requests.typical(part.slots)
         if rule is not None:
-            shaped = processed[part.index]  # [B, N, V]
-            probs = shaped.softmax(-1, dtype=torch.float32)
-            path = typical_path(tree, ids, probs, rule.epsilon, rule.delta)
+            path = self.rules.typical(tree, ids, processed, part.index, rule.epsilon, rule.delta)
             last = path.last_node.unsqueeze(1)
-            likeliest = shaped.argmax(-1) if rule.any_greedy_root else drawn
-            final = torch.where(rule.greedy_root.unsqueeze(1), likeliest, drawn).gather(1, last)
-            typical = typical_verdict(tree, ids, path, final.squeeze(1))
+            final = drawn.gather(1, last).squeeze(1)
+            if rule.any_greedy_root:
+                likeliest = processed[part.index.gather(1, last).squeeze(1)].argmax(-1)
+                final = torch.where(rule.greedy_root, likeliest, final)
+            typical = typical_verdict(tree, ids, path, final)
             verdict = select_verdict(rule.mask, typical, verdict)
         return verdict, processed
 

@@ -59,7 +59,7 @@ class Trees:
         return positions
 
     def last_rows(self, cu_nodes: Tensor) -> Tensor:
-        """The logits row of each request's last accepted node: int64 [B]."""
-        if self.verdict is None:
-            return cu_nodes  # nothing was drafted: the only row
-        return cu_nodes + self.verdict.path.last_node
+        """The logits row of each request's last accepted node: int64 [B]. The step ends here."""
+        verdict = self.verdict
+        self.step = self.verdict = None  # a dummy step that follows may lay out none
+        return cu_nodes if verdict is None else cu_nodes + verdict.path.last_node

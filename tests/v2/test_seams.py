@@ -1,0 +1,329 @@
+"""What only vLLM's V2 runner has: who chooses it, its seams, its limits. Runs in `test_on_v2`."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.engines import complete, engine, greedy, medusa, metric, random_prompts
+from support.models import COMMON, VOCAB
+from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
+from support.planted import planted, planted_by_seed
+from support.reference import differing, plain_greedy
+from support.runner import ON_V2
+from support.spies import mean_accepted, recorded_steps, tree_rows
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_on_v2.py"),
+]
+
+if ON_V2:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    from vllm_medusa.worker.drafting import MedusaDrafter
+    from vllm_medusa.worker.options import CPU_WORKER, V2_CPU_WORKER, EngineOptions, is_medusa
+    from vllm_medusa.worker.v2 import sampler as sampler_module
+    from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
+    from vllm_medusa.worker.v2.sampler import TreeSampler
+    from vllm_medusa.worker.v2.speculator import TreeSpeculator
+    from vllm_medusa.worker.v2.trees import Trees
+
+DEMO = Path(__file__).parents[2] / "demo"
+TREE = [[0], [1], [0, 0], [1, 0], [1, 0, 0]]
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def target_config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The config of a target that is never loaded."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("target")
+    config = transformers.LlamaConfig(**COMMON)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def configure(target_config: str, random_heads: str) -> Callable[..., Any]:
+    def configured(**changes: Any) -> Any:
+        options = {"skip_tokenizer_init": True, "speculative_config": medusa(random_heads, TREE)}
+        return EngineArgs(model=target_config, **options | changes).create_engine_config()
+
+    return configured
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_v2"), [("1", True), (None, True), ("0", False)], ids=["asked", "default", "not"]
+)
+def test_the_runner_is_the_one_vllm_would_take(
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, asked: str | None, on_v2: bool
+) -> None:
+    if asked is None:
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    else:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    plain, trees = configure(speculative_config=None), configure()
+    spec = trees.speculative_config
+    assert plain.use_v2_model_runner == trees.use_v2_model_runner == on_v2
+    assert isinstance(spec, TreeSpeculativeConfig) == on_v2
+    assert trees.parallel_config.worker_cls == (V2_CPU_WORKER if on_v2 else CPU_WORKER)
+    assert is_medusa(spec) and spec.num_speculative_tokens == len(TREE)
+
+
+def test_nothing_is_reserved_for_a_draft_model(configure: Callable[..., Any]) -> None:
+    config = configure()
+    assert config.num_lookahead_tokens == 0
+    assert config.speculative_config.max_num_new_slots_for_drafting == 0
+    assert not config.speculative_config.use_eagle_block_drop()  # keeps blocks out of the cache
+
+
+def test_workers_get_the_config_whole(configure: Callable[..., Any]) -> None:
+    spec = configure().speculative_config
+    again = pickle.loads(pickle.dumps(spec))
+    assert type(again) is TreeSpeculativeConfig and is_medusa(again)
+    assert again.medusa_acceptance == spec.medusa_acceptance == {
+        "mode": "lossless", "epsilon": 0.09, "delta": 0.3, "greedy_root": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"enable_trace_replay": True}, "enable_trace_replay"),
+        ({"logits_processors": ["a.b"]}, "logits processors"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "derive"),
+        ({"worker_cls": "vllm_medusa.worker.v1.worker.MedusaCPUWorker"}, "derive"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused_with_the_reason(
+    configure: Callable[..., Any], changes: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(ValueError, match=word):
+        configure(**changes)
+
+
+@pytest.fixture(scope="module")
+def plain(chaotic_llama: str) -> dict[str, Any]:
+    """What plain V2 says."""
+    even = [[3 + (5 * i + n) % 500 for i in range(BLOCK * n + 1)] for n in (1, 2, 3)]
+    with engine(chaotic_llama) as llm:
+        return {
+            "even": plain_greedy(llm, even, 12),
+            "seeded": outcomes(llm, *mixed()),
+        }
+
+
+def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
+    """A batch that takes every branch of the verification."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "logprobs": 2, "top_k": 20},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5},
+        {"temperature": 0.7, "top_p": 0.8, "min_tokens": 5, "stop_token_ids": [7, 8]},
+    ]
+    params = [seeded(1, 100 + i, max_tokens=12, **kind)[0] for i, kind in enumerate(kinds)]
+    return random_prompts(len(kinds), VOCAB, longest=30, seed=3), params
+
+
+@pytest.fixture(scope="module")
+def llm(plain: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    options = {"block_size": BLOCK, "enable_prefix_caching": True, "max_num_seqs": 8}
+    with engine(chaotic_llama, medusa(random_heads, TREE), **options) as llm:
+        yield llm
+
+
+def run_mixed(llm: LLM, expected: list[Outcome]) -> list[Outcome]:
+    with planted_by_seed(by_seed(expected), VOCAB):
+        return outcomes(llm, *mixed())
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises where a device would be asked for a value."""
+
+    ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if name in ("index", "index_put", "index_put_"):
+            indices = [index for index in args[1] if index is not None]
+            assert all(index.dtype != torch.bool for index in indices), "index of unknown size"
+        assert not name.startswith(self.ASKS), f"{name} waits for the device"
+        return func(*args, **kwargs or {})
+
+
+def test_a_step_never_waits_for_the_device(
+    llm: LLM, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: dict[str, int] = {}
+
+    def watched(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            with NoWaiting():
+                return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in ((Trees, "begin"), (Trees, "positions"), (TreeSampler, "__call__"),
+                        (TreeSpeculator, "propose")):  # fmt: skip
+        watched(owner, name)
+    assert_same(plain["seeded"], outcomes(llm, *mixed()))
+    params = mixed()[1]
+    for param in params:
+        param.extra_args = {"medusa": {"acceptance": "typical", "greedy_root": True}}
+    outcomes(llm, mixed()[0], params)
+    assert min(calls.values()) > 5 and len(calls) == 4
+
+
+def test_control_the_watch_notices() -> None:
+    for wait in (lambda t: t.sum().item(), lambda t: bool(t.any()), lambda t: t[t > 0]):
+        with pytest.raises(AssertionError), NoWaiting():
+            wait(torch.ones(3))
+
+
+def test_lossless_beside_typical(llm: LLM, plain: dict[str, Any]) -> None:
+    """Each request of the batch twice: the lossless ones are plain vLLM's."""
+    prompts, params = mixed()
+    typical = mixed()[1]
+    for param in typical:
+        param.extra_args = {"medusa": {"acceptance": "typical", "epsilon": 0.01}}
+    with planted_by_seed(by_seed(plain["seeded"]), VOCAB), recorded_steps() as steps:
+        got = outcomes(llm, prompts * 2, params + typical)
+    assert_same(plain["seeded"], got[: len(params)])
+    assert max(map(len, steps)) == 2 * len(params)
+
+
+def test_penalties_count_the_path_of_typical_requests(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every draft repeats its parent's token; a prohibitive penalty lets none of them in."""
+    parents = llm_tree(llm).parents
+    propose = MedusaDrafter.propose
+
+    def stuttering(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        tokens = propose(self, hidden_states).clone()
+        for node, parent in enumerate(parents[1:], start=1):
+            if parent > 0:
+                tokens[:, node - 1] = tokens[:, parent - 1]
+        return tokens
+
+    monkeypatch.setattr(MedusaDrafter, "propose", stuttering)
+    rule = {"medusa": {"acceptance": "typical", "epsilon": 1e-9, "delta": 1e-9}}
+    prompts = random_prompts(3, VOCAB, longest=30, seed=9)
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "extra_args": rule}
+    free = outcomes(llm, prompts, seeded(3, 40, **options))
+    options |= {"top_k": 10, "repetition_penalty": 1000.0}
+    with recorded_steps() as steps:
+        got = outcomes(llm, prompts, seeded(3, 40, **options))
+    assert any(len(set(outcome.tokens)) < 12 for outcome in free)
+    assert [outcome.tokens for outcome in got if len(set(outcome.tokens)) < 12] == []
+    assert mean_accepted(steps) > 0
+
+
+def llm_tree(llm: LLM) -> Any:
+    return EngineOptions.of(llm.llm_engine.vllm_config).tree
+
+
+def test_large_batches_are_verified_in_parts(
+    llm: LLM, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM bounds the fp32 logits it holds; a part is whole requests, one at least."""
+    parts: list[int] = []
+    decide = TreeSampler._decide
+
+    def spy(self: Any, part: Any) -> Any:
+        parts.append(len(part.slots))
+        return decide(self, part)
+
+    monkeypatch.setattr(TreeSampler, "_decide", spy)
+    for limit in (1, 13):
+        monkeypatch.setattr(sampler_module, "get_max_chunk_logits", lambda _, n=limit: n)
+        assert_same(plain["seeded"], run_mixed(llm, plain["seeded"]))
+    assert {1, 2} <= set(parts) and 4 not in parts
+
+
+def test_prefills_filled_up_with_placeholders(llm: LLM, plain: dict[str, Any]) -> None:
+    """All but one token of a prompt is cached: the scheduler adds drafts that nobody proposed."""
+    even = plain["even"]
+    assert llm.reset_prefix_cache()
+    for again in (False, True):
+        with planted(even.prompts, even.outputs, VOCAB), recorded_steps() as steps:
+            got = [complete(llm, [prompt], greedy(12))[0] for prompt in even.prompts]
+        assert differing(even.completions, got) == []
+        filled = [row for row in tree_rows(steps) if row.is_prefill]
+        assert len(filled) == again * len(even.prompts)
+        assert all(row.accepted == 0 for row in filled)
+        assert mean_accepted(steps) > 0.8
+    assert metric(llm, "prefix_cache_hits") > 0
+
+
+def test_start_up_claims_the_logits_of_all_nodes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory profiling would else see one row of logits a request."""
+    core: Any = llm.llm_engine.engine_core
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    rows: list[int] = []
+    compute = runner.model.compute_logits
+
+    def spy(hidden_states: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden_states))
+        return compute(hidden_states)
+
+    monkeypatch.setattr(runner.model, "compute_logits", spy)
+    runner.profile_run()
+    assert max(rows) == 8 * (1 + len(TREE))
+
+
+def apply_grammar_bitmask(
+    self: Any, logits: torch.Tensor, batch: Any, req_ids: list[str], bitmask: np.ndarray
+) -> None:
+    """What vLLM's kernel does, which the interpreter fails on: a masks' row for each logits row."""
+    masks = iter(bitmask)
+    for req_id in req_ids:
+        request = batch.req_ids.index(req_id)
+        for row in range(*batch.cu_num_logits_np[request : request + 2]):
+            bits = np.unpackbits(next(masks).view(np.uint8), bitorder="little")
+            logits[row, torch.from_numpy(bits[: logits.shape[1]] == 0)] = -torch.inf
+
+
+def test_structured_output_beside_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar's requests keep to it and are plain vLLM's; their neighbours' drafts count."""
+    monkeypatch.setattr(StructuredOutputsWorker, "apply_grammar_bitmask", apply_grammar_bitmask)
+    target = str(DEMO / "target")
+    kinds = [StructuredOutputsParams(choice=["yes, of course", "no, never"]), None,
+             StructuredOutputsParams(regex=r"[0-9]{4}-[0-9]{2}"), None]  # fmt: skip
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=12, structured_outputs=kind) for kind in kinds
+    ]
+    prompts = ["Is it so?", "The cat sat on", "On which day?", "Once upon a time"]
+    texts = []
+    for config in (None, medusa(str(DEMO / "heads"), TREE)):
+        with (
+            engine(target, config, skip_tokenizer_init=False) as llm,
+            recorded_steps() as steps,
+        ):
+            results = llm.generate(prompts, params, use_tqdm=False)
+        texts.append([result.outputs[0].text for result in results])
+    assert texts[0] == texts[1]
+    assert texts[1][0] in ("yes, of course", "no, never")
+    bound = {tuple(results[i].prompt_token_ids) for i in (0, 2)}
+    rows = tree_rows(steps)
+    assert all(row.accepted == 0 for row in rows if row.prompt in bound)
+    assert sum(row.accepted for row in rows if row.prompt not in bound) > 0
