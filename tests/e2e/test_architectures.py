@@ -15,14 +15,13 @@ from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB, save_model, save_random_heads
 from support.planted import planted
 from support.reference import assert_chaotic, differing, plain_greedy
+from support.runner import compaction, sized
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM
 
-from vllm_medusa.worker.v1 import runner
-
 pytestmark = pytest.mark.engine
 
-TOKENS = 36
+TOKENS = sized(36, 24)
 TREE = {"dense": [3, 2, 2, 1]}  # 33 draft nodes, four deep
 WINDOW = 24  # shorter than most prompts
 TINY_WINDOW = 5  # a leaf sees itself, its four ancestors and no context
@@ -90,16 +89,16 @@ def kv_groups(llm: LLM) -> int:
     return len(executor.driver_worker.worker.model_runner.kv_cache_config.kv_cache_groups)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sized(list(MODELS), ["gemma3"]))
 def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name]
     path = save_model(tmp_path / "model", model.architecture, **model.changes)
     heads = save_random_heads(tmp_path / "heads", hidden=model.hidden)
-    prompts = random_prompts(12, VOCAB, shortest=2, longest=150, seed=3)
+    prompts = random_prompts(sized(12, 4), VOCAB, shortest=2, longest=150, seed=3)
     options = {"max_model_len": 256, "max_num_batched_tokens": 2048}
     with engine(path, **options) as llm:
         reference = plain_greedy(llm, prompts, TOKENS)
-    assert len(reference.prompts) >= 9
+    assert len(reference.prompts) >= sized(9, 3)
     assert_chaotic(reference.outputs, distinct=0.3)  # Gemma has favourites, and still no loops
     with (
         engine(path, medusa(heads, TREE), **options) as llm,
@@ -107,11 +106,11 @@ def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ):
         with recorded_steps() as steps:
             got = complete(llm, reference.prompts, greedy(TOKENS))
-        monkeypatch.setattr(runner, "compact_group", lambda *args: None)
+        monkeypatch.setattr(compaction(), "compact_group", lambda *args: None)
         unmoved = complete(llm, reference.prompts, greedy(TOKENS))
         assert kv_groups(llm) == model.kv_groups
     assert differing(reference.completions, got) == []
-    assert sum(moves) > 0.7 * len(moves) and mean_accepted(steps) > 1.5
+    assert sum(moves) > sized(0.7, 0.5) * len(moves) and mean_accepted(steps) > sized(1.5, 1.0)
     assert len(differing(reference.completions, unmoved)) > 0.6 * len(reference.prompts)
 
 

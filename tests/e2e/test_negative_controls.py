@@ -16,19 +16,15 @@ from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, differing, plain_greedy
-from support.runner import ON_V2, sized
+from support.runner import ON_V2, compaction, sized
 from vllm import LLM
 
 from vllm_medusa.worker import attention
 
 if ON_V2:
-    from vllm_medusa.worker.v2 import trees
-
-    compaction, positions = attention, trees  # the modules that look up what is replaced here
+    from vllm_medusa.worker.v2 import trees as positions  # what looks them up
 else:
-    from vllm_medusa.worker.v1 import runner
-
-    compaction = positions = runner
+    from vllm_medusa.worker.v1 import runner as positions
 
 pytestmark = pytest.mark.engine
 
@@ -51,7 +47,7 @@ def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator
 
 
 def no_compaction(patch: Patch) -> None:
-    patch.setattr(compaction, "compact_group", lambda *args: None)
+    patch.setattr(compaction(), "compact_group", lambda *args: None)
 
 
 def causal_mask(patch: Patch) -> None:
@@ -71,12 +67,12 @@ def positions_by_slot(patch: Patch) -> None:
 
 
 def compaction_of_one_layer(patch: Patch) -> None:
-    compact = compaction.compact_group
+    compact = compaction().compact_group
 
     def first_only(layers: Any, names: list[str], *moves: Any) -> None:
         compact(layers, names[:1], *moves)
 
-    patch.setattr(compaction, "compact_group", first_only)
+    patch.setattr(compaction(), "compact_group", first_only)
 
 
 CONTROLS = [no_compaction, causal_mask, positions_by_slot, compaction_of_one_layer]

@@ -5,9 +5,11 @@ On V2 every kernel is Python (`support.triton_on_cpu`), so the tests ask for les
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,6 +20,12 @@ ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 def sized(on_v1: T, on_v2: T) -> T:
     """How much of something to ask for."""
     return on_v2 if ON_V2 else on_v1
+
+
+def compaction() -> ModuleType:
+    """The module in which the runner looks up ``compact_group``, for controls that replace it."""
+    name = "attention" if ON_V2 else "v1.runner"
+    return importlib.import_module(f"vllm_medusa.worker.{name}")
 
 
 @contextmanager

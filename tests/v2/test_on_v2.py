@@ -30,6 +30,7 @@ SUITE = [
     "tests/e2e/test_equality.py::test_random_heads",
     "tests/e2e/test_negative_controls.py::test_nothing_broken_is_equal",
     "tests/e2e/test_negative_controls.py::test_broken_differs",
+    "tests/e2e/test_architectures.py::test_equality",
     "tests/e2e/test_decode_agreement.py::test_accepts_what_the_oracle_accepts",
     "tests/e2e/test_decode_agreement.py::test_hidden_state_of_the_wrong_node",
     "tests/e2e/test_scheduling.py::test_chunked_prefill_and_mixed_steps",

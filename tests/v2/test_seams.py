@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from support.models import COMMON, VOCAB
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
 from support.planted import planted, planted_by_seed
 from support.reference import differing, plain_greedy
-from support.runner import ON_V2
+from support.runner import ON_V2, async_scheduling
 from support.spies import mean_accepted, recorded_steps, tree_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
@@ -304,7 +305,10 @@ def apply_grammar_bitmask(
 
 
 def test_structured_output_beside_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar's requests keep to it and are plain vLLM's; their neighbours' drafts count."""
+    """A grammar's requests keep to it and are plain vLLM's; their neighbours' drafts count.
+
+    With the async scheduler, which then waits for each step's tokens.
+    """
     monkeypatch.setattr(StructuredOutputsWorker, "apply_grammar_bitmask", apply_grammar_bitmask)
     target = str(DEMO / "target")
     kinds = [StructuredOutputsParams(choice=["yes, of course", "no, never"]), None,
@@ -316,6 +320,7 @@ def test_structured_output_beside_trees(monkeypatch: pytest.MonkeyPatch) -> None
     texts = []
     for config in (None, medusa(str(DEMO / "heads"), TREE)):
         with (
+            async_scheduling() if config else nullcontext(),
             engine(target, config, skip_tokenizer_init=False) as llm,
             recorded_steps() as steps,
         ):
