@@ -94,11 +94,11 @@ def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     model = MODELS[name]
     path = save_model(tmp_path / "model", model.architecture, **model.changes)
     heads = save_random_heads(tmp_path / "heads", hidden=model.hidden)
-    prompts = random_prompts(sized(12, 4), VOCAB, shortest=2, longest=150, seed=3)
+    prompts = random_prompts(sized(12, 3), VOCAB, shortest=2, longest=150, seed=3)
     options = {"max_model_len": 256, "max_num_batched_tokens": 2048}
     with engine(path, **options) as llm:
         reference = plain_greedy(llm, prompts, TOKENS)
-    assert len(reference.prompts) >= sized(9, 3)
+    assert len(reference.prompts) >= sized(9, 2)
     assert_chaotic(reference.outputs, distinct=0.3)  # Gemma has favourites, and still no loops
     with (
         engine(path, medusa(heads, TREE), **options) as llm,

@@ -60,10 +60,11 @@ def steady_outcomes(
 ) -> list[Outcome]:
     """Of plain vLLM, as a reference: outputs in which a draw was nearly a tie are marked.
 
-    Such an output changes when the logits do by little more than two runs differ by (1e-5).
+    Such an output changes when the logits do by little more than two runs differ by (1e-5). On V2
+    the few draws that are made are taken for no ties.
     """
     results = outcomes(llm, prompts, params)
-    for seed in range(sized(2, 1)):
+    for seed in range(sized(2, 0)):
         with _jittered(5e-5, seed):
             again = outcomes(llm, prompts, params)
         results = [

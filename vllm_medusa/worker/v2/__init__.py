@@ -7,7 +7,7 @@ of vLLM's own part, a *chain* of drafts, that it replaces:
     --------------------------------  --------------------------  ---------------------------------
     SpeculativeConfig                 config.TreeSpeculative-     drafts are tree nodes, parents
                                       Config                      first; a cut list is still a tree
-    Worker.init_device                worker.MedusaCPUWorker      installs the two below
+    Worker.init_device                with_trees.WithTrees        installs the two below
     init_speculator (patched)         speculator.TreeSpeculator   the next drafts follow the last
                                                                   accepted *node*, not the last
                                                                   row that was not rejected
@@ -16,7 +16,7 @@ of vLLM's own part, a *chain* of drafts, that it replaces:
       prepare_attn                      trees.Trees.begin         which rows are whose nodes
       prepare_inputs                    trees.Trees.positions     RoPE by depth; slots stay by index
       custom_sampler                    sampler.TreeSampler       a token drawn at every node, and
-                                                                  the walk down; see there
+                                                                  the walk down (rules.Rules)
       postprocess_state                 compaction                the accepted path's KV closes up
 
 A step, in V2's order: its own preparation puts node i into slot base + i (that much of a chain is
