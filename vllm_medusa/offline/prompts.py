@@ -19,12 +19,13 @@ name. Other keys are ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Message = dict[str, str]
+T = TypeVar("T")
 
 FORMATS = ("text", "jsonl", "parquet")
 CONTENT_KEYS = ("prompt", "messages", "turns")
@@ -40,7 +41,7 @@ _SUFFIXES = {
 
 
 class PromptError(ValueError):
-    """A prompt file, or one of its lines, that can't be used."""
+    """A file of prompts or records, or one of its lines, that can't be used."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,15 @@ def read_prompts(
         yield from _read_lines(path, kind, column)
 
 
-def _read_lines(path: Path, kind: str, column: str | None) -> Iterator[Prompt | BadLine]:
-    if kind == "text" and column is not None:
-        raise PromptError(f"a column ({column!r}) was named, but {path} is a text file: drop it.")
+def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | BadLine]:
+    """Parse a file line by line; blank lines are left out, bad ones come as ``BadLine``.
+
+    Args:
+        path: a file of UTF-8 text, with or without a byte order mark.
+        parse: from (line without its end, index, line number from 1) to what is yielded; raises
+            ``PromptError`` for a bad line. ``index`` counts the lines that aren't blank from 0.
+
+    """
     index = 0
     with path.open("rb") as file:
         for line, raw in enumerate(file, start=1):
@@ -122,17 +129,39 @@ def _read_lines(path: Path, kind: str, column: str | None) -> Iterator[Prompt | 
                 continue
             try:
                 text = raw.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n")
-                if kind == "text":
-                    yield Prompt(index, line, str(index), text=text)
-                else:
-                    yield _from_row(json.loads(text), index, line, column)
+                yield parse(text, index, line)
             except UnicodeDecodeError as error:
                 yield BadLine(index, line, f"not UTF-8 text: {error.reason} at byte {error.start}")
-            except json.JSONDecodeError as error:
-                yield BadLine(index, line, f"not JSON: {error.msg} at character {error.pos + 1}")
             except PromptError as error:
                 yield BadLine(index, line, str(error))
             index += 1
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a line of JSON.
+
+    Raises:
+        PromptError: it isn't JSON.
+
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PromptError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+        raise PromptError(f"not JSON that can be read: {error}") from None
+
+
+def _read_lines(path: Path, kind: str, column: str | None) -> Iterator[Prompt | BadLine]:
+    if kind == "text" and column is not None:
+        raise PromptError(f"a column ({column!r}) was named, but {path} is a text file: drop it.")
+
+    def parse(text: str, index: int, line: int) -> Prompt:
+        if kind == "text":
+            return Prompt(index, line, str(index), text=text)
+        return _from_row(parse_json(text), index, line, column)
+
+    yield from read_lines(path, parse)
 
 
 def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
@@ -168,13 +197,23 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
 def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
     prompt = _read_row(row, index, line, column)
     contents = [message["content"] for message in prompt.history]
-    try:  # JSON can escape half of a surrogate pair, which no tokenizer and no file takes
-        "".join((prompt.request_id, prompt.text or "", *prompt.turns, *contents)).encode()
+    require_characters(prompt.request_id, prompt.text or "", *prompt.turns, *contents)
+    return prompt
+
+
+def require_characters(*texts: str) -> None:
+    """Refuse halves of surrogate pairs: JSON can escape them; no tokenizer and no file takes them.
+
+    Raises:
+        PromptError: there is one.
+
+    """
+    try:
+        "".join(texts).encode()
     except UnicodeEncodeError as error:
         raise PromptError(
             f"holds {error.object[error.start]!a}, half of a surrogate pair, which is no character"
         ) from None
-    return prompt
 
 
 def _read_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
@@ -199,13 +238,19 @@ def _read_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
         if not all(value):
             raise PromptError(f"{key!r} has an empty turn")
         return Prompt(index, line, str(name), turns=tuple(value))
-    messages = tuple(_message(m, key) for m in value)
+    messages = tuple(read_message(m, key) for m in value)
     if messages[-1]["role"] != "user":
         raise PromptError(f"the last of {key!r} is by {messages[-1]['role']!r}; it must be 'user'")
     return Prompt(index, line, str(name), history=messages[:-1], turns=(messages[-1]["content"],))
 
 
-def _message(value: Any, key: str) -> Message:
+def read_message(value: Any, key: str) -> Message:
+    """Return a ``{"role", "content"}`` object of the list ``key``, other keys dropped.
+
+    Raises:
+        PromptError: it is something else.
+
+    """
     if (
         not isinstance(value, Mapping)
         or not isinstance(value.get("role"), str)

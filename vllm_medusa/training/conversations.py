@@ -1,0 +1,207 @@
+"""Conversations and plain texts to token ids, and the spans that the assistant wrote.
+
+A conversation is rendered whole with the tokenizer's chat template. An assistant's span begins
+where the prompt of that turn ends, exactly as it would be sent to the model for an answer, and ends
+after the token that ends the turn, because the model has to write that token too:
+
+    <|im_start|>user / Hi<|im_end|> / <|im_start|>assistant / Hello!<|im_end|> /
+                                                              ^^^^^^^^^^^^^^^^ span
+
+What follows that token (here a line break, /) is the template's, not the model's. Some templates
+rewrite what was said before (they drop reasoning, for instance): then the prompt of a turn is no
+beginning of the whole text, or the answer doesn't stand where it was given, and no mask would be
+right. Such a conversation is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_medusa.offline.prompts import Message, PromptError, read_message, require_characters
+
+CONVERSATION_KEYS = ("messages", "conversations")
+_SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+}
+_Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # token ids, spans
+
+
+def encode_text(value: Any, tokenizer: Any) -> _Encoded:
+    """Encode a plain text: token ids, and one span of all but the first.
+
+    Raises:
+        PromptError: it is no text, or too short to foretell anything.
+
+    """
+    if not isinstance(value, str) or not value:
+        raise PromptError(f"'text' is {value!r:.60}; use a text that isn't empty")
+    require_characters(value)
+    ids = tuple(tokenizer(value)["input_ids"])
+    if len(ids) < 2:
+        raise PromptError("'text' is a single token: there is nothing to foretell")
+    return ids, ((1, len(ids)),)
+
+
+def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
+    """Encode a conversation in the tokenizer's chat template.
+
+    Args:
+        value: a list of messages; what stands after the last assistant's turn is left out.
+        key: "messages" (role, content) or "conversations" (ShareGPT's from, value).
+        tokenizer: the target's, of transformers.
+
+    Raises:
+        PromptError: it is no conversation, it has no assistant's turn, or the chat template doesn't
+            allow to say which tokens the assistant writes.
+
+    """
+    messages = _messages(value, key)
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
+    if last is None:
+        raise PromptError(f"{key!r} has no assistant turn: there is nothing to train on")
+    messages = messages[: last + 1]
+    first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    if all(m["role"] == "system" for m in messages[:first]):
+        raise PromptError(f"{key!r} begins with the assistant, who answers to nothing")
+    return _encode(messages, tokenizer)
+
+
+def _messages(value: Any, key: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise PromptError(f"{key!r} is {value!r:.60}; use a list of messages that isn't empty")
+    messages = [_share_gpt(m) if key == "conversations" else read_message(m, key) for m in value]
+    require_characters(*(m["content"] for m in messages))
+    for number, message in enumerate(messages, start=1):
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise PromptError(f"message {number} of {key!r} is by the assistant and empty")
+    return messages
+
+
+def _share_gpt(value: Any) -> Message:
+    if not (
+        isinstance(value, Mapping)
+        and isinstance(value.get("from"), str)
+        and isinstance(value.get("value"), str)
+    ):
+        raise PromptError(
+            f"'conversations' holds {value!r:.60}; use {{'from': speaker, 'value': text}} objects"
+        )
+    if value["from"] not in _SPEAKERS:
+        raise PromptError(
+            f"'conversations' has the speaker {value['from']!r}; known are {', '.join(_SPEAKERS)}"
+        )
+    return {"role": _SPEAKERS[value["from"]], "content": value["value"]}
+
+
+def _encode(messages: list[Message], tokenizer: Any) -> _Encoded:
+    text = render(messages, tokenizer)
+    ids = _ids(text, tokenizer)
+    spans = []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render(messages[:place], tokenizer, for_answer=True)
+        if not text.startswith(prompt):
+            raise PromptError(
+                f"the chat template rewrites what was said before: the prompt of message "
+                f"{place + 1} is no beginning of the whole conversation"
+            )
+        end = _end_of_turn(
+            text,
+            len(prompt),
+            message["content"],
+            render(messages[: place + 1], tokenizer),
+            tokenizer,
+        )
+        spans.append(
+            (_boundary(text, len(prompt), ids, tokenizer), _boundary(text, end, ids, tokenizer))
+        )
+    return ids, tuple(spans)
+
+
+def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: Any) -> int:
+    """Return where in ``text`` the assistant's turn ends that begins at ``start``.
+
+    Args:
+        text: the whole conversation.
+        start: where the turn's prompt ends.
+        content: what the assistant says.
+        so_far: the conversation up to this turn, as the template renders it: what it shares with
+            the whole text belongs to this turn and not to the next.
+        tokenizer: its added tokens are those that may end a turn.
+
+    """
+    for said in (content, content.rstrip(), content.strip()):
+        if text.startswith(said, start):
+            end = start + len(said)
+            break
+    else:
+        raise PromptError(
+            f"the chat template doesn't put the assistant's words {content!r:.40} where its turn "
+            f"begins, but {text[start : start + 40]!r}"
+        )
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(text, so_far, strict=False)) if a != b), len(so_far)
+    )
+    if shared < end:
+        raise PromptError(
+            f"the chat template writes the assistant's words {content!r:.40} otherwise when "
+            "something follows them"
+        )
+    rest = text[end:shared]
+    blank = len(rest) - len(rest.lstrip())
+    ends = [t for t in _added_tokens(tokenizer) if rest.startswith(t, blank)]
+    return end + blank + len(max(ends, key=len)) if ends else end
+
+
+def _added_tokens(tokenizer: Any) -> set[str]:
+    return {t for t in (*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens) if t}
+
+
+def _boundary(text: str, place: int, ids: tuple[int, ...], tokenizer: Any) -> int:
+    """Return how many tokens ``text[:place]`` has, if these begin the whole text's ``ids``."""
+    head = _ids(text[:place], tokenizer)
+    if ids[: len(head)] != head:
+        raise PromptError(
+            f"the tokens of the turn that ends in {text[max(0, place - 20) : place]!r} run over "
+            f"into what follows, {text[place : place + 20]!r}"
+        )
+    return len(head)
+
+
+def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False) -> str:
+    """Return a conversation as the text that the tokenizer's chat template makes of it.
+
+    Args:
+        messages: the conversation.
+        tokenizer: the target's, of transformers.
+        for_answer: add the header of the assistant's turn.
+
+    Raises:
+        PromptError: there is no chat template, or it refuses the conversation.
+
+    """
+    from jinja2 import TemplateError
+
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise PromptError(
+            "the target's tokenizer has no chat template, which conversations need; name one, or "
+            "train on 'text' or on records of `vllm-medusa distill`"
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=for_answer, tokenize=False
+        )
+    except TemplateError as error:
+        raise PromptError(f"the chat template refuses the conversation: {error}") from None
+    return text
+
+
+def _ids(text: str, tokenizer: Any) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,260 @@
+"""Texts to train on, as token ids, each with the spans that the target (or an assistant) wrote.
+
+A file of records is JSON lines; a line is one of these:
+
+=================  =========================================  =================================
+key                value                                      what is trained
+=================  =========================================  =================================
+``token_ids``      token ids, with ``generated``: [[s, e)...] the spans; `vllm-medusa distill`'s
+``messages``       [{"role", "content"}, ...]                 the assistant's turns
+``conversations``  [{"from", "value"}, ...] (ShareGPT)        the assistant's turns
+``text``           text                                       all of it but the first token
+=================  =========================================  =================================
+
+Texts and conversations need the target's tokenizer (`vllm_medusa.training.conversations`). The
+lines of a distilled file stand in the order in which they were finished, which differs from run to
+run: `load_records` and `split_heldout` return records in an order that depends on them alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.offline.prompts import (
+    ID_KEYS,
+    BadLine,
+    PromptError,
+    parse_json,
+    read_lines,
+    require_characters,
+)
+from vllm_medusa.training.conversations import CONVERSATION_KEYS, encode_conversation, encode_text
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One text.
+
+    ``generated`` holds the [start, end) spans that the target or the assistant wrote, sorted,
+    disjoint and not empty; ``temperature`` is what they were sampled at, None where the target
+    didn't sample them.
+    """
+
+    index: int
+    line: int
+    request_id: str
+    token_ids: tuple[int, ...]
+    generated: tuple[Span, ...]
+    temperature: float | None = None
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens in the spans."""
+        return sum(end - start for start, end in self.generated)
+
+    @property
+    def prompt_key(self) -> str:
+        """A digest of what stands before the first span: equal for all samples of one prompt.
+
+        Of plain texts, which have no prompt, it covers all tokens.
+        """
+        end = self.generated[0][0] if self.generated[0][0] > 1 else len(self.token_ids)
+        return hashlib.sha256(array("q", self.token_ids[:end]).tobytes()).hexdigest()
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """What records are sorted by: the index, then (in joined files) the content."""
+        return (self.index, self.request_id, self.token_ids)
+
+
+def read_records(
+    path: Path,
+    tokenizer: Any = None,
+    *,
+    vocab_size: int | None = None,
+    max_tokens: int | None = None,
+    min_generated: int = 1,
+) -> Iterator[Record | BadLine]:
+    """Yield every line of a file of records, those that can't be used as ``BadLine``.
+
+    Args:
+        path: the file.
+        tokenizer: the target's (of transformers); without it texts and conversations are bad lines.
+        vocab_size: token ids from this on are refused; None: as many as the tokenizer knows, if
+            there is one.
+        max_tokens: longer records are refused; None: none is.
+        min_generated: records with fewer tokens in their spans are refused.
+
+    Raises:
+        PromptError: there is no such file.
+
+    """
+    if not Path(path).is_file():
+        raise PromptError(f"{path}: no such file. Give the path of a file of records.")
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = len(tokenizer)
+
+    def parse(text: str, index: int, line: int) -> Record:
+        record = _from_row(parse_json(text), index, line, tokenizer)
+        _check_ids(record.token_ids, vocab_size)
+        _check_spans(record.generated, len(record.token_ids))
+        if max_tokens is not None and len(record.token_ids) > max_tokens:
+            raise PromptError(f"{len(record.token_ids)} tokens; at most {max_tokens} are allowed")
+        if record.num_generated < min_generated:
+            raise PromptError(
+                f"{record.num_generated} generated tokens; at least {min_generated} are needed"
+            )
+        return record
+
+    yield from read_lines(Path(path), parse)
+
+
+def load_records(
+    path: Path, tokenizer: Any = None, **limits: Any
+) -> tuple[list[Record], list[BadLine]]:
+    """Read a whole file; see `read_records`.
+
+    Returns:
+        The usable records, sorted so that the order of the file's lines makes no difference, and
+        the bad lines.
+
+    """
+    records: list[Record] = []
+    bad: list[BadLine] = []
+    for record in read_records(path, tokenizer, **limits):
+        if isinstance(record, BadLine):
+            bad.append(record)
+        else:
+            records.append(record)
+    return sorted(records, key=lambda r: r.order), bad
+
+
+def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record], list[Record]]:
+    """Hold out ``share`` of the prompts, with all their samples.
+
+    Which ones depends on the prompts' contents alone: neither on their order nor on how many
+    samples each has. Two shares of the same records are nested.
+
+    Args:
+        records: any records.
+        share: of the prompts, from 0 to below 1; above 0 at least one is held out.
+
+    Returns:
+        The records to train on and those held out, each sorted by index.
+
+    Raises:
+        ValueError: the share is out of bounds, or there are too few prompts to leave some on both
+            sides.
+
+    """
+    if not 0 <= share < 1:
+        raise ValueError(f"the held-out share is {share}; it must be at least 0 and below 1.")
+    keyed = sorted(((r.prompt_key, r) for r in records), key=lambda pair: pair[1].order)
+    if not share:
+        return [record for _, record in keyed], []
+    keys = sorted({key for key, _ in keyed})
+    if len(keys) < 2:
+        raise ValueError(
+            f"nothing can be held out of {len(keyed)} records of {len(keys)} prompts; bring more "
+            "prompts, or a file of held-out records."
+        )
+    count = min(len(keys) - 1, max(1, round(share * len(keys))))
+    chosen = set(keys[:count])
+    train = [record for key, record in keyed if key not in chosen]
+    return train, [record for key, record in keyed if key in chosen]
+
+
+def _from_row(row: Any, index: int, line: int, tokenizer: Any) -> Record:
+    if not isinstance(row, Mapping):
+        raise PromptError(f"a {type(row).__name__} instead of an object with 'token_ids'")
+    name = str(next((row[k] for k in ID_KEYS if row.get(k) is not None), index))
+    require_characters(name)
+    if "token_ids" in row:
+        return _from_ids(row, index, line, name)
+    if "error" in row:
+        raise PromptError(f"no record, but an error: {row['error']}")
+    key = next((k for k in (*CONVERSATION_KEYS, "text") if row.get(k) is not None), None)
+    if key is None:
+        raise PromptError(
+            "no key 'token_ids', 'messages', 'conversations' or 'text'; the keys are "
+            f"{', '.join(map(repr, row)) or 'none'}"
+        )
+    if tokenizer is None:
+        raise PromptError(f"{key!r} needs the target's tokenizer, and none was given")
+    if key == "text":
+        ids, spans = encode_text(row[key], tokenizer)
+    else:
+        ids, spans = encode_conversation(row[key], key, tokenizer)
+    return Record(index, line, name, ids, spans)
+
+
+def _from_ids(row: Mapping[str, Any], index: int, line: int, name: str) -> Record:
+    if "generated" not in row:
+        raise PromptError(
+            "no key 'generated', the spans that the target wrote; results of "
+            "`vllm-medusa generate` lack their prompts: `vllm-medusa distill` writes records"
+        )
+    ids, spans = row["token_ids"], row["generated"]
+    if not isinstance(ids, list) or not ids:
+        raise PromptError(f"'token_ids' is {_short(ids)}; use a list of token ids, not empty")
+    if not isinstance(spans, list) or not all(_is_span(span) for span in spans):
+        raise PromptError(f"'generated' is {_short(spans)}; use a list of [start, end] pairs")
+    own = row.get("index", index)
+    if type(own) is not int or own < 0:
+        raise PromptError(f"'index' is {_short(own)}; use a whole number from 0")
+    temperature = row.get("temperature")
+    if temperature is not None and not (
+        type(temperature) in (int, float) and math.isfinite(temperature) and temperature >= 0
+    ):
+        raise PromptError(f"'temperature' is {_short(temperature)}; use a number from 0, or null")
+    return Record(
+        own,
+        line,
+        name,
+        tuple(ids),
+        tuple((start, end) for start, end in spans),
+        None if temperature is None else float(temperature),
+    )
+
+
+def _is_span(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(v) is int for v in value)
+
+
+def _check_ids(ids: tuple[int, ...], vocab_size: int | None) -> None:
+    for place, token in enumerate(ids):
+        if type(token) is not int:
+            raise PromptError(f"token_ids[{place}] is {_short(token)}; use a whole number from 0")
+        if token < 0 or (vocab_size is not None and token >= vocab_size):
+            bound = "from 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+            raise PromptError(
+                f"token_ids[{place}] is {token}, outside the vocabulary ({bound}); was the record "
+                "made with another target?"
+            )
+
+
+def _check_spans(spans: tuple[Span, ...], length: int) -> None:
+    if not spans:
+        raise PromptError("no generated span: there is nothing to train on")
+    for start, end in spans:
+        if not 0 <= start < end <= length:
+            raise PromptError(
+                f"the generated span [{start}, {end}) is empty or outside the {length} tokens"
+            )
+    for (_, end), (start, _) in pairwise(spans):
+        if start < end:
+            raise PromptError(f"a generated span starts at {start}, before the last ended at {end}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
