@@ -12,7 +12,8 @@ from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
 from vllm_medusa.heads.packed import Linear, MakeLinear, PackedHeads
 
 if TYPE_CHECKING:
-    from vllm_medusa.heads.checkpoint import load_heads, peek_heads, save_heads
+    from vllm_medusa.heads.checkpoint import load_heads, peek_heads, save_heads, update_config
+    from vllm_medusa.heads.fingerprint import TargetMatch, match_target, target_fingerprint
     from vllm_medusa.heads.info import HeadsInfo
 
 __all__ = [
@@ -24,16 +25,24 @@ __all__ = [
     "MedusaHeads",
     "PackedHeads",
     "ResBlock",
+    "TargetMatch",
     "load_heads",
+    "match_target",
     "peek_heads",
     "save_heads",
+    "target_fingerprint",
+    "update_config",
 ]
 
 _HOME = {
     "HeadsInfo": "info",
+    "TargetMatch": "fingerprint",
     "load_heads": "checkpoint",
+    "match_target": "fingerprint",
     "peek_heads": "checkpoint",
     "save_heads": "checkpoint",
+    "target_fingerprint": "fingerprint",
+    "update_config": "checkpoint",
 }
 
 

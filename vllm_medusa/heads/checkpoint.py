@@ -19,10 +19,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_medusa.heads.files import HEADS_FILES, CheckpointFiles, find_checkpoint
+from vllm_medusa.heads.files import HEADS_FILES, CheckpointFiles, find_checkpoint, read_json
 from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_name, read_layout
 from vllm_medusa.heads.info import FLOATS, HeadsInfo, check_vocab, describe
 from vllm_medusa.heads.model import HeadsError, MedusaHeads, ResBlock
+
+FORMAT_VERSION = 1  # of config.json's "medusa" object
 
 
 def peek_heads(source: str | Path, *, revision: str | None = None) -> HeadsInfo:
@@ -145,11 +147,55 @@ def save_heads(
     }
     if base := extra.pop("base_model_name_or_path", None):
         document["base_model_name_or_path"] = base
-    document["medusa"] = {"format_version": 1, **extra}
-    text = json.dumps(document, indent=2)  # before any file is touched
+    document["medusa"] = {"format_version": FORMAT_VERSION, **extra}
+    text = config_text(document, folder / "config.json")  # before any file is touched
     _replace(folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
-    _replace(folder / "config.json", lambda path: path.write_text(text + "\n", encoding="utf-8"))
+    _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
     return folder
+
+
+def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
+    """Set keys of the ``"medusa"`` object in ``config.json``; None takes a key out.
+
+    Everything else in the file stays as it is. Readers see the old file or the new one, whatever
+    happens meanwhile. Without a ``config.json`` one is made. ``provenance=entry`` appends a dict to
+    the list of entries; a list replaces it.
+
+    Raises:
+        HeadsError: No such folder, a config that is no JSON object, or values that are not JSON.
+
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise HeadsError(f"{folder} is no folder: a checkpoint's config.json lies in its folder")
+    path = folder / "config.json"
+    document = read_json(path) if path.is_file() else {}
+    medusa = document.get("medusa", {"format_version": FORMAT_VERSION})
+    if not isinstance(medusa, dict):
+        raise HeadsError(f'{path}: "medusa" is {medusa!r}; it must be an object. Correct it')
+    for key, value in medusa_keys.items():
+        if key == "provenance" and isinstance(value, Mapping):
+            entries = medusa.get("provenance")
+            value = [*(entries if isinstance(entries, list) else []), value]
+        if value is None:
+            medusa.pop(key, None)
+        else:
+            medusa[key] = value
+    write_config(folder, {**document, "medusa": medusa})
+
+
+def write_config(folder: Path, document: Mapping[str, Any]) -> None:
+    """Write ``config.json`` so that readers see the old one or the whole new one."""
+    text = config_text(document, folder / "config.json")
+    _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def config_text(document: Mapping[str, Any], label: object) -> str:
+    """The JSON of a config; `HeadsError` for what JSON has no word for, NaN included."""
+    try:
+        return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise HeadsError(f"{label}: its values must be plain JSON ({error})") from error
 
 
 def _named_tensors(heads: MedusaHeads) -> dict[str, Tensor]:
@@ -224,4 +270,6 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that readers see the old one or the whole new one."""
     part = path.with_name(f"{path.name}.part")
     write(part)
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
     os.replace(part, path)

@@ -10,15 +10,16 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_medusa.heads.formats import head_names
+from vllm_medusa.heads.formats import head_names, is_head_tensor
 from vllm_medusa.heads.model import HeadsError
 
 # Looked for in this order: heads alone come before whole models, safetensors before pickles.
@@ -44,6 +45,12 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 Fetch = Callable[[list[str]], Path]  # names wanted -> the folder they are then in, if they exist
+
+
+class Sliceable(Protocol):
+    """A tensor of which only the parts that are asked for are read."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,21 @@ class CheckpointFiles:
                 assert isinstance(tensor, Tensor)
                 yield name, tensor
 
+    def slices(self, names: Iterable[str]) -> Iterator[tuple[str, TensorSpec, Sliceable]]:
+        """Headers of tensors and what reads parts of them by index, file by file."""
+        for file, wanted in self._by_file(names).items():
+            if file.suffix != ".safetensors":
+                state = _load_pickle(file)
+                _require(file, wanted, state)
+                for name in wanted:
+                    yield name, TensorSpec(tuple(state[name].shape), state[name].dtype), state[name]
+                continue
+            with _safetensors(file) as opened:
+                _require(file, wanted, opened.keys())
+                for name in wanted:
+                    part = opened.get_slice(name)
+                    yield name, _spec(part), part
+
     def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
         files: dict[Path, list[str]] = {}
         for name in names:
@@ -102,6 +124,37 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
         f"heads {str(source)!r}: no such file or folder, nor a hub name (owner/name). Give the "
         "folder or file of the heads, or their hub name"
     )
+
+
+def find_target(source: str | Path, revision: str | None = None) -> CheckpointFiles:
+    """Find a target's own weights in a folder or the hub's local cache; downloads nothing.
+
+    Heads that lie beside them, or in the same files, are left out. Raises `HeadsError` when there
+    are none here.
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        if folder.exists() or not isinstance(source, str) or not _HUB_NAME.fullmatch(source):
+            raise HeadsError(f"target {str(source)!r}: no such folder, nor a hub name (owner/name)")
+        folder = _cached(source, revision)
+    for candidate in MODEL_FILES:
+        if (folder / candidate).is_file():
+            found = _from_file(folder / candidate, lambda names: folder, str(source), heads=False)
+            files = {n: path for n, path in found.files.items() if not is_head_tensor(n)}
+            return CheckpointFiles(found.label, found.config, files)
+    raise HeadsError(
+        f"target {str(source)!r}: none of {', '.join(MODEL_FILES)} is there. Give the folder of "
+        "the model's weights"
+    )
+
+
+def _cached(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise HeadsError(f"target {name!r}: it was not downloaded to this machine yet") from error
 
 
 def _hub(name: str, revision: str | None) -> Fetch:
@@ -137,14 +190,15 @@ def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
     )
 
 
-def _from_file(path: Path, fetch: Fetch, label: str) -> CheckpointFiles:
+def _from_file(path: Path, fetch: Fetch, label: str, heads: bool = True) -> CheckpointFiles:
     config_path = path.parent / "config.json"
-    config = _read_json(config_path) if config_path.is_file() else {}
+    config = read_json(config_path) if config_path.is_file() else {}
     if path.name.endswith(".index.json"):
-        weight_map = _read_json(path).get("weight_map")
+        weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict):
             raise HeadsError(f"{path} has no 'weight_map': it is not the index of a checkpoint")
-        shards = {str(weight_map[name]) for name in head_names(weight_map)}
+        wanted = head_names(weight_map) if heads else weight_map
+        shards = {str(weight_map[name]) for name in wanted}
         try:
             folder = fetch(sorted(shards))
         except (OSError, ValueError) as error:
@@ -160,7 +214,8 @@ def _from_file(path: Path, fetch: Fetch, label: str) -> CheckpointFiles:
     return CheckpointFiles(label, config, files)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; `HeadsError` for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -172,11 +227,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _names(path: Path) -> list[str]:
     if path.suffix == ".safetensors":
-        try:
-            with safe_open(path, framework="pt") as file:
-                return list(file.keys())
-        except SafetensorError as error:
-            raise HeadsError(f"{path} is not a safetensors file: {error}") from error
+        with _safetensors(path) as file:
+            return list(file.keys())
     return list(_load_pickle(path))
 
 
@@ -190,18 +242,24 @@ def _open(
             tensor = state[name]
             yield name, TensorSpec(tuple(tensor.shape), tensor.dtype) if header_only else tensor
         return
+    with _safetensors(path) as file:
+        _require(path, names, file.keys())
+        for name in names:
+            yield name, _spec(file.get_slice(name)) if header_only else file.get_tensor(name)
+
+
+@contextmanager
+def _safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
-            _require(path, names, file.keys())
-            for name in names:
-                if header_only:
-                    header = file.get_slice(name)
-                    dtype = header.get_dtype()
-                    yield name, TensorSpec(tuple(header.get_shape()), _DTYPES.get(dtype, dtype))
-                else:
-                    yield name, file.get_tensor(name)
+            yield file
     except SafetensorError as error:
         raise HeadsError(f"{path} is not a safetensors file: {error}") from error
+
+
+def _spec(header: Any) -> TensorSpec:
+    dtype = header.get_dtype()
+    return TensorSpec(tuple(header.get_shape()), _DTYPES.get(dtype, dtype))
 
 
 def _require(path: Path, names: list[str], present: Iterable[str]) -> None:

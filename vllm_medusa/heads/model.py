@@ -167,6 +167,19 @@ class MedusaHeads(nn.Module):
             bias = bias[: self.vocab_size]
             self.lm_head_bias.copy_(bias if self.token_map is None else bias[self.token_map])
 
+    def keep_vocabulary(self, rows: slice) -> None:
+        """Keep ``rows`` of the stored LM heads and drop the others, for inference on one rank.
+
+        Logits are [B, K, len(rows)] from then on: the columns of a tensor-parallel rank.
+        """
+        if self.lm_head_weight is None:
+            raise HeadsError("these heads store no LM head: nothing to keep a part of")
+        for name in ("lm_head_weight", "lm_head_bias"):  # [M, V_draft, H], [M, V_draft]
+            whole = getattr(self, name)
+            if whole is not None:  # copied, so that nothing holds on to the other rows
+                part = whole.detach()[:, rows].clone()
+                setattr(self, name, nn.Parameter(part, requires_grad=False))
+
     def forward(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
         """Residual layers of the first ``num_heads`` heads: [B, H] -> [B, K, H]."""
         k = self._count(num_heads)

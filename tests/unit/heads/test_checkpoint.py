@@ -367,7 +367,8 @@ def test_never_beside_files_that_readers_prefer(tmp_path, random_heads, write):
         save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
 
 
-def test_a_config_that_is_no_json_leaves_no_file(tmp_path):
-    with pytest.raises(TypeError):
-        save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB), {"tree": object()})
+@pytest.mark.parametrize("value", [object(), float("nan")])
+def test_a_config_that_is_no_json_leaves_no_file(value, tmp_path):
+    with pytest.raises(HeadsError, match="plain JSON"):
+        save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB), {"tree": value})
     assert list(Path(tmp_path).iterdir()) == []
