@@ -1,0 +1,163 @@
+"""The adapter: which layers it takes, that nothing else trains, switching it off, merging it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import VOCAB, save_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from vllm_medusa.training import lora
+from vllm_medusa.training.lora import LoraError, LoraSettings
+
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen": ("Qwen3", {}),
+    "gemma, tied": ("Gemma2", {"tie_word_embeddings": True}),
+    "phi, lm_head with bias": ("Phi", {"head_dim": None, "num_key_value_heads": 4}),
+}
+IDS = torch.arange(3, 35).view(2, 16) * 7 % VOCAB
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    architecture, changes = FAMILIES[request.param]
+    return AutoModelForCausalLM.from_pretrained(
+        save_model(tmp_path, architecture, **changes)
+    ).eval()
+
+
+@pytest.fixture
+def llama(chaotic_llama: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(chaotic_llama).eval()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def disturb(adapted: Any, scale: float = 0.02) -> None:
+    """As if it had been trained: no matrix of the adapter is zero any more."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in lora.adapter_parameters(adapted).values():
+            parameter.add_(torch.randn_like(parameter) * scale)
+
+
+def test_a_fresh_adapter_changes_no_bit_and_alone_trains(model: Any) -> None:
+    own, before = weights(model), model(IDS).logits
+    adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
+    trained = lora.adapter_parameters(adapted)
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in trained}
+    assert not layers & {"lm_head", "embed_tokens"}, layers
+    assert {"q_proj", "k_proj", "v_proj"} <= layers
+    after = model(IDS).logits
+    assert torch.equal(after, before)
+
+    after.square().sum().backward()
+    torch.optim.SGD(adapted.parameters(), lr=1e-3).step()
+    assert all(p.grad is not None for p in trained.values())
+    kept = {n.replace(".base_layer.", "."): t for n, t in model.state_dict().items()}
+    assert all(torch.equal(kept[name], tensor) for name, tensor in own.items())
+    assert not torch.equal(model(IDS).logits, before)
+
+
+def test_off_is_the_original_and_on_again_is_not(model: Any) -> None:
+    with torch.no_grad():
+        before = model(IDS).logits
+    adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
+    disturb(adapted)
+    changed = model(IDS).logits
+    with lora.original(adapted):
+        teacher = model(IDS).logits
+    assert torch.equal(teacher, before) and not teacher.requires_grad
+    assert torch.equal(model(IDS).logits, changed) and not torch.equal(changed, before)
+    assert changed.requires_grad and lora.adapter_parameters(adapted)
+
+
+def test_merging_gives_the_adapted_model_as_a_plain_one(model: Any) -> None:
+    names = set(model.state_dict())
+    head = model.get_output_embeddings().weight.clone()
+    adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
+    disturb(adapted)
+    with torch.no_grad():
+        expected = model(IDS).logits
+    merged = lora.merge(adapted)
+    assert set(merged.state_dict()) == names
+    assert torch.equal(merged.get_output_embeddings().weight, head)
+    torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_merged_bf16_weight_is_rounded_once(llama: Any) -> None:
+    """Rounding the product first and the sum again would lose most of a small change."""
+    model = llama.to(torch.bfloat16)
+    adapted = lora.attach(model, LoraSettings(rank=4, alpha=8), seed=0)
+    disturb(adapted)
+    layer = model.model.layers[0].self_attn.q_proj
+    a, b = (m["default"].weight for m in (layer.lora_A, layer.lora_B))
+    assert a.dtype == b.dtype == torch.float32
+    expected = (layer.get_base_layer().weight.float() + b @ a * (8 / 4)).bfloat16()
+    merged = lora.merge(adapted)
+    assert torch.equal(merged.model.layers[0].self_attn.q_proj.weight, expected)
+
+
+def test_layers_by_choice(llama: Any) -> None:
+    names = lora.adaptable_modules(llama, ["q_proj", "model.layers.1.mlp.up_proj"])
+    assert names == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
+
+
+@pytest.mark.parametrize("wanted", ["lm_head", "embed_tokens", "proj", "query"])
+def test_layers_that_are_not_there_are_refused(llama: Any, wanted: str) -> None:
+    with pytest.raises(LoraError, match=rf"'{wanted}' is no linear layer.*q_proj"):
+        lora.adaptable_modules(llama, ["q_proj", wanted])
+
+
+def test_what_cannot_be_adapted_is_refused(llama: Any) -> None:
+    lora.attach(llama, LoraSettings(rank=4), seed=0)
+    with pytest.raises(LoraError, match="carries an adapter already"):
+        lora.attach(llama, LoraSettings(), seed=0)
+    llama = llama.model  # now without any linear layer
+    for layer in llama.layers:
+        layer.self_attn = layer.mlp = nn.Identity()
+    llama.get_output_embeddings = lambda: None
+    llama.get_decoder = lambda: llama
+    with pytest.raises(LoraError, match=r"no linear layer that LoRA could adapt.*medusa-1"):
+        lora.attach(llama, LoraSettings(), seed=0)
+
+
+def test_settings_name_their_bounds() -> None:
+    for bad in ({"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"dropout": 1.0}):
+        with pytest.raises(LoraError, match=rf"LoRA {next(iter(bad))} .*use a"):
+            LoraSettings(**bad)
+
+
+def test_the_same_seed_gives_the_same_adapter_and_leaves_the_caller_s_numbers(llama: Any) -> None:
+    import copy
+
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    first = copy.deepcopy(llama)
+    torch.manual_seed(5)
+    one = lora.adapter_parameters(lora.attach(first, LoraSettings(rank=4), seed=7))
+    assert torch.equal(torch.rand(1), expected)
+    two = lora.adapter_parameters(lora.attach(llama, LoraSettings(rank=4), seed=7))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_dropout_is_drawn_from_its_seed_and_only_inside(llama: Any) -> None:
+    adapted = lora.attach(llama, LoraSettings(rank=4, dropout=0.5), seed=0)
+    disturb(adapted)
+    plain = llama(IDS).logits
+    drawn = []
+    for seed in (1, 1, 2):
+        with lora.dropping_out(adapted, seed):
+            drawn.append(llama(IDS).logits)
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], plain) and torch.equal(llama(IDS).logits, plain)

@@ -1,0 +1,129 @@
+"""Quality of a trained target: against sums written out, and what counts as too much lost."""
+
+import math
+
+import pytest
+import torch
+
+from vllm_medusa.training.quality import (
+    Quality,
+    QualityBounds,
+    QualityError,
+    QualityMeter,
+    kl_rows,
+)
+
+T, H, V = 23, 8, 40
+
+
+def texts() -> list[tuple[torch.Tensor, ...]]:
+    """(ids, counted, states before, states after) of two texts."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(2):
+        ids = torch.randint(V, (T,), generator=generator)
+        counted = torch.rand(T, generator=generator) < 0.6
+        before, after = torch.randn(2, T, H, generator=generator)
+        found.append((ids, counted, before, after))
+    return found
+
+
+def heads() -> tuple[torch.nn.Linear, torch.nn.Linear]:
+    torch.manual_seed(1)
+    return torch.nn.Linear(H, V), torch.nn.Linear(H, V)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+def test_equals_the_definition_position_by_position(chunk: int) -> None:
+    old_head, new_head = heads()
+    meter = QualityMeter(old_head, new_head, chunk)
+    old_nats = new_nats = kl = reverse = 0.0
+    count = same = 0
+    for ids, counted, before, after in texts():
+        meter.add(ids, counted, before, after)
+        for t in range(T - 1):
+            if not counted[t]:
+                continue
+            p = old_head(before[t].double().float()).double().softmax(0).tolist()
+            q = new_head(after[t]).double().softmax(0).tolist()
+            label = int(ids[t + 1])
+            old_nats -= math.log(p[label])
+            new_nats -= math.log(q[label])
+            kl += sum(x * math.log(x / y) for x, y in zip(p, q, strict=True))
+            reverse += sum(y * math.log(y / x) for x, y in zip(p, q, strict=True))
+            same += p.index(max(p)) == q.index(max(q))
+            count += 1
+    quality = meter.result()
+    assert quality.num_tokens == count
+    expected = (math.exp(old_nats / count), math.exp(new_nats / count), kl / count, reverse / count)
+    got = (quality.perplexity_before, quality.perplexity_after, quality.kl, quality.reverse_kl)
+    assert got == pytest.approx(expected, rel=1e-5)
+    assert quality.top1_agreement == pytest.approx(same / count)
+    assert quality.kl != pytest.approx(quality.reverse_kl, rel=0.01)  # the two can be told apart
+
+
+def test_an_unchanged_model_loses_exactly_nothing() -> None:
+    head, _ = heads()
+    meter = QualityMeter(head, head)
+    for ids, counted, before, _ in texts():
+        meter.add(ids, counted, before, before)
+    quality = meter.result()
+    assert (quality.kl, quality.reverse_kl, quality.top1_agreement) == (0.0, 0.0, 1.0)
+    assert quality.perplexity_ratio == 1.0
+    assert quality.shortfalls(QualityBounds(0.0, 1.0)) == []
+
+
+def test_kl_is_of_teacher_over_student_in_nats() -> None:
+    teacher = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
+    student = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]])
+    half = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
+    most = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    assert kl_rows(teacher, student).tolist() == pytest.approx([half, most], rel=1e-6)
+    assert kl_rows(teacher.bfloat16(), student).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kl", "after", "words"),
+    [
+        (0.02, 10.2, []),
+        (0.03, 10.2, ["--max-kl"]),
+        (0.02, 10.9, ["--max-perplexity-ratio"]),
+        (0.03, 10.9, ["--max-kl", "--max-perplexity-ratio"]),
+        (math.nan, math.nan, ["--max-kl", "--max-perplexity-ratio"]),
+        (math.inf, math.inf, ["--max-kl", "--max-perplexity-ratio"]),
+    ],
+)
+def test_bounds(kl: float, after: float, words: list[str]) -> None:
+    quality = Quality(100, 10.0, after, kl, kl, 0.9)
+    found = quality.shortfalls(QualityBounds(max_kl=0.025, max_perplexity_ratio=1.05))
+    assert len(found) == len(words)
+    assert all(word in text for word, text in zip(words, found, strict=True))
+
+
+def test_a_diverged_model_is_measured_not_hidden() -> None:
+    head, _ = heads()
+    meter = QualityMeter(head, head)
+    ids, counted, before, after = texts()[0]
+    after[7] = math.nan
+    counted[7] = True
+    meter.add(ids, counted, before, after)
+    assert len(meter.result().shortfalls(QualityBounds())) == 2
+
+
+def test_nothing_to_measure_is_an_error() -> None:
+    head, _ = heads()
+    meter = QualityMeter(head, head)
+    ids, counted, before, after = texts()[0]
+    counted[:] = False
+    counted[-1] = True  # has no next token
+    meter.add(ids, counted, before, after)
+    with pytest.raises(QualityError, match="no generated token"):
+        meter.result()
+
+
+@pytest.mark.parametrize("bad", [{"max_kl": -1.0}, {"max_kl": math.nan}])
+def test_bounds_no_model_keeps_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(QualityError, match="use a number from 0"):
+        QualityBounds(**bad)
+    with pytest.raises(QualityError, match="use a number from 1"):
+        QualityBounds(max_perplexity_ratio=0.9)

@@ -1,0 +1,193 @@
+"""LoRA on a target: the backbone's share of Medusa-2.
+
+The target's own weights never change; two small matrices beside each linear layer do (rank r,
+W + alpha / r * B A, B = 0 at first). Switched off, the adapter gives the original model back, which
+is the teacher of the LM loss (Medusa, https://arxiv.org/abs/2401.10774, section 2.3.2), so that no
+second model is held.
+
+The LM head is never adapted, unlike in the paper (appendix B.1): heads without an LM head of their
+own use the target's, where embeddings are tied an adapted one would have to be untied, and serving
+scores a tree with one LM head.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+ADAPTER = "default"  # peft's name of the one adapter
+
+
+class LoraError(ValueError):
+    """A target that can't be adapted, or settings that don't fit it."""
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The adapter's shape. Rank 32 and alpha 16 are the paper's (appendix B.1)."""
+
+    rank: int = 32
+    alpha: float = 16.0
+    dropout: float = (
+        0.0  # the paper's 0.05 makes the student noisy even where it equals the teacher
+    )
+    modules: tuple[str, ...] = ()  # names or their ends, such as "q_proj"; (): every linear layer
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise LoraError(f"LoRA rank {self.rank}; use a whole number from 1")
+        if not 0 < self.alpha < float("inf"):
+            raise LoraError(f"LoRA alpha {self.alpha}; use a number above 0")
+        if not 0 <= self.dropout < 1:
+            raise LoraError(f"LoRA dropout {self.dropout}; use a number from 0, below 1")
+
+
+def adaptable_modules(model: Any, chosen: Sequence[str] = ()) -> list[str]:
+    """Names of the linear layers of a causal LM's decoder, the LM head aside.
+
+    ``chosen`` keeps those whose name is, or ends with, one of the given.
+
+    Raises:
+        LoraError: there is none, one of ``chosen`` names none or the LM head, or the model carries
+            an adapter already.
+
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers.pytorch_utils import Conv1D
+
+    kind = type(model).__name__
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise LoraError(f"{kind} carries an adapter already; merge it, or load the plain target")
+    head = model.get_output_embeddings()
+    # a multimodal target's vision tower is no part of the text's decoder
+    inside = {id(module) for module in (model.get_decoder() or model).modules()}
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and id(module) in inside
+    ]
+    if not names:
+        raise LoraError(
+            f"{kind} has no linear layer that LoRA could adapt, so Medusa-2 can't train it. Use "
+            "--method medusa-1, which leaves the target alone"
+        )
+    if not chosen:
+        return names
+    kept: dict[str, None] = {}
+    for wanted in chosen:
+        found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
+        if not found:
+            kinds = sorted({name.rpartition(".")[2] for name in names})
+            raise LoraError(
+                f"LoRA module {wanted!r} is no linear layer of {kind}'s decoder (its LM head is "
+                f"never adapted); it has {', '.join(kinds)}"
+            )
+        kept |= dict.fromkeys(found)
+    return [name for name in names if name in kept]
+
+
+def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
+    """Put a fresh adapter into ``model``, in place; everything but the adapter is frozen.
+
+    The caller's ``model`` goes on as before, with the adapter in it. The adapter's weights are
+    fp32 whatever the model's dtype is. It changes nothing until it is trained.
+
+    Raises:
+        LoraError: see `adaptable_modules`; or peft has no adapter for one of the layers.
+
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise LoraError("Medusa-2 needs peft: pip install 'vllm-medusa[train]'") from error
+
+    names = adaptable_modules(model, settings.modules)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+        lora_dropout=settings.dropout,
+        target_modules=names,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft mends it by itself
+        torch.manual_seed(seed)
+        try:
+            adapted = get_peft_model(model.requires_grad_(False), config)
+        except (ValueError, NotImplementedError) as error:
+            raise LoraError(
+                f"peft can't adapt {type(model).__name__}: {error}. Choose other layers, or use "
+                "--method medusa-1"
+            ) from error
+    adapted.eval()  # the target's own dropout stays off; `dropping_out` switches the adapter's on
+    return adapted
+
+
+@contextmanager
+def original(adapted: PeftModel) -> Iterator[None]:
+    """Within this the model is the original one, and nothing gets a gradient."""
+    with torch.no_grad(), adapted.disable_adapter():
+        yield
+
+
+@contextmanager
+def dropping_out(adapted: PeftModel, seed: int) -> Iterator[None]:
+    """Within this the adapter's dropout is on, drawn from ``seed``; no other dropout is."""
+    layers = [m for n, m in adapted.named_modules() if "lora_dropout" in n.split(".")]
+    with torch.random.fork_rng(devices=_devices(adapted)):
+        torch.manual_seed(seed)
+        for layer in layers:
+            layer.train()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.eval()
+
+
+def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
+    """Every trained parameter of the backbone, by name: the adapter's, nothing else."""
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    strangers = [name for name in trained if ".lora_" not in name]
+    if strangers:
+        raise LoraError(f"{strangers[0]} would train, though it is the target's own")
+    return trained
+
+
+@torch.no_grad()
+def merge(adapted: PeftModel) -> Any:
+    """Add the adapter to the weights and take it out; returns the plain model, changed in place.
+
+    Each sum is taken in fp32 and rounded once to the weight's dtype.
+
+    Raises:
+        LoraError: a merged weight is not finite, or the backbone is quantised.
+
+    """
+    from peft.tuners.lora import LoraLayer
+
+    layers = [(n, m) for n, m in adapted.named_modules() if isinstance(m, LoraLayer)]
+    layer: Any  # a `lora.Linear`, which torch's and peft's types say too little of
+    for name, layer in layers:
+        weight: Tensor = layer.get_base_layer().weight
+        if not weight.is_floating_point():
+            raise LoraError(f"{name} is quantised; merge into the unquantised target instead")
+        delta = layer.get_delta_weight(ADAPTER)  # laid out as the weight is
+        merged = weight.float() + delta.float()
+        if not bool(torch.isfinite(merged).all()):
+            raise LoraError(f"{name}: the merged weight holds NaN or infinity")
+        weight.copy_(merged)
+    return adapted.unload()
+
+
+def _devices(model: nn.Module) -> list[int]:
+    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})

@@ -1,0 +1,156 @@
+"""How far a trained target is from the one it was: perplexity and KL on held-out text.
+
+Measured at the positions whose next token was generated, at temperature 1, in nats: the perplexity
+of the text under both, KL(original || new), KL(new || original), and how often both would choose
+the same token. Logits of a few positions exist at a time, [C, V] of each model, never [T, V].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LMHead = Callable[[Tensor], Tensor]  # [C, H] -> logits [C, V]
+CHUNK = 256  # positions whose logits exist at a time
+
+
+class QualityError(ValueError):
+    """Nothing to measure, or bounds that no model could keep."""
+
+
+@dataclass(frozen=True)
+class QualityBounds:
+    """How much of its quality a target may lose before the training counts as failed.
+
+    The defaults are a judgement, no law: wide enough for a run that works, too narrow for one that
+    diverges or trades quality for heads.
+    """
+
+    max_kl: float = 0.05  # nats for each generated token, KL(original || new)
+    max_perplexity_ratio: float = 1.05  # after / before
+
+    def __post_init__(self) -> None:
+        if not self.max_kl >= 0:
+            raise QualityError(f"max_kl is {self.max_kl}; use a number from 0")
+        if not self.max_perplexity_ratio >= 1:
+            raise QualityError(
+                f"max_perplexity_ratio is {self.max_perplexity_ratio}; use a number from 1"
+            )
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A trained target beside the original, over ``num_tokens`` generated tokens."""
+
+    num_tokens: int
+    perplexity_before: float
+    perplexity_after: float
+    kl: float  # KL(original || new), nats for each token
+    reverse_kl: float  # KL(new || original)
+    top1_agreement: float  # share of tokens where both have the same likeliest one
+
+    @property
+    def perplexity_ratio(self) -> float:
+        """Perplexity after training over that before."""
+        return self.perplexity_after / self.perplexity_before
+
+    def shortfalls(self, bounds: QualityBounds) -> list[str]:
+        """What is beyond the bounds, in words; empty if nothing is. NaN is beyond any bound."""
+        found = []
+        for what, value, limit, option in (
+            ("KL(original || new) a token", self.kl, bounds.max_kl, "--max-kl"),
+            (
+                "perplexity after / before",
+                self.perplexity_ratio,
+                bounds.max_perplexity_ratio,
+                "--max-perplexity-ratio",
+            ),
+        ):
+            if not value <= limit:
+                found.append(f"{what} is {value:.4g}, allowed is {limit:g} ({option})")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self) | {"perplexity_ratio": self.perplexity_ratio}
+
+
+def kl_rows(teacher: Tensor, student: Tensor) -> Tensor:
+    """KL(softmax(teacher) || softmax(student)) of each row: logits [C, V] each -> fp32 [C].
+
+    Exactly 0 where the rows are equal.
+    """
+    p, q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+class QualityMeter:
+    """Sums over held-out texts."""
+
+    def __init__(self, lm_head_before: LMHead, lm_head_after: LMHead, chunk: int = CHUNK):
+        """Take the LM heads of the original and of the new model."""
+        self.heads = (lm_head_before, lm_head_after)
+        self.chunk = chunk
+        self.count = 0
+        self.sums = torch.zeros(5, dtype=torch.float64)
+
+    @torch.no_grad()
+    def add(self, ids: Tensor, counted: Tensor, before: Tensor, after: Tensor) -> None:
+        """Take one text.
+
+        Args:
+            ids: int64 [T].
+            counted: bool [T], the positions t whose next token t + 1 counts.
+            before: [T, H], what the original's LM head sees.
+            after: [T, H], the same of the new model.
+
+        """
+        (positions,) = counted[: len(ids) - 1].nonzero(as_tuple=True)
+        for at in positions.split(self.chunk):
+            old, new = self.heads[0](before[at]).float(), self.heads[1](after[at]).float()  # [C, V]
+            labels = ids[at + 1]
+            rows = (
+                F.cross_entropy(old, labels, reduction="none"),
+                F.cross_entropy(new, labels, reduction="none"),
+                kl_rows(old, new),
+                kl_rows(new, old),
+                (old.argmax(-1) == new.argmax(-1)).float(),
+            )
+            self.sums += torch.stack([row.double().sum().cpu() for row in rows])
+        self.count += len(positions)
+
+    def result(self) -> Quality:
+        """Return the means.
+
+        Raises:
+            QualityError: no token was counted.
+
+        """
+        if not self.count:
+            raise QualityError(
+                "the held-out texts hold no generated token, so quality can't be measured; give "
+                "others by --heldout"
+            )
+        old, new, kl, reverse, same = (self.sums / self.count).tolist()
+        return Quality(self.count, _exp(old), _exp(new), kl, reverse, same)
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf  # NaN stays NaN
+
+
+__all__ = [
+    "CHUNK",
+    "LMHead",
+    "Quality",
+    "QualityBounds",
+    "QualityError",
+    "QualityMeter",
+    "kl_rows",
+]
