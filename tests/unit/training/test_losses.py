@@ -1,0 +1,185 @@
+"""The chunked losses against a plain-torch implementation, and which labels count."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.training import losses
+from vllm_medusa.training.losses import IGNORED, head_labels, head_losses, label_mask, lm_mask
+
+H, V, K = 16, 40, 3
+DECAY = 0.8
+
+
+def test_the_mask_by_its_definition_on_two_turns() -> None:
+    spans, length = [(0, 3), (5, 9), (9, 12), (14, 15)], 16
+    mask = label_mask(spans, length, K)
+    for t, h in itertools.product(range(length), range(K)):
+        counts = any(t + 1 >= s and t + h + 2 < e for s, e in spans)
+        assert bool(mask[t, h]) == counts, (t, h)
+    assert mask[4].tolist() == [True, True, True]  # foretells 6, 7, 8 from the prompt's last token
+    assert mask[7].tolist() == [False, False, False]  # 9 is another answer
+    own = lm_mask(spans, length)
+    assert own.nonzero().flatten().tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10, 13]
+
+
+def test_a_span_beyond_the_text_has_no_labels_there() -> None:
+    assert not label_mask([(2, 9)], 4, K)[2:].any()
+    assert lm_mask([(2, 9)], 4).tolist() == [False, True, True, False]
+
+
+def test_labels_are_the_tokens_behind() -> None:
+    ids = torch.arange(100, 108)
+    labels = head_labels(ids, label_mask([(1, 8)], 8, K))
+    assert labels[0].tolist() == [102, 103, 104]
+    assert labels[4].tolist() == [106, 107, IGNORED]
+    assert labels[6].tolist() == [IGNORED] * K
+
+
+def test_head_weights_count_from_one() -> None:
+    torch.testing.assert_close(losses.head_weights(3), torch.tensor([0.8, 0.64, 0.512]))
+
+
+def make_heads(kind: str) -> MedusaHeads:
+    torch.manual_seed(3)
+    token_map = torch.randperm(V)[:25] if "map" in kind else None
+    stored = {"own": K, "single": 1}.get(kind.split("+")[0], 0)
+    heads = MedusaHeads(
+        K,
+        2,
+        H,
+        V,
+        shared_lm_head=not stored,
+        num_lm_heads=stored,
+        lm_head_bias=bool(stored),
+        token_map=token_map,
+    )
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.4)
+    return heads
+
+
+def naive(
+    heads: MedusaHeads,
+    hidden: Tensor,
+    tokens: Tensor,  # int64 [N, K] the tokens themselves
+    weights: Tensor,
+    lm_head: Callable[[Tensor], Tensor],  # over the whole vocabulary
+    temperatures: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One position, head and label at a time."""
+    allowed = torch.arange(V) if heads.token_map is None else heads.token_map
+    x, sums, counts = heads(hidden), [torch.zeros(()) for _ in range(K)], [0] * K
+    for n, h in itertools.product(range(len(hidden)), range(K)):
+        token = int(tokens[n, h])
+        if token == IGNORED:
+            continue
+        if heads.lm_head_weight is None:
+            logits = lm_head(x[n, h])[allowed]
+        else:
+            m = h if len(heads.lm_head_weight) > 1 else 0
+            logits = heads.lm_head_weight[m] @ x[n, h] + heads.lm_head_bias[m]
+        logs = logits.log_softmax(-1)
+        if temperatures is None or temperatures[n] == 0:
+            at = (allowed == token).nonzero().flatten()
+            sums[h] = sums[h] - logs[at].sum()
+            counts[h] += len(at) if temperatures is None else 1
+        else:
+            row = n + h + 1
+            full = lm_head(hidden[row].detach())[allowed] / temperatures[row]
+            sums[h] = sums[h] - (full.softmax(-1) * logs).sum()
+            counts[h] += 1
+    total = torch.stack(sums)
+    return (total * weights).sum(), total, torch.tensor(counts)
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
+@pytest.mark.parametrize("kind", ["shared", "own", "single", "shared+map", "own+map"])
+@pytest.mark.parametrize("chunk", [1, 7, 256])
+def test_losses_and_gradients_are_those_of_plain_torch(kind: str, soft: bool, chunk: int) -> None:
+    heads, length = make_heads(kind), 23
+    matrix, bias = torch.randn(V, H), torch.randn(V)
+    ids = torch.randint(V, (length,))
+    spans = [(2, 9), (12, 23)]
+    tokens = head_labels(ids, label_mask(spans, length, K))
+    weights = losses.head_weights(K) / 10
+    heat = torch.where(torch.arange(length) < 11, 0.7, 0.0) if soft else None
+
+    def whole(x: Tensor) -> Tensor:
+        return x @ matrix.T + bias
+
+    def drafted(x: Tensor) -> Tensor:
+        return whole(x) if heads.token_map is None else whole(x)[..., heads.token_map]
+
+    results = []
+    for ours in (True, False):
+        heads.zero_grad(set_to_none=True)
+        hidden = torch.randn(length, H, generator=torch.Generator().manual_seed(4))
+        hidden.requires_grad_()
+        if ours:
+            out = head_losses(
+                heads, hidden, tokens, weights, drafted, temperatures=heat, chunk=chunk
+            )
+            loss, sums, counts = out.loss, out.sums, out.counts
+        else:
+            loss, sums, counts = naive(heads, hidden, tokens, weights, whole, heat)
+        (2.5 * loss).backward()
+        grads = [hidden.grad, *(p.grad for p in heads.parameters())]
+        results.append((loss.detach(), sums.detach(), counts, grads))
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-5)
+    assert results[0][2][0] > 0 and all(bool(g.abs().sum() > 0) for g in results[0][3])
+
+
+def test_the_logits_of_all_positions_never_exist_at_once() -> None:
+    heads, rows = make_heads("shared"), 200
+    seen = []
+
+    def lm_head(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return torch.nn.functional.linear(x, torch.ones(V, H))
+
+    labels = torch.zeros(rows, K, dtype=torch.int64)
+    head_losses(heads, torch.randn(rows, H), labels, torch.ones(K), lm_head, chunk=16)
+    assert max(seen) == 16 and sum(seen) == rows * K
+
+
+def test_nothing_is_computed_for_a_prompt() -> None:
+    heads = make_heads("shared")
+    labels = torch.full((64, K), IGNORED)
+    labels[40, 0] = 3
+
+    def lm_head(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return torch.nn.functional.linear(x, torch.ones(V, H))
+
+    seen: list[int] = []
+    out = head_losses(heads, torch.randn(64, H), labels, torch.ones(K), lm_head, chunk=16)
+    assert sum(seen) == 16 * K and out.counts.tolist() == [1, 0, 0]
+
+
+def test_measuring_needs_no_gradient() -> None:
+    heads = make_heads("own")
+    labels = torch.zeros(8, K, dtype=torch.int64)
+    with torch.no_grad():
+        out = head_losses(heads, torch.randn(8, H), labels, torch.ones(K))
+    assert not out.loss.requires_grad and bool(out.sums.isfinite().all())
+
+
+def test_what_is_missing_is_said() -> None:
+    labels = torch.zeros(4, K, dtype=torch.int64)
+    with pytest.raises(ValueError, match="need lm_head"):
+        head_losses(make_heads("shared"), torch.randn(4, H), labels, torch.ones(K))
+    with pytest.raises(ValueError, match="soft labels need"):
+        head_losses(
+            make_heads("own"),
+            torch.randn(4, H),
+            labels,
+            torch.ones(K),
+            temperatures=torch.ones(4),
+        )

@@ -1,0 +1,132 @@
+"""What the LM head sees and what it makes of it, against the model's own logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import save_model
+
+from vllm_medusa.training.target import Target, TargetError
+
+NARROW: dict[str, Any] = {"initializer_range": 0.1}  # states near 1: no cap saturates
+
+
+def cohere(**changes: Any) -> dict[str, Any]:
+    return {"logit_scale": 0.25, "head_dim": None, **changes}
+
+
+def gpt(**changes: Any) -> dict[str, Any]:
+    """GPT-2 style names; transformers maps the rest."""
+    return {"head_dim": None, "num_key_value_heads": None, **changes}
+
+
+def bias(model: Any) -> None:
+    model.get_output_embeddings().bias.normal_(std=2.0)
+
+
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "mistral": ("Mistral", {}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True, "head_dim": None}),
+    "qwen3": ("Qwen3", {}),
+    "gemma": ("Gemma", {"tie_word_embeddings": True}),
+    "gemma2, soft cap": ("Gemma2", {"tie_word_embeddings": True, "final_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3", {"config_name": "Gemma3TextConfig", "tie_word_embeddings": True}),
+    "granite, scaled": ("Granite", {"logits_scaling": 8.0, "head_dim": None}),
+    "cohere, scaled": ("Cohere", cohere(tie_word_embeddings=True)),
+    "phi, bias": ("Phi", {"head_dim": None, "tune": bias}),
+    "gpt2, tied": (
+        "GPT2",
+        gpt(model_name="GPT2LMHeadModel", tie_word_embeddings=True),
+    ),
+    "gpt-j, bias": ("GPTJ", gpt(rotary_dim=8, tune=bias)),
+    "gpt-neox": ("GPTNeoX", gpt()),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_states_and_lm_head_give_the_models_own_logits(name: str, tmp_path: Path) -> None:
+    architecture, options = TARGETS[name]
+    target = Target.load(save_model(tmp_path, architecture, **NARROW | options))
+    assert (target.hidden_size, target.vocab_size) == (64, 512)
+    ids = torch.randint(3, 512, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    wanted = target.model(ids, attention_mask=mask).logits
+    states = target.hidden_states(ids, mask)
+    assert states.shape == (3, 20, 64) and not states.requires_grad
+    logits = target.lm_head(states)
+    torch.testing.assert_close(logits[mask == 1], wanted[mask == 1], rtol=1e-5, atol=1e-5)
+    some = torch.tensor([9, 3, 400])
+    torch.testing.assert_close(
+        target.lm_head(states, some), logits[..., some], rtol=1e-4, atol=1e-4
+    )
+    tied = target.lm_head_weight is target.model.get_input_embeddings().weight
+    assert tied == ("tied" in name or "gemma" in name or "cohere" in name)
+    assert (target.lm_head_bias is not None) == ("bias" in name)
+    assert (target.soft_cap is not None) == ("cap" in name)
+    assert (target.logit_scale != 1) == ("scaled" in name)
+    assert not any(p.requires_grad for p in target.model.parameters())
+    assert not target.model.training
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    path = save_model(tmp_path, "Gemma2", final_logit_softcapping=5.0, **NARROW)
+    target = Target.load(path, dtype=torch.bfloat16)
+    ids = torch.arange(3, 20)[None]
+    assert target.hidden_states(ids).dtype == torch.bfloat16
+    torch.testing.assert_close(
+        target.lm_head(target.hidden_states(ids).float()), target.model(ids).logits
+    )
+
+
+def test_padding_on_the_right_changes_nothing(tmp_path: Path) -> None:
+    target = Target.load(save_model(tmp_path, "Qwen3"))
+    ids = torch.arange(3, 23)[None]
+    padded = torch.cat([ids, torch.full((1, 7), 2)], 1)
+    mask = (torch.arange(27) < 20)[None].long()
+    torch.testing.assert_close(
+        target.hidden_states(padded, mask)[:, :20], target.hidden_states(ids)
+    )
+
+
+def test_refused_where_the_logits_are_something_else(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "Llama"))
+    forward = model.forward
+
+    def doubled(**options: Any) -> Any:
+        out = forward(**options)
+        out.logits = out.logits * 2
+        return out
+
+    model.forward = doubled
+    with pytest.raises(TargetError, match="something else in between"):
+        Target(model)
+
+
+def test_refused_without_an_lm_head(tmp_path: Path) -> None:
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(save_model(tmp_path, "Llama"))
+    with pytest.raises(TargetError, match="no LM head"):
+        Target(model)
+
+
+def test_refused_where_there_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="can't be loaded as a causal LM"):
+        Target.load(tmp_path)
+
+
+def test_quantisation_by_an_unknown_name(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="one of 4bit, 8bit"):
+        Target.load(save_model(tmp_path, "Llama"), quantization="3bit")
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    target = Target.load(save_model(tmp_path, "Llama"))
+    with pytest.raises(TargetError, match="no tokenizer"):
+        _ = target.tokenizer

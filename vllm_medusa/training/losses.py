@@ -1,0 +1,257 @@
+"""The heads' losses, without ever holding the logits of a whole batch.
+
+Head h (0-based) at position t foretells token t + h + 2 (Medusa, https://arxiv.org/abs/2401.10774,
+section 2.2.1). With K heads over a vocabulary of V tokens the logits of T positions are
+[T, K, V] numbers: 20 GB in fp32 for 8192 positions, 5 heads and V = 128k. So loss and gradient are
+computed together, some positions and one head at a time, while the logits of those are there; what
+is kept is the gradient of the heads' states, [T, K, H], and of stored LM heads.
+
+Labels are the tokens that follow, or, "soft", the target's whole distribution over each of them at
+the temperature that the text was sampled with: the same expected loss with less noise. Positions
+lie one behind the other in a batch, so the distribution over head h's label at row n is what the
+target makes of the state in row n + h + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllm_medusa.heads.model import MedusaHeads
+
+IGNORED = -100  # a label that doesn't count
+CHUNK = 256  # positions whose logits are there at a time
+
+LMHead = Callable[[Tensor], Tensor]  # [N, H] -> logits [N, V or V_draft]
+
+
+def label_mask(generated: Sequence[tuple[int, int]], length: int, num_heads: int) -> Tensor:
+    """Which heads' labels count at which positions: bool [L, K].
+
+    The label of head h at t counts if and only if the root t + 1 and the label t + h + 2 lie in the
+    same generated span [start, end): what serving asks of the heads, and no token of a prompt.
+    """
+    position = torch.arange(length)[:, None]  # [L, 1]
+    label = position + torch.arange(num_heads) + 2  # [L, K]
+    mask = torch.zeros(length, num_heads, dtype=torch.bool)
+    for start, end in generated:
+        mask |= (position + 1 >= start) & (label < min(end, length))
+    return mask
+
+
+def lm_mask(generated: Sequence[tuple[int, int]], length: int) -> Tensor:
+    """Where the target's own next token t + 1 was generated: bool [L]."""
+    following = torch.arange(length) + 1
+    mask = torch.zeros(length, dtype=torch.bool)
+    for start, end in generated:
+        mask |= (following >= start) & (following < min(end, length))
+    return mask
+
+
+def head_labels(ids: Tensor, mask: Tensor) -> Tensor:
+    """Token ids that the heads should foretell: ids int64 [L], mask bool [L, K] -> int64 [L, K].
+
+    `IGNORED` where the mask says so.
+    """
+    length, num_heads = mask.shape
+    index = torch.arange(length)[:, None] + torch.arange(num_heads) + 2
+    return ids[index.clamp(max=length - 1)].masked_fill(~mask | (index >= length), IGNORED)
+
+
+def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:
+    """lambda_k = decay^k of the paper, k counted from 1: fp32 [K]."""
+    return decay ** torch.arange(1, num_heads + 1, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class HeadLosses:
+    """What `head_losses` found.
+
+    Attributes:
+        loss: fp32 scalar, the sum over heads of weight times ``sums``; the gradient flows from it.
+        sums: fp32 [K], each head's cross-entropy summed over its labels, in nats; detached.
+        counts: int64 [K], how many labels each head had (with a token map and hard labels: how
+            many of them the draft vocabulary has).
+
+    """
+
+    loss: Tensor
+    sums: Tensor
+    counts: Tensor
+
+
+def head_losses(
+    heads: MedusaHeads,
+    hidden_states: Tensor,  # [N, H]
+    labels: Tensor,  # int64 [N, K], IGNORED where none
+    weights: Tensor,  # [K]
+    lm_head: LMHead | None = None,
+    *,
+    temperatures: Tensor | None = None,
+    teacher_states: Tensor | None = None,
+    teacher_lm_head: LMHead | None = None,
+    chunk: int = CHUNK,
+) -> HeadLosses:
+    """Each head's cross-entropy, and their weighted sum with its gradient.
+
+    Divide ``weights`` by the labels' counts for means. Gradients reach the heads (stored LM heads
+    too) and, where they require them, the ``hidden_states``; never the ``lm_head``.
+
+    Args:
+        heads: the heads; the first K, as many as ``labels`` has columns, are used.
+        hidden_states: [N, H], what the target's LM head sees; texts one behind the other.
+        labels: target token ids, from `head_labels`. With a token map labels outside the draft
+            vocabulary don't count.
+        weights: [K], the factor of each head's sum.
+        lm_head: [n, H] -> the target's logits over the draft vocabulary, for heads that store none.
+        temperatures: fp32 [N]: "soft" labels, the target's distribution at this temperature; 0 is
+            the token itself. Row n + h + 1 has to be the state h + 1 positions on wherever (n, h)
+            has a label.
+        teacher_states: [N, H], of which the soft labels are made; None: of ``hidden_states``.
+        teacher_lm_head: as ``lm_head``, over the draft vocabulary, for soft labels; None: the same.
+        chunk: positions at a time; memory is about ``4 * chunk * V`` floats (twice that if soft).
+
+    Returns:
+        The losses. With soft labels and a token map the mass outside the draft vocabulary adds
+        nothing, as a token outside it doesn't.
+
+    """
+    count = labels.shape[1]
+    valid = labels != IGNORED
+    if heads.token_map is not None:
+        labels = _draft_labels(labels, heads.token_map, heads.vocab_size)
+        if temperatures is None:
+            valid = labels != IGNORED
+    teacher = None
+    if temperatures is not None:
+        scorer = teacher_lm_head or lm_head
+        if scorer is None:
+            raise ValueError("soft labels need teacher_lm_head, or lm_head, to be given")
+        states = hidden_states if teacher_states is None else teacher_states
+        teacher = _Teacher(states.detach(), scorer, temperatures)
+    weight, bias = heads.lm_head_weight, heads.lm_head_bias
+    if weight is None and lm_head is None:
+        raise ValueError("heads that store no LM head need lm_head, the target's")
+    x = heads(hidden_states, count)  # [N, K, H]
+    loss, sums = _ChunkedLosses.apply(
+        x, weight, bias, labels, valid, weights.float(), lm_head, teacher, chunk
+    )
+    return HeadLosses(loss, sums, valid.sum(0))
+
+
+class _Teacher:
+    """The target's distribution over labels."""
+
+    def __init__(self, states: Tensor, lm_head: LMHead, temperatures: Tensor) -> None:
+        self.states, self.lm_head, self.temperatures = states, lm_head, temperatures
+        self.greedy = temperatures == 0  # [N]
+        self.any_greedy = bool(self.greedy.any())
+
+    @torch.no_grad()
+    def after(self, start: int, stop: int, num_heads: int) -> Tensor:
+        """Of what follows rows start + 1 ...: fp32 [stop - start + num_heads - 1, V]."""
+        rows = slice(start + 1, stop + num_heads)
+        logits = self.lm_head(self.states[rows]).float()
+        heat = self.temperatures[rows, None].clamp(min=1e-4)  # 0: see `labels_of`
+        soft = (logits / heat).softmax(-1)
+        lacking = stop - start + num_heads - 1 - len(soft)  # at the end, where no label is
+        return F.pad(soft, (0, 0, 0, lacking)) if lacking else soft
+
+    def labels_of(self, soft: Tensor, rows: slice, label: Tensor) -> Tensor:
+        """Replace the distribution by the token itself where the text was chosen greedily."""
+        if not self.any_greedy:
+            return soft
+        sure = (label != IGNORED).to(soft)[:, None]
+        hot = torch.zeros_like(soft).scatter_(1, label.clamp(min=0)[:, None], sure)
+        return torch.where(self.greedy[rows, None], hot, soft)
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """Loss and gradients in one go: what flows back is only the loss's scalar factor."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,  # [N, K, H]
+        weight: Tensor | None,  # [M, V_draft, H]
+        bias: Tensor | None,  # [M, V_draft]
+        labels: Tensor,  # int64 [N, K] draft ids
+        valid: Tensor,  # bool [N, K]
+        weights: Tensor,  # fp32 [K]
+        lm_head: LMHead | None,
+        teacher: _Teacher | None,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        count = x.shape[1]
+        sums = torch.zeros(count, device=x.device)
+        grads = [
+            torch.zeros(t.shape, device=t.device) if t is not None and t.requires_grad else None
+            for t in (x, weight, bias)
+        ]
+        on_cpu = x.device.type == "cpu"
+        for start in range(0, len(x), chunk):
+            rows = slice(start, min(start + chunk, len(x)))
+            if on_cpu and not bool(valid[rows].any()):
+                continue  # a prompt; elsewhere finding out would wait for the device
+            after = None if teacher is None else teacher.after(rows.start, rows.stop, count)
+            for head in range(count):
+                label, soft = labels[rows, head], None
+                if teacher is not None and after is not None:
+                    soft = teacher.labels_of(after[head : head + len(label)], rows, label)
+                slot = head if weight is not None and len(weight) > 1 else 0
+                places: list[Any] = [(rows, head), slot, slot]
+                leaves = [
+                    None if t is None else t[place].detach().requires_grad_(grad is not None)
+                    for t, place, grad in zip((x, weight, bias), places, grads, strict=True)
+                ]
+                with torch.enable_grad():
+                    logits = _logits(leaves, lm_head).float()
+                    entropy = _cross_entropy(logits, label, valid[rows, head], soft)
+                sums[head] += entropy.detach()
+                wanted = [i for i, grad in enumerate(grads) if grad is not None]
+                if not wanted:
+                    continue
+                inputs = [leaf for i in wanted if (leaf := leaves[i]) is not None]
+                found = torch.autograd.grad(entropy, inputs)
+                for i, gradient in zip(wanted, found, strict=True):
+                    grads[i][places[i]] += gradient.float() * weights[head]  # type: ignore[index]
+        ctx.save_for_backward(*(None if g is None else g.to(x.dtype) for g in grads))
+        ctx.mark_non_differentiable(sums)
+        return (sums * weights).sum(), sums
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        factor = upstream[0]
+        scaled = [None if g is None else g * factor.to(g.dtype) for g in ctx.saved_tensors]
+        return (*scaled, None, None, None, None, None, None)
+
+
+def _logits(leaves: list[Tensor | None], lm_head: LMHead | None) -> Tensor:
+    state, matrix, vector = leaves
+    assert state is not None
+    if matrix is not None:
+        return F.linear(state, matrix, vector)
+    assert lm_head is not None
+    return lm_head(state)
+
+
+def _cross_entropy(logits: Tensor, label: Tensor, valid: Tensor, soft: Tensor | None) -> Tensor:
+    """Sum over rows: logits fp32 [n, V], label int64 [n], valid bool [n], soft [n, V] -> scalar."""
+    if soft is None:
+        label = label.masked_fill(~valid, IGNORED)
+        return F.cross_entropy(logits, label, ignore_index=IGNORED, reduction="sum")
+    mass = soft.sum(-1)  # below 1 with a token map
+    entropy = mass * logits.logsumexp(-1) - (soft * logits).sum(-1)
+    return entropy.masked_fill(~valid, 0.0).sum()
+
+
+def _draft_labels(labels: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
+    """Target ids -> draft ids, `IGNORED` outside the draft vocabulary."""
+    draft_id = torch.full((vocab_size,), IGNORED, device=labels.device)
+    draft_id[token_map] = torch.arange(len(token_map), device=labels.device)
+    return draft_id[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED)

@@ -1,0 +1,232 @@
+"""A causal LM of transformers as the heads' target: hidden states in, logits out, as vLLM does it.
+
+Serving runs the backbone, final norm included, and then the LM head with its bias, a soft cap and a
+scale (vLLM, ``model_executor/layers/logits_processor.py``). The heads stand between the two, so a
+model serves as a target only if its forward pass is these two steps. That is not assumed of an
+architecture but tried when the model is loaded: whatever its code does, ``lm_head(hidden_states)``
+has to give the logits of a whole forward pass.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+QUANTIZATIONS = ("4bit", "8bit")
+_PROBE_TOKENS = 8
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest
+
+
+class TargetError(ValueError):
+    """A model that can't be the heads' target; the message says why."""
+
+
+class Target:
+    """A frozen causal LM with a plain LM head.
+
+    ``model`` is transformers' own object; adapters may be put into its layers in place. Nothing in
+    it requires gradients after construction, nor is anything here under ``no_grad``: whoever makes
+    parameters trainable gets gradients through `hidden_states`.
+
+    Attributes:
+        model: the whole model, in evaluation mode.
+        path: what it was loaded from.
+        hidden_size: H, the width of what the LM head sees.
+        vocab_size: V, the number of the LM head's rows.
+        logit_scale: the logits' factor, 1 for most models.
+        soft_cap: the logits' bound c in ``c * tanh(logits / c)``, or None.
+
+    """
+
+    def __init__(self, model: PreTrainedModel, path: str | Path = "") -> None:
+        """Freeze ``model`` and check that it is a backbone and an LM head.
+
+        Raises:
+            TargetError: it has no LM head, or does more between hidden states and logits than a
+                bias, a soft cap and a scale.
+
+        """
+        self.model = model.eval().requires_grad_(False)
+        self.path = path
+        config = model.config.get_text_config()
+        head = model.get_output_embeddings()
+        name = type(model).__name__
+        if head is None or getattr(head, "weight", None) is None:
+            raise TargetError(f"{name} has no LM head; heads need a causal language model.")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise TargetError(f"{name} is an encoder-decoder; heads need a decoder-only model.")
+        self.head: Any = head
+        self.backbone: Any = model.base_model
+        if self.backbone is model:
+            raise TargetError(f"{name} has no backbone apart from its LM head.")
+        self.vocab_size = int(getattr(head, "out_features", 0) or head.weight.shape[0])
+        self.hidden_size = int(getattr(head, "in_features", 0) or head.weight.shape[-1])
+        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None) or None
+        self.logit_scale = 1.0
+        self._find_scale(config)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        quantization: str | None = None,
+    ) -> Target:
+        """Load a model from a folder or by its hub name, frozen.
+
+        Args:
+            source: the folder or name.
+            dtype: what it computes in: float32, bfloat16 or float16.
+            device: "cpu", "cuda:0", or "auto" to spread it over all GPUs (accelerate).
+            quantization: "4bit" (NF4) or "8bit" weights of the backbone by bitsandbytes.
+
+        Raises:
+            TargetError: it can't be loaded, is no such model, or can't be quantised here.
+
+        """
+        from transformers import AutoModelForCausalLM
+
+        if dtype not in _TOLERANCE:
+            raise TargetError(f"dtype {dtype} is not allowed; use one of {list(_TOLERANCE)}.")
+        options: dict[str, Any] = {"dtype": dtype}
+        if quantization is not None:
+            options["quantization_config"] = _bitsandbytes(quantization, dtype)
+            options["device_map"] = device if device == "auto" else {"": torch.device(device)}
+        elif device == "auto":
+            options["device_map"] = "auto"
+        try:
+            model = AutoModelForCausalLM.from_pretrained(str(source), **options)
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            raise TargetError(f"{source} can't be loaded as a causal LM: {error}") from error
+        if "device_map" not in options:
+            model = model.to(device)
+        return cls(model, source)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, loaded when first asked for."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self.path))
+        except (OSError, ValueError) as error:
+            raise TargetError(f"{self.path} has no tokenizer that can be read: {error}") from error
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids have to be."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The LM head's matrix, [V, H], without scale; the embedding itself where they are tied."""
+        return self.head.weight
+
+    @property
+    def lm_head_bias(self) -> Tensor | None:
+        """The LM head's bias, [V], if it has one."""
+        return getattr(self.head, "bias", None)
+
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """What the LM head sees, after the final norm.
+
+        Args:
+            ids: int64 [B, L]; shorter texts are padded on the right.
+            attention_mask: [B, L], 1 where there is text; None: everywhere.
+
+        Returns:
+            [B, L, H] in the dtype the model computes in.
+
+        """
+        out = self.backbone(input_ids=ids, attention_mask=attention_mask, use_cache=False)
+        return out.last_hidden_state
+
+    def lm_head(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """Logits with the target's bias, soft cap and scale, as in serving.
+
+        Args:
+            x: [..., H] of any float dtype; computed in the LM head's (autocast's, if it is on).
+            token_ids: int64 [V_draft]: score only these tokens, in this order.
+
+        Returns:
+            [..., V] or [..., V_draft].
+
+        """
+        if self.head.weight.is_floating_point():
+            x = x.to(self.head.weight.dtype)
+        if token_ids is None:
+            logits = self.head(x)
+        else:
+            bias = None if self.lm_head_bias is None else self.lm_head_bias[token_ids]
+            logits = nn.functional.linear(x, self.lm_head_weight[token_ids], bias)
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
+
+    @torch.no_grad()
+    def _find_scale(self, config: Any) -> None:
+        """Take the scale, of those that the config may mean, with which the logits are right."""
+        count = min(_PROBE_TOKENS, self.vocab_size)
+        ids = torch.linspace(0, self.vocab_size - 1, count).long()[None].to(self.device)
+        whole = self.model(input_ids=ids, use_cache=False).logits.float()  # [1, n, V]
+        states = self.hidden_states(ids)
+        name = type(self.model).__name__
+        if states.shape[-1] != self.hidden_size:
+            raise TargetError(
+                f"{name}: the backbone gives states of {states.shape[-1]} channels, the LM head "
+                f"takes {self.hidden_size}. Such a model can't be a target."
+            )
+        bound = _TOLERANCE.get(states.dtype, 2e-2) * max(1e-6, float(whole.abs().max()))
+        errors = {}
+        for self.logit_scale in _possible_scales(config):
+            errors[self.logit_scale] = float((self.lm_head(states).float() - whole).abs().max())
+            if errors[self.logit_scale] <= bound:
+                return
+        raise TargetError(
+            f"{name}: the LM head applied to the final hidden states misses the model's own logits "
+            f"by {min(errors.values()):.3g} (allowed {bound:.3g}), so it computes something else "
+            "in between. Such a model can't be a target."
+        )
+
+
+def _possible_scales(config: Any) -> list[float]:
+    """Factors of the logits that a config can mean; 1 is tried last if it names one."""
+    factors = [
+        float(value)
+        for name in ("logit_scale", "lm_head_multiplier", "logits_scaling")
+        if isinstance(value := getattr(config, name, None), int | float) and value > 0
+    ]
+    if inverse := getattr(config, "logits_scaling", None):  # Granite divides
+        factors.insert(0, 1.0 / float(inverse))
+    return [*factors, 1.0]
+
+
+def _bitsandbytes(quantization: str, dtype: torch.dtype) -> Any:
+    """Transformers' settings for 4-bit or 8-bit weights."""
+    from importlib.util import find_spec
+
+    from transformers import BitsAndBytesConfig
+
+    if quantization not in QUANTIZATIONS:
+        raise TargetError(
+            f"quantization {quantization!r} is not allowed; use one of {', '.join(QUANTIZATIONS)}."
+        )
+    if find_spec("bitsandbytes") is None:
+        raise TargetError(
+            f"{quantization} weights need bitsandbytes, which isn't installed: pip install "
+            "bitsandbytes, or leave the quantization out."
+        )
+    if quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
