@@ -1,0 +1,217 @@
+"""The loss of Medusa-2 and its gradients against the formula in plain torch, and two impostors.
+
+The models are random with large weights, so that no two of student, teacher and labels agree.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import HIDDEN, VOCAB, save_model
+from torch import Tensor
+
+from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.training import joint_loss, lora
+from vllm_medusa.training.joint_loss import JointBatch, joint_losses, lm_loss
+from vllm_medusa.training.lora import LoraSettings
+from vllm_medusa.training.losses import IGNORED, head_weights
+from vllm_medusa.training.records import Record
+from vllm_medusa.training.target import Target
+
+K = 3
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "qwen, tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "gemma, tied, soft cap": ("Gemma2", {"tie_word_embeddings": True}),
+}
+
+
+def record(index: int, length: int, *spans: tuple[int, int]) -> Record:
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(3, VOCAB, (length,), generator=generator)
+    return Record(index, index + 1, str(index), tuple(ids.tolist()), spans, 0.7 + 0.2 * index)
+
+
+RECORDS = [record(0, 19, (6, 19)), record(1, 12, (1, 4), (5, 12)), record(2, 9, (8, 9))]
+
+
+class Joint:
+    """A target with an adapter and heads, as if some training lay behind them."""
+
+    def __init__(self, folder: Path, architecture: str, **changes: Any) -> None:
+        self.target = Target.load(
+            save_model(folder, architecture, initializer_range=0.1, **changes)
+        )
+        self.adapted = lora.attach(self.target.model, LoraSettings(rank=4), seed=0)
+        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            for parameter in (*self.adapter.values(), *self.heads.parameters()):
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+
+    @property
+    def adapter(self) -> dict[str, torch.nn.Parameter]:
+        return lora.adapter_parameters(self.adapted)
+
+    def gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        trained = self.adapter | dict(self.heads.named_parameters())
+        found = torch.autograd.grad(loss, list(trained.values()))
+        return dict(zip(trained, found, strict=True))
+
+    def plain(self, soft: bool, distill: bool, lambda_0: float) -> Tensor:
+        """The formula, text by text and with whole logits."""
+        lm: list[Tensor] = []
+        per_head: list[list[Tensor]] = [[] for _ in range(K)]
+        for text in RECORDS:
+            ids = torch.tensor([text.token_ids])
+            student = self.target.model(ids, output_hidden_states=True)
+            with self.adapted.disable_adapter(), torch.no_grad():
+                teacher = self.target.model(ids).logits[0]
+            head_logits = self.target.lm_head(self.heads(student.hidden_states[-1][0]))  # [T, K, V]
+            for start, end in text.generated:
+                for t in range(max(0, start - 1), end - 1):
+                    p, log_q = teacher[t].softmax(0), student.logits[0, t].log_softmax(0)
+                    lm.append((p * (p.log() - log_q)).sum() if distill else -log_q[ids[0, t + 1]])
+                    for head in range(K):
+                        label = t + head + 2
+                        if label >= end:
+                            continue
+                        wanted = F.one_hot(ids[0, label], VOCAB).float()
+                        if soft:
+                            wanted = (teacher[label - 1] / text.temperature).softmax(0)
+                        log = head_logits[t, head].log_softmax(0)
+                        per_head[head].append(-(wanted * log).sum())
+        medusa = [
+            weight * torch.stack(losses).mean()
+            for weight, losses in zip(head_weights(K), per_head, strict=True)
+        ]
+        return torch.stack(lm).mean() + lambda_0 * torch.stack(medusa).sum()
+
+    def ours(
+        self, soft: bool, distill: bool, lambda_0: float, parts: int = 1, chunk: int = 5
+    ) -> Tensor:
+        batches = [JointBatch.of(RECORDS[i::parts], K, soft=soft) for i in reversed(range(parts))]
+        tokens = sum(batch.counts[0] for batch in batches)
+        labels = sum(batch.counts[1] for batch in batches)
+        found = [
+            joint_losses(
+                self.target,
+                self.adapted,
+                self.heads,
+                batch,
+                lm_weight=1 / tokens,
+                head_weights=lambda_0 * head_weights(K) / labels,
+                distill=distill,
+                chunk=chunk,
+            )
+            for batch in batches
+        ]
+        return torch.stack([part.loss for part in found]).sum()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Joint:
+    return Joint(tmp_path_factory.mktemp("joint"), "Llama")
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES)[1:])
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Joint:
+    architecture, changes = FAMILIES[request.param]
+    return Joint(tmp_path_factory.mktemp("joint"), architecture, **changes)
+
+
+def compare(joint: Joint, soft: bool = False, distill: bool = True, **options: Any) -> None:
+    lambda_0 = 0.2
+    expected, loss = joint.plain(soft, distill, lambda_0), joint.ours(soft, distill, 0.2, **options)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    wanted, found = joint.gradients(expected), joint.gradients(loss)
+    for name, gradient in wanted.items():
+        scale = float(gradient.abs().max())
+        assert scale > 0, f"{name}: nothing to compare"
+        torch.testing.assert_close(found[name], gradient, atol=1e-4 * scale, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("distill", [True, False], ids=["kl", "cross-entropy"])
+@pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
+def test_loss_and_gradients_are_those_of_the_formula(
+    llama: Joint, soft: bool, distill: bool
+) -> None:
+    compare(llama, soft, distill)
+
+
+def test_on_other_architectures(other: Joint) -> None:
+    compare(other)
+
+
+@pytest.mark.parametrize(("parts", "chunk"), [(2, 3), (3, 1000)])
+def test_parts_add_up_to_the_step(llama: Joint, parts: int, chunk: int) -> None:
+    compare(llama, parts=parts, chunk=chunk)
+
+
+def test_the_formula_tells_impostors(llama: Joint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: the comparison above fails where the teacher isn't the original model."""
+
+    @contextlib.contextmanager
+    def left_on(_: Any) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    right = joint_loss.kl_rows
+    with monkeypatch.context() as patch:
+        patch.setattr(joint_loss, "original", left_on)
+        with pytest.raises(AssertionError):
+            compare(llama)
+    with monkeypatch.context() as patch:
+        patch.setattr(joint_loss, "kl_rows", lambda teacher, student: right(student, teacher))
+        with pytest.raises(AssertionError):
+            compare(llama)
+    compare(llama)
+
+
+def test_a_fresh_adapter_has_lost_exactly_nothing(tmp_path: Path) -> None:
+    target = Target.load(save_model(tmp_path, "Llama"))
+    adapted = lora.attach(target.model, LoraSettings(rank=4), seed=0)
+    heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    batch = JointBatch.of(RECORDS, K)
+    found = joint_losses(target, adapted, heads, batch, lm_weight=1.0, head_weights=torch.zeros(K))
+    assert found.lm_sum.item() == 0.0
+    assert float(found.head_sums.min()) > 0.0
+
+
+def test_only_adapter_and_heads_get_gradients(llama: Joint) -> None:
+    for parameter in llama.target.model.parameters():
+        assert parameter.grad is None
+    llama.ours(False, True, 0.2).backward()
+    touched = {n for n, p in llama.target.model.named_parameters() if p.grad is not None}
+    assert len(touched) == len(llama.adapter) and all(".lora_" in name for name in touched)
+    assert all(p.grad is not None for p in llama.heads.parameters())
+    for parameter in (*llama.target.model.parameters(), *llama.heads.parameters()):
+        parameter.grad = None
+
+
+def test_what_a_prompt_says_changes_no_label_of_its_own() -> None:
+    batch = JointBatch.of(RECORDS, K)
+    assert batch.ids.shape == (3, 19) and len(batch.following) == 19 + 12 + 9
+    tokens, labels = batch.counts
+    assert tokens == 13 + 10 + 1
+    assert labels.tolist() == [12 + 2 + 6, 11 + 1 + 5, 10 + 0 + 4]
+    second = batch.following[19 : 19 + 12].tolist()
+    ids = list(RECORDS[1].token_ids)
+    assert second == [*ids[1:4], IGNORED, *ids[5:12], IGNORED]
+
+
+def test_soft_labels_need_the_text_s_temperature() -> None:
+    plain = Record(0, 7, "plain", (3, 4, 5), ((1, 3),), None)
+    with pytest.raises(ValueError, match="line 7 has no temperature"):
+        JointBatch.of([plain], K, soft=True)
+
+
+def test_without_a_counted_token_there_is_no_loss() -> None:
+    states = torch.randn(4, HIDDEN, requires_grad=True)
+    loss = lm_loss(states, torch.full((4,), IGNORED), torch.nn.Linear(HIDDEN, VOCAB))
+    loss.backward()
+    assert loss.item() == 0.0 and states.grad is not None and not states.grad.any()
