@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_medusa.tree import DEFAULT_TREE, TokenTree
+from vllm_medusa.tree.search import walk_taus, walked_tree
+from vllm_medusa.tree.walks import Walks
+
+HEADS = 3
+TREES = (
+    TokenTree.dense([2, 2, 1]).paths,
+    TokenTree.chain(3).paths,
+    ((1,), (1, 2), (0,), (1, 2, 0)),
+    ((0,),),
+)
+
+
+def steps_of(text, tree):
+    """(position, path accepted there) of each step, by hand."""
+    at, steps = 0, []
+    while at < len(text):
+        path = ()
+        while len(path) < HEADS and (*path, int(text[at][len(path)])) in tree:
+            path = (*path, int(text[at][len(path)]))
+        steps.append((at, path))
+        at += 1 + len(path)
+    return steps
+
+
+def random_texts(seed):
+    rng = np.random.default_rng(seed)
+    shapes = [(int(rng.integers(0, 30)), HEADS) for _ in range(5)] + [(7, HEADS)]
+    return [rng.integers(-1, 3, shape) for shape in shapes]  # -1: a token never written
+
+
+@given(st.integers(0, 10**6), st.sampled_from(TREES))
+@settings(max_examples=60, deadline=None)
+def test_visits_and_tau_are_those_of_walks_by_hand(seed, tree):
+    texts = random_texts(seed)
+    walks = Walks(texts)
+    for path in tree:
+        walks.add(path)
+    paths = [path for text in texts for _, path in steps_of(text, set(tree))]
+    assert walks.tau() == pytest.approx(sum(1 + len(path) for path in paths) / len(paths))
+    for node, visits in zip([(), *tree], walks.visits(), strict=True):
+        assert visits == sum(path[: len(node)] == node for path in paths)
+    assert len(walks.visited()) == len(paths)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_a_leaf_tried_gives_what_it_gives_when_added(seed):
+    walks = Walks(random_texts(seed))
+    walks.add((0,))
+    leaves = [(1,), (0, 1)]
+    tried = walks.tau_with(leaves)
+    for leaf, tau in zip(leaves, tried, strict=True):
+        grown = Walks(random_texts(seed))
+        grown.add((0,))
+        grown.add(leaf)
+        assert grown.tau() == tau
+
+
+def test_every_prefix_of_a_tree():
+    texts = [np.random.default_rng(0).integers(0, 3, (50, 4)) for _ in range(3)]
+    paths, taus = walked_tree(texts, 9, 3)
+    assert walk_taus(texts, paths, [1, 4, 9, 99]) == [taus[0], taus[3], taus[8], taus[8]]
+    last = walk_taus(texts, DEFAULT_TREE.paths, [14])[0]
+    assert last == walk_taus(texts, DEFAULT_TREE.paths, [3, 7, 14])[2]
+
+
+def test_a_token_never_written_is_a_miss_for_every_rank():
+    texts = [np.array([[0, -1, -1]] * 6)]
+    _, taus = walked_tree(texts, 9, 3)
+    assert taus[0] == 2.0 == taus[-1]
+    walks = Walks(texts)
+    assert walks.tau_with([(0,)]) == [2.0]
+
+
+def test_only_so_many_heads_are_used():
+    paths, _ = walked_tree([np.zeros((20, 3), int)], 30, 2, max_depth=2)
+    assert max(map(len, paths)) == 2 and len(paths) == 2 + 4

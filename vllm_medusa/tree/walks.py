@@ -1,0 +1,123 @@
+"""Walking texts as decoding would: which node every position stops at, and how long it all takes.
+
+A *text* is, position by position, the rank that every head gave to the token it had to foretell.
+Decoding with a tree starts at the first position, accepts the longest path of the tree that agrees
+with the ranks there, goes on behind it and ends when it has passed the last position:
+
+    step at t:   accept a tokens,   next step at t + 1 + a
+    tau        = tokens / steps = sum of (1 + a) / number of steps
+
+For text that the target sampled this is no simulation but decoding itself: lossless sampling
+descends exactly as long as the token that the target draws is a child, and the text holds the
+tokens it drew. (For greedy decoding, walk text decoded greedily.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_medusa.tree.topology import Path
+
+Ranks = npt.NDArray[np.integer]  # [T, K]; a negative rank is a token that was never written: a miss
+Ints = npt.NDArray[np.int32]
+
+_BLOCK = 1 << 22  # walkers side by side
+
+
+class Walks:
+    """Texts to be walked by a tree that grows by leaves, the root alone at first.
+
+    All texts lie in one row, each followed by K + 1 positions at which walkers stand still.
+    """
+
+    def __init__(self, texts: Sequence[Ranks]) -> None:
+        texts = [text for text in texts if len(text)]
+        if not texts:
+            raise ValueError("there are no positions to choose a tree by: give longer texts")
+        self.num_heads = texts[0].shape[1]
+        texts = sorted(texts, key=len, reverse=True)  # walkers that are done come last
+        room = self.num_heads + 1
+        lengths = np.array([len(text) for text in texts])
+        ends = np.cumsum(lengths + room)
+        self.starts = (ends - lengths - room).astype(np.int64)  # [S]
+        self.ranks = np.full((int(ends[-1]), self.num_heads), -1, np.int32)  # [P, K]
+        self.jumps = np.zeros(len(self.ranks), np.int32)  # [P]: 1 + depth of the stop; 0: the end
+        for start, text in zip(self.starts, texts, strict=True):
+            self.ranks[start : start + len(text)] = text
+            self.jumps[start : start + len(text)] = 1
+        self.stops = np.where(self.jumps > 0, 0, -1).astype(np.int32)  # [P]: node each stops at
+        self.paths: list[Path] = [()]
+        self._nodes: dict[Path, int] = {(): 0}
+
+    def add(self, path: Path) -> None:
+        """Let the tree have the leaf ``path``, whose parent it has."""
+        parent, head = self._nodes[path[:-1]], len(path) - 1
+        self._nodes[path] = len(self.paths)
+        here = np.flatnonzero(self.stops == parent)
+        here = here[self.ranks[here, head] == path[-1]]
+        self.stops[here] = len(self.paths)
+        self.jumps[here] = len(path) + 1
+        self.paths.append(path)
+
+    def tau(self) -> float:
+        """Tokens per step of walking with the tree as it is."""
+        return float(self._taus(np.full(len(self.stops), -1, np.int32), [0])[0])
+
+    def tau_with(self, leaves: Sequence[Path]) -> list[float]:
+        """Tokens per step with each of ``leaves`` alone added; no two may have the same parent."""
+        wants = np.full(len(self.stops), -1, np.int32)  # [P]: parent of the leaf accepted here
+        next_rank = np.full(len(self.paths), -2, np.int32)  # [N]
+        for leaf in leaves:
+            next_rank[self._nodes[leaf[:-1]]] = leaf[-1]
+        depths = self.jumps - 1
+        inner = np.flatnonzero((depths >= 0) & (depths < self.num_heads))
+        stops = self.stops[inner]
+        hit = self.ranks[inner, depths[inner]] == next_rank[stops]
+        wants[inner[hit]] = stops[hit]
+        return self._taus(wants, [self._nodes[leaf[:-1]] for leaf in leaves])
+
+    def visits(self) -> npt.NDArray[np.int64]:
+        """How many steps reach each node, root first: [N]; the root's are all the steps."""
+        stopped = np.zeros(len(self.paths), np.int64)
+        at = self.starts
+        while len(at := at[self.jumps[at] > 0]):
+            stopped += np.bincount(self.stops[at], minlength=len(stopped))
+            at = at + self.jumps[at]
+        for node in range(len(self.paths) - 1, 0, -1):  # parents come first
+            stopped[self._nodes[self.paths[node][:-1]]] += stopped[node]
+        return stopped
+
+    def visited(self) -> npt.NDArray[np.int64]:
+        """The positions at which steps start, as indices into `ranks`."""
+        parts, at = [], self.starts
+        while len(at := at[self.jumps[at] > 0]):
+            parts.append(at)
+            at = at + self.jumps[at]
+        return np.concatenate(parts)
+
+    def _taus(self, wants: Ints, parents: Sequence[int]) -> list[float]:
+        """Walk every text once for each of ``parents``, one token further where it is wanted."""
+        block = max(1, _BLOCK // len(self.starts))
+        taus: list[float] = []
+        for first in range(0, len(parents), block):
+            wanted = np.asarray(parents[first : first + block], np.int32)[:, None]  # [C, 1]
+            at = np.repeat(self.starts[None], len(wanted), 0)  # [C, S]
+            steps, tokens = np.zeros(len(wanted), np.int64), np.zeros(len(wanted), np.int64)
+            while at.shape[1]:
+                jumps = self.jumps[at]
+                moving = jumps > 0
+                steps += moving.sum(1)
+                moved = jumps + (wants[at] == wanted)
+                tokens += moved.sum(1)
+                at = (at + moved)[:, : _last(moving)]
+            taus += (tokens / steps).tolist()
+        return taus
+
+
+def _last(moving: npt.NDArray[np.bool_]) -> int:
+    """How many texts to keep: up to the last that some walker has not finished."""
+    going = np.flatnonzero(moving.any(0))
+    return int(going[-1]) + 1 if len(going) else 0
