@@ -25,12 +25,16 @@ from support.models import VOCAB, save_model
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
 from support.spies import Step, mean_accepted, mixed, recorded_steps
+from torch import Tensor
 from vllm import LLM
 
 if INTERPRETING:
     from support.triton_attention import triton_attention_on_cpu
 
+from vllm_medusa import proposer
+from vllm_medusa.proposer import kernel
 from vllm_medusa.scorer.paged import PagedBatch
+from vllm_medusa.tree import TreeTensors
 from vllm_medusa.worker import triton_attention
 
 pytestmark = pytest.mark.engine
@@ -75,6 +79,25 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> Attended:
         return attend(query, keys, values, batch, *args, **kwargs)
 
     monkeypatch.setattr(triton_attention, "paged_tree_attention", spy)
+    return seen
+
+
+@pytest.fixture
+def proposed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The trees that the proposer's kernel drafted, each equal to torch's."""
+    seen: list[Tensor] = []
+    core: Any = llm.llm_engine.engine_core
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    drafter = runner.speculator.drafter
+    assert drafter.proposal == (kernel.propose, kernel.propose_sharded)
+
+    def whole(logits: Tensor, tree: TreeTensors, token_map: Tensor | None) -> Tensor:
+        tokens = kernel.propose(logits, tree, token_map)
+        assert torch.equal(tokens, proposer.propose(logits, tree, token_map))
+        seen.append(tokens)
+        return tokens
+
+    monkeypatch.setattr(drafter, "proposal", drafter.proposal._replace(whole=whole))
     return seen
 
 
@@ -125,13 +148,16 @@ class Cases:
         ):
             yield llm
 
-    def test_same_tokens(self, llm: LLM, setting: Setting, attended: Attended) -> None:
+    def test_same_tokens(
+        self, llm: LLM, setting: Setting, attended: Attended, proposed: list[Tensor]
+    ) -> None:
         _, reference = setting
         with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
             got = complete(llm, reference.prompts, greedy(TOKENS))
         assert differing(reference.completions, got) == []
         assert mean_accepted(steps) > 1.0
         assert attended.windows == {self.window}
+        assert len(proposed) == len(steps) and all(tokens[:, 1:].any() for tokens in proposed)
         self.check_steps(steps, attended)
 
     def check_steps(self, steps: list[Step], attended: Attended) -> None:

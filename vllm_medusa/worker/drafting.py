@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_medusa.heads import MedusaHeads, PackedHeads, load_heads
-from vllm_medusa.proposer import draft
-from vllm_medusa.proposer.sharded import VocabShard, propose_sharded
+from vllm_medusa.proposer import propose
+from vllm_medusa.proposer.sharded import AllGather, VocabShard, propose_sharded
+from vllm_medusa.scorer.paged import uses_kernel
 from vllm_medusa.tree import TreeTensors
 from vllm_medusa.worker import compat, sharding
 from vllm_medusa.worker.options import EngineOptions
@@ -19,16 +21,53 @@ from vllm_medusa.worker.options import EngineOptions
 logger = init_logger(__name__)
 
 
+class Proposal(NamedTuple):
+    """From logits to node tokens, int64 [B, N], in the form a device has it; neither waits for it.
+
+    Triton where it runs, torch elsewhere: the same tokens, bit for bit.
+    """
+
+    # logits [B, K, V_draft], tree, token map
+    whole: Callable[[Tensor, TreeTensors, Tensor | None], Tensor]
+    # logits [B, K, V_shard], tree, shard, all-gather, token map
+    sharded: Callable[[Tensor, TreeTensors, VocabShard, AllGather, Tensor | None], Tensor]
+
+    @classmethod
+    def of(cls, device: torch.device) -> Proposal:
+        """The proposal for tensors on ``device``."""
+        if not uses_kernel(device.type):
+            return cls(propose, propose_sharded)
+        from vllm_medusa.proposer import kernel
+
+        return cls(kernel.propose, kernel.propose_sharded)
+
+
+def arranged(
+    heads: MedusaHeads, device: torch.device, rows: slice | None = None
+) -> MedusaHeads | PackedHeads:
+    """The heads in the form that ``device`` runs best, less the vocabulary outside ``rows``.
+
+    CPUs read packed matrices two to three times faster, one by one. Elsewhere a step's few rows
+    wait for launches, so a layer of all heads is one product.
+    """
+    if device.type == "cpu":
+        return PackedHeads(heads, compat.packed_linear, rows)
+    if rows is not None:
+        heads.keep_vocabulary(rows)
+    return heads.requires_grad_(False)
+
+
 class MedusaDrafter:
     """Named in the speculative config as the custom proposer class; vLLM instantiates it."""
 
-    heads: PackedHeads
+    heads: MedusaHeads | PackedHeads
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.options = EngineOptions.of(vllm_config)
         self.model_config = vllm_config.model_config
         self.device = torch.device(vllm_config.device_config.device)
         self.tree = TreeTensors.from_tree(self.options.tree, self.device)
+        self.proposal = Proposal.of(self.device)
         self._target: Any = None
         self._shard: VocabShard | None = None  # None: this rank ranks the whole vocabulary
 
@@ -51,7 +90,7 @@ class MedusaDrafter:
         rows = None
         if shard is not None and not heads.shared_lm_head:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
-        self.heads = PackedHeads(heads, compat.packed_linear, rows)
+        self.heads = arranged(heads, self.device, rows)
         logger.info("Loaded %s; the tree has %d draft nodes.", info, self.tree.num_nodes - 1)
 
     @torch.inference_mode()
@@ -66,14 +105,16 @@ class MedusaDrafter:
             int64 [B, N - 1] token ids in node order, the root left out.
 
         """
+        x = self.heads(hidden_states)  # [B, K, H]
+        mapped = self.heads.token_map
         if self._shard is None:
-            return draft(self.heads, hidden_states, self.tree, self._target.compute_logits)[:, 1:]
-        x = self.heads(hidden_states)
+            logits = self.heads.compute_logits(x, self._target.compute_logits)  # [B, K, V_draft]
+            return self.proposal.whole(logits, self.tree, mapped)[:, 1:]
         local = getattr(self._target, "compute_logits_local", None)
         logits = self.heads.compute_logits(x, local)  # [B, K, V_shard]
-        return propose_sharded(
-            logits, self.tree, self._shard, sharding.all_gather, self.heads.token_map
-        )[:, 1:]
+        return self.proposal.sharded(logits, self.tree, self._shard, sharding.all_gather, mapped)[
+            :, 1:
+        ]
 
     def _shard_of(self, heads: MedusaHeads) -> VocabShard | None:
         if not heads.shared_lm_head:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -63,9 +64,16 @@ def test_rows_of_stored_lm_heads(num_lm_heads: int, mapped: bool) -> None:
     heads = random_heads(1, num_lm_heads, True, mapped)
     hidden = torch.randn(5, HIDDEN)
     wanted = heads.compute_logits(heads(hidden))
-    parts = [PackedHeads(heads, torch_linear, rows) for rows in (slice(0, 7), slice(7, None))]
-    found = torch.cat([part.compute_logits(part(hidden)) for part in parts], -1)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    ranges = slice(0, 7), slice(7, None)
+    parts: list[MedusaHeads | PackedHeads] = [
+        PackedHeads(heads, torch_linear, rows) for rows in ranges
+    ]
+    whole = [deepcopy(heads) for _ in ranges]
+    for copy, rows in zip(whole, ranges, strict=True):
+        copy.keep_vocabulary(rows)
+    for ranks in (parts, whole):
+        found = torch.cat([part.compute_logits(part(hidden)) for part in ranks], -1)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_refuses_what_was_not_packed() -> None:
@@ -74,6 +82,8 @@ def test_refuses_what_was_not_packed() -> None:
         packed(torch.zeros(1, HIDDEN), 2)
     with pytest.raises(HeadsError, match="pass lm_head"):
         packed.compute_logits(packed(torch.zeros(1, HIDDEN)))
+    with pytest.raises(HeadsError, match="store no LM head"):
+        random_heads(1, 0, True, False).keep_vocabulary(slice(0, 7))
     bound = random_heads(1, 0, True, False)
     bound.use_target_lm_head(torch.zeros(VOCAB, HIDDEN))
     with pytest.raises(HeadsError, match="bound"):
