@@ -6,7 +6,9 @@ it, as with a lossless engine.
 
 import hashlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_medusa.offline.batch import Delta, RequestRefused
 from vllm_medusa.offline.prompts import Message
@@ -22,17 +24,25 @@ class FakeEngine:
     wrong_at: int | None = None  # position at which every request's token is off
     prompts: dict[str, str | list[int]] = field(default_factory=dict)  # all that were submitted
     seeds: dict[str, int | None] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
     active: dict[str, list[int]] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     most_active: int = 0
 
-    def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
+    def submit(
+        self,
+        key: str,
+        prompt: str | list[int],
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         if len(prompt) > self.longest_prompt:
             raise RequestRefused(f"the prompt has {len(prompt)} tokens")
         assert key not in self.prompts, "a request was submitted twice"
         self.prompts[key] = prompt
         self.seeds[key] = seed
+        self.options[key] = dict(options or {})
         digest = hashlib.sha256(repr((prompt, seed)).encode()).digest()
         tokens = [digest[i % 32] for i in range(1 + digest[0] % self.max_tokens)]
         if self.wrong_at is not None and self.wrong_at < len(tokens):
@@ -53,7 +63,10 @@ class FakeEngine:
             if finished:
                 del self.active[key]
             text = "".join(f"{t}," for t in new)
-            deltas.append(Delta(key, text, new, "length" if finished else None))
+            prompt = self.prompts.get(key, [])
+            ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+            reason = "length" if finished else None
+            deltas.append(Delta(key, text, new, reason, prompt_token_ids=ids))
         return deltas
 
     def render(self, messages: list[Message]) -> list[int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.offline.batch import Delta, RequestRefused
@@ -137,20 +137,22 @@ class VllmEngine:
         except (ValueError, OSError) as error:
             raise EngineRefused(str(error)) from error
 
-    def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
+    def submit(
+        self,
+        key: str,
+        prompt: str | list[int],
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Queue a request; see `vllm_medusa.offline.batch.Engine`."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
+        arguments = asdict(self.sampling) | {"stop": list(self.sampling.stop)} | dict(options or {})
         try:
             params = SamplingParams(
-                max_tokens=self.sampling.max_tokens,
-                temperature=self.sampling.temperature,
-                top_p=self.sampling.top_p,
-                top_k=self.sampling.top_k,
-                stop=list(self.sampling.stop),
-                ignore_eos=self.sampling.ignore_eos,
+                **arguments,
                 seed=seed,
                 output_kind=RequestOutputKind.DELTA,  # one output for each engine step
             )
@@ -173,24 +175,35 @@ class VllmEngine:
                         token_ids=list(completion.token_ids),
                         finish_reason=completion.finish_reason if output.finished else None,
                         stop_reason=completion.stop_reason,
+                        prompt_token_ids=output.prompt_token_ids or (),
                     )
                 )
         return deltas
 
     def render(self, messages: list[Message]) -> list[int] | None:
         """Token ids of a conversation; see `vllm_medusa.offline.batch.Engine`."""
-        tokenizer: Any = self.llm.get_tokenizer()
+        from jinja2 import TemplateError
+
+        tokenizer = self.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             return None
-        return list(
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        try:
+            return list(
+                tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
             )
-        )
+        except TemplateError as error:
+            raise RequestRefused(f"the chat template refuses the conversation: {error}") from None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer."""
+        return self.llm.get_tokenizer()
 
     def pieces(self, token_ids: list[int]) -> list[str]:
         """Return the text that each token adds; characters of several tokens go to their last."""
-        tokenizer = self.llm.get_tokenizer()
+        tokenizer = self.tokenizer
         pieces = []
         done = ""
         for end in range(1, len(token_ids) + 1):

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,24 @@ def add_parser(commands: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's options."""
     parser.add_argument("model", help="the target: a folder or a hub name")
+    add_files(parser, "results, as JSON lines")
+    medusa = add_medusa(parser)
+    medusa.add_argument("--acceptance", help="lossless (default), typical, or JSON")
+    medusa.add_argument("--no-medusa", action="store_true", help="plain vLLM")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=positive, default=256)
+    sampling.add_argument("--temperature", type=at_least_zero, default=0.0)
+    sampling.add_argument("--seed", type=int, help="prompt i uses the seed SEED + i")
+    sampling.add_argument("--ignore-eos", action="store_true")
+    add_sampling(sampling)
+    add_engine(parser)
+
+
+def add_files(parser: argparse.ArgumentParser, output: str) -> None:
+    """Add what is read and written; ``output`` says what the output holds."""
     files = parser.add_argument_group("files")
     files.add_argument("--prompts", "-i", type=Path, required=True, help="the file of prompts")
-    files.add_argument("--output", "-o", type=Path, required=True, help="results, as JSON lines")
+    files.add_argument("--output", "-o", type=Path, required=True, help=output)
     files.add_argument("--format", choices=("auto", *FORMATS), default="auto")
     files.add_argument("--column", help="key or column that holds the prompt (else: by its name)")
     files.add_argument(
@@ -76,26 +91,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     files.add_argument("--overwrite", action="store_true", help="throw away the output's content")
 
+
+def add_medusa(
+    parser: argparse.ArgumentParser, absent: str = "those in the target's folder"
+) -> argparse._ArgumentGroup:
+    """Add the options of speculation; ``absent`` says what is used without any heads."""
     medusa = parser.add_argument_group("Medusa")
-    medusa.add_argument(
-        "--speculative-model", metavar="HEADS", help="heads; absent: those in the target's folder"
-    )
+    medusa.add_argument("--speculative-model", metavar="HEADS", help=f"heads; absent: {absent}")
     medusa.add_argument(
         "--tree", help="preset name, JSON file, or JSON such as '{\"dense\":[4,2]}'"
     )
-    medusa.add_argument("--acceptance", help="lossless (default), typical, or JSON")
     medusa.add_argument("--num-speculative-tokens", type=positive, metavar="N")
-    medusa.add_argument("--no-medusa", action="store_true", help="plain vLLM")
+    return medusa
 
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--max-tokens", type=positive, default=256)
-    sampling.add_argument("--temperature", type=at_least_zero, default=0.0)
+
+def add_sampling(sampling: argparse._ArgumentGroup) -> None:
+    """Add the sampling options that all jobs share."""
     sampling.add_argument("--top-p", type=_share, default=1.0)
     sampling.add_argument("--top-k", type=int, default=0, help="0 or -1: all tokens")
-    sampling.add_argument("--seed", type=int, help="prompt i uses the seed SEED + i")
     sampling.add_argument("--stop", action="append", default=[], help="stop text; may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true")
 
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Add the options of vLLM's engine."""
     engine = parser.add_argument_group("engine")
     engine.add_argument("--batch", type=positive, default=64, help="prompts at a time (64)")
     engine.add_argument("--dtype", default="auto")
@@ -108,11 +126,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit status: 0, 1 if prompts failed, 2 for bad input."""
+    return run_resumable(args, _run)
+
+
+def run_resumable(
+    args: argparse.Namespace, job: Callable[[argparse.Namespace, Console], int]
+) -> int:
+    """Run a job over prompts and return its exit status; bad input and interruptions are told."""
     # its own handle: standard error goes to a log while the engine starts
     with os.fdopen(os.dup(2), "w") as terminal:
         console = Console(file=terminal, highlight=False)
         try:
-            return _run(args, console)
+            return job(args, console)
         except (PromptError, ResultError, EngineRefused) as error:
             console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
             return 2
@@ -127,7 +152,32 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     report_bad_lines(bad, args, console)
     if total == 0:
         raise PromptError(f"{args.prompts}: no prompts in it.")
-    depends_on = {
+    with ResultLog(
+        args.output, depends_on(args, settings, sampling), overwrite=args.overwrite
+    ) as log:
+        if log.torn_bytes:
+            console.print(f"cut off an unfinished last line ({log.torn_bytes} bytes)")
+        if log.done:
+            console.print(f"resuming: {len(log.done)} of {total} prompts are done")
+        if len(log.done) >= total:
+            console.print(f"nothing to do; the results are in {args.output}", soft_wrap=True)
+            return report_failures(log, console)
+        engine = start_engine(
+            args, settings, sampling, args.seed is not None and args.temperature > 0
+        )
+        try:
+            waiting = pending(args.prompts, args.format, args.column, log.done)
+            write_results(log, waiting, engine, total, args, console)
+        finally:
+            engine.close()
+        return report_failures(log, console)
+
+
+def depends_on(
+    args: argparse.Namespace, settings: EngineSettings, sampling: Sampling
+) -> dict[str, Any]:
+    """What the results depend on: those of other settings are never mixed into one file."""
+    return {
         "prompts_sha256": digest_of(args.prompts),
         "checkpoints": {
             name: fingerprint(Path(name))
@@ -139,28 +189,15 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         "engine": settings.to_dict(),
         "sampling": asdict(sampling) | {"seed": args.seed},
     }
-    with ResultLog(args.output, depends_on, overwrite=args.overwrite) as log:
-        if log.torn_bytes:
-            console.print(f"cut off an unfinished last line ({log.torn_bytes} bytes)")
-        if log.done:
-            console.print(f"resuming: {len(log.done)} of {total} prompts are done")
-        if len(log.done) >= total:
-            console.print(f"nothing to do; the results are in {args.output}", soft_wrap=True)
-            return report_failures(log, console)
-        run_engines_in_this_process()
-        with stderr_to_log(args.log_level is None):
-            engine = VllmEngine(
-                settings,
-                sampling,
-                seeded=args.seed is not None and args.temperature > 0,
-                log_level=args.log_level or "ERROR",
-            )
-        try:
-            waiting = pending(args.prompts, args.format, args.column, log.done)
-            write_results(log, waiting, engine, total, args, console)
-        finally:
-            engine.close()
-        return report_failures(log, console)
+
+
+def start_engine(
+    args: argparse.Namespace, settings: EngineSettings, sampling: Sampling, seeded: bool
+) -> VllmEngine:
+    """Start the engine, its log out of sight unless it is wanted."""
+    run_engines_in_this_process()
+    with stderr_to_log(args.log_level is None):
+        return VllmEngine(settings, sampling, seeded=seeded, log_level=args.log_level or "ERROR")
 
 
 def report_failures(log: ResultLog, console: Console) -> int:
@@ -246,7 +283,7 @@ def write_results(
     with PromptProgress(console, total, len(log.done)) as progress:
         for result in run_batch(prompts, engine, concurrency=args.batch, seed=args.seed):
             if result.error is not None:
-                _report_failure(result, args, console)
+                report_refusal(result, args, console)
             log.append(result.to_dict())
             acceptance = Acceptance.total((acceptance, result.acceptance))
             tokens += result.num_tokens
@@ -260,7 +297,8 @@ def write_results(
     )
 
 
-def _report_failure(result: Result, args: argparse.Namespace, console: Console) -> None:
+def report_refusal(result: Result, args: argparse.Namespace, console: Console) -> None:
+    """Tell of a prompt that the engine refuses; stop there unless such are to be skipped."""
     message = f"{args.prompts}, line {result.prompt.line}: {result.error}"
     if args.on_bad_line == "refuse":
         raise PromptError(f"{message}\nFinished prompts are kept. Pass --on-bad-line skip.")

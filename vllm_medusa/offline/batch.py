@@ -1,12 +1,14 @@
 """Run prompts through an engine and yield each one's result the moment it is finished.
 
 At most ``concurrency`` prompts are in the engine at a time; a conversation keeps its place until
-its last turn is answered. Results therefore come in the order in which prompts finish.
+its last turn is answered. Results therefore come in the order in which prompts finish. What is
+asked of the engine for a prompt, and when that is enough, is up to its session: `Conversation` asks
+for one answer to each turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,25 +22,36 @@ class RequestRefused(ValueError):
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of one request from one engine step; none only where the request finished."""
+    """New tokens of one request from one engine step; none only where the request finished.
+
+    ``prompt_token_ids`` are those of the whole request, where the engine tells them.
+    """
 
     key: str
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_token_ids: Sequence[int] = ()
 
 
 class Engine(Protocol):
     """What batch generation needs of an engine."""
 
-    def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
+    def submit(
+        self,
+        key: str,
+        prompt: str | list[int],
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Queue a request.
 
         Args:
             key: names the request in ``step``'s answers.
             prompt: text, or token ids to be used as they are.
             seed: of the request's own random numbers; None for the engine's.
+            options: sampling parameters of this request in place of the engine's.
 
         Raises:
             RequestRefused: this prompt can't be run.
@@ -49,13 +62,20 @@ class Engine(Protocol):
         """Run one engine step for the queued requests and return what it delivered."""
 
     def render(self, messages: list[Message]) -> list[int] | None:
-        """Token ids of a conversation in the model's chat template, or None if it has none."""
+        """Token ids of a conversation in the model's chat template, or None if it has none.
+
+        Raises:
+            RequestRefused: the chat template refuses this conversation.
+
+        """
 
 
 @dataclass
 class Answer:
-    """One generated text, growing."""
+    """One generated text, growing; ``role`` is who speaks it in a conversation."""
 
+    role: str = "assistant"
+    prompt_token_ids: Sequence[int] = ()
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     delivered: list[int] = field(default_factory=list)  # tokens of each engine step
@@ -64,6 +84,7 @@ class Answer:
 
     def add(self, delta: Delta) -> None:
         """Take the tokens of one step."""
+        self.prompt_token_ids = delta.prompt_token_ids
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         if delta.token_ids:
@@ -107,28 +128,56 @@ class Result:
         return record
 
 
-@dataclass
-class _Running:
-    """A prompt in the engine: its conversation so far and the answers."""
+@dataclass(frozen=True)
+class Request:
+    """What a session asks for next; ``options`` are sampling parameters of this request alone."""
+
+    prompt: str | list[int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Session(Protocol):
+    """A prompt in the engine: what has been answered and what is to be asked next."""
 
     prompt: Prompt
-    messages: list[Message]
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Answer]
 
-    def next_input(self, engine: Engine) -> str | list[int]:
-        """Begin the next answer and return what the engine is to continue."""
-        turn = len(self.answers)
-        self.answers.append(Answer())
-        if self.prompt.text is not None:
-            return self.prompt.text
-        self.messages.append({"role": "user", "content": self.prompt.turns[turn]})
-        tokens = engine.render(self.messages)
-        if tokens is not None:
-            return tokens
-        return "".join(m["content"] for m in self.messages)  # no chat template: plain text
+    def next_request(self, engine: Engine) -> Request:
+        """Say what the engine is to continue, and append the `Answer` that will take it."""
 
     @property
     def finished(self) -> bool:
+        """Whether the last answer, which is complete, was the last one wanted."""
+
+
+@dataclass
+class Conversation:
+    """A completion, or an answer to each of the prompt's turns."""
+
+    prompt: Prompt
+    answers: list[Answer] = field(default_factory=list)
+    messages: list[Message] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.messages = list(self.prompt.history)
+
+    def next_request(self, engine: Engine) -> Request:
+        """See `Session`."""
+        turn = len(self.answers)
+        if self.answers:
+            self.messages.append({"role": "assistant", "content": self.answers[-1].text})
+        self.answers.append(Answer())
+        if self.prompt.text is not None:
+            return Request(self.prompt.text)
+        self.messages.append({"role": "user", "content": self.prompt.turns[turn]})
+        tokens = engine.render(self.messages)
+        if tokens is not None:
+            return Request(tokens)
+        return Request("".join(m["content"] for m in self.messages))  # no chat template: plain text
+
+    @property
+    def finished(self) -> bool:
+        """See `Session`."""
         return len(self.answers) >= max(1, len(self.prompt.turns))
 
 
@@ -138,6 +187,7 @@ def run_batch(
     *,
     concurrency: int,
     seed: int | None = None,
+    session: Callable[[Prompt], Session] = Conversation,
 ) -> Iterator[Result]:
     """Generate for every prompt.
 
@@ -147,6 +197,7 @@ def run_batch(
         concurrency: prompts in the engine at a time, at least 1.
         seed: prompt ``index`` uses ``seed + index`` in all its turns, so that a result depends
             neither on the other prompts nor on where a job was resumed.
+        session: begins a prompt.
 
     Yields:
         Results in the order in which they finish. A prompt that the engine refuses gives a result
@@ -156,12 +207,14 @@ def run_batch(
     if concurrency < 1:
         raise ValueError(f"concurrency is {concurrency}; it must be at least 1.")
     waiting = iter(prompts)
-    running: dict[str, _Running] = {}
+    running: dict[str, Session] = {}
 
-    def submit(key: str, state: _Running) -> Result | None:
+    def submit(key: str, state: Session) -> Result | None:
         prompt_seed = None if seed is None else seed + state.prompt.index
         try:
-            engine.submit(key, state.next_input(engine), prompt_seed)
+            request = state.next_request(engine)
+            options = (dict(request.options),) if request.options else ()
+            engine.submit(key, request.prompt, prompt_seed, *options)
         except RequestRefused as error:
             return Result(state.prompt, tuple(state.answers[:-1]), error=str(error))
         running[key] = state
@@ -169,7 +222,7 @@ def run_batch(
 
     while True:
         while len(running) < concurrency and (prompt := next(waiting, None)) is not None:
-            if refused := submit(f"{prompt.index}.0", _Running(prompt, list(prompt.history))):
+            if refused := submit(f"{prompt.index}.0", session(prompt)):
                 yield refused
         if not running:
             return
@@ -182,10 +235,7 @@ def run_batch(
             del running[delta.key]
             if state.finished:
                 yield Result(state.prompt, tuple(state.answers))
-                continue
-            state.messages.append({"role": "assistant", "content": answer.text})
-            key = f"{state.prompt.index}.{len(state.answers)}"
-            if refused := submit(key, state):
+            elif refused := submit(f"{state.prompt.index}.{len(state.answers)}", state):
                 yield refused
 
 

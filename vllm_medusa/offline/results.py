@@ -69,7 +69,14 @@ class ResultLog:
     opened.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], *, overwrite: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        provenance: Mapping[str, Any] | None = None,
+    ):
         """Open or create a result file.
 
         Args:
@@ -77,6 +84,7 @@ class ResultLog:
             settings: everything that the results depend on, as plain JSON values. Results of other
                 settings are never mixed into one file.
             overwrite: throw away what the file holds; only a file of results is.
+            provenance: noted in the manifest when the file is begun; nothing depends on it.
 
         Raises:
             ResultError: the file belongs to other settings, is damaged, was not written by this
@@ -85,6 +93,7 @@ class ResultLog:
         """
         self.path = path
         self.settings = json.loads(json.dumps(settings))
+        self.provenance = provenance
         self.done: set[int] = set()
         self.failed = 0
         self.torn_bytes = 0
@@ -156,7 +165,9 @@ class ResultLog:
     def _write_manifest(self) -> None:
         target = manifest_path(self.path)
         aside = target.with_name(target.name + ".new")
-        content = {"version": MANIFEST_VERSION, "settings": self.settings}
+        content: dict[str, Any] = {"version": MANIFEST_VERSION, "settings": self.settings}
+        if self.provenance is not None:
+            content["provenance"] = self.provenance
         with aside.open("w") as file:
             json.dump(content, file, indent=1, sort_keys=True)
             file.write("\n")
