@@ -9,10 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Engine, Result, run_batch
 from vllm_medusa.offline.prompts import Prompt
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """An engine elsewhere, which times itself."""
+
+    def run(
+        self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
+    ) -> tuple[list[Result], float]:
+        """Results of `vllm_medusa.offline.batch.run_batch`, and its seconds."""
 
 
 @dataclass
@@ -64,8 +75,8 @@ class Comparison:
 
 
 def compare(
-    baseline: Engine,
-    candidate: Engine,
+    baseline: Engine | Runner,
+    candidate: Engine | Runner,
     prompts: Sequence[Prompt],
     *,
     concurrency: int,
@@ -113,11 +124,19 @@ def compare(
 
 
 def _run(
-    engine: Engine, timed: Timed, prompts: Sequence[Prompt], concurrency: int, seed: int | None
+    engine: Engine | Runner,
+    timed: Timed,
+    prompts: Sequence[Prompt],
+    concurrency: int,
+    seed: int | None,
 ) -> dict[int, Result]:
-    start = time.perf_counter()
-    results = list(run_batch(prompts, engine, concurrency=concurrency, seed=seed))
-    timed.seconds += time.perf_counter() - start
+    if isinstance(engine, Runner):
+        results, seconds = engine.run(prompts, concurrency, seed)
+    else:
+        start = time.perf_counter()
+        results = list(run_batch(prompts, engine, concurrency=concurrency, seed=seed))
+        seconds = time.perf_counter() - start
+    timed.seconds += seconds
     for result in results:
         if result.error is not None:
             raise ValueError(f"prompt {result.prompt.request_id} was refused: {result.error}")

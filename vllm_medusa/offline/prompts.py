@@ -49,8 +49,9 @@ class Prompt:
     """One usable record of a prompt file.
 
     ``index`` counts the file's records from 0, bad ones included, and blank lines not; ``line`` is
-    the line of a text file or the row of a table, from 1. Exactly one of ``text`` (a completion)
-    and ``turns`` (a conversation after the messages in ``history``) is set.
+    the line of a text file or the row of a table, from 1. Exactly one of ``text`` (a completion),
+    ``token_ids`` (the same, tokenized; no file of prompts has them) and ``turns`` (a conversation
+    after the messages in ``history``) is set.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Prompt:
     text: str | None = None
     history: tuple[Message, ...] = ()
     turns: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
