@@ -168,6 +168,10 @@ class Target:
         else:
             bias = None if self.lm_head_bias is None else self.lm_head_bias[token_ids]
             logits = nn.functional.linear(x, self.lm_head_weight[token_ids], bias)
+        return self.shape_logits(logits)
+
+    def shape_logits(self, logits: Tensor) -> Tensor:
+        """Apply soft cap and scale to what the LM head's matrix and bias give, any shape."""
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits if self.logit_scale == 1.0 else logits * self.logit_scale

@@ -1,0 +1,84 @@
+"""Heads before training: every one of them gives the target's own logits."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.training.losses import LMHead
+from vllm_medusa.training.records import Record
+from vllm_medusa.training.target import Target
+
+LM_HEADS = ("shared", "own")
+
+
+def new_heads(
+    target: Target,
+    num_heads: int,
+    num_layers: int,
+    *,
+    lm_heads: str = "shared",
+    token_map: Tensor | None = None,
+) -> MedusaHeads:
+    """Make fp32 heads for ``target``, on its LM head's device, with residual layers of zero.
+
+    Args:
+        target: the target.
+        num_heads: K.
+        num_layers: residual layers a head.
+        lm_heads: "shared" uses the target's; "own" gives every head a copy of it to train (paper,
+            section 2.1.1), bias included and the logits' scale multiplied in. A soft cap stays out
+            of copies: it changes no ranking.
+        token_map: int64 [V_draft], the token ids that the heads score; None: all.
+
+    """
+    own = lm_heads == "own"
+    weight, bias = target.lm_head_weight, target.lm_head_bias
+    heads = MedusaHeads(
+        num_heads,
+        num_layers,
+        target.hidden_size,
+        target.vocab_size,
+        shared_lm_head=not own,
+        lm_head_bias=own and bias is not None,
+        token_map=token_map,
+        device=weight.device,
+        dtype=torch.float32,
+    )
+    if own:
+        scale = target.logit_scale
+        heads.init_lm_heads(weight.float() * scale, None if bias is None else bias.float() * scale)
+    return heads
+
+
+def draft_lm_head(target: Target, heads: MedusaHeads, dtype: torch.dtype | None = None) -> LMHead:
+    """The target's LM head over the heads' draft vocabulary, whose rows are gathered once.
+
+    ``dtype`` None keeps the LM head's own.
+    """
+    rows = slice(None) if heads.token_map is None else heads.token_map
+    weight = target.lm_head_weight.detach()[rows]
+    weight = weight if dtype is None else weight.to(dtype)
+    bias = target.lm_head_bias
+    bias = None if bias is None else bias.detach()[rows].to(weight.dtype)
+
+    def lm_head(x: Tensor) -> Tensor:
+        return target.shape_logits(torch.nn.functional.linear(x.to(weight.dtype), weight, bias))
+
+    return lm_head
+
+
+def frequent_tokens(records: Iterable[Record], count: int, vocab_size: int) -> Tensor:
+    """The ``count`` token ids that were generated most, ascending: int64 [<= count].
+
+    Ties go to the lower id; tokens that never occur fill up, lowest first.
+    """
+    written = chain.from_iterable(r.token_ids[s:e] for r in records for s, e in r.generated)
+    seen = torch.bincount(torch.tensor(array("q", written)), minlength=vocab_size)
+    best = seen.sort(descending=True, stable=True).indices[:count]
+    return best.sort().values

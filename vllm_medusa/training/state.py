@@ -1,0 +1,229 @@
+"""The folder of a training run, which goes on exactly where it was killed.
+
+Under the heads' own folder stands ``training/``::
+
+    log.jsonl        one line for each step and each measurement
+    curves.png       the same as a picture, drawn at the end
+    run.json         everything the result depends on: another run is never continued
+    work/state.pt    heads, optimiser, step; work/ goes when the run is complete
+    work/lock        held by the process that trains
+
+Invariants: ``run.json`` is written first. A state is written aside, synced and renamed, after the
+log up to its step was synced; it says how long the log was then, and what lies behind is cut off
+when the run goes on. So state and log always tell of the same steps. The run is complete when the
+heads' ``config.json``, the last of all files, is there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+
+
+class RunError(ValueError):
+    """A training folder that can't be used or continued."""
+
+
+class TrainingRun:
+    """One run's folder, locked; use it as a context manager.
+
+    Attributes:
+        output: where the heads go.
+        folder: ``training/`` in it.
+        work: ``training/work``, removed by `finish`.
+        complete: a run of the same settings has ended here; there is nothing to do.
+
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        settings: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        main: bool = True,
+    ) -> None:
+        """Open or create the folder of a run.
+
+        Args:
+            output: the heads' folder; its parent must exist.
+            settings: plain JSON, everything that the result depends on.
+            overwrite: throw away heads and runs that this class put there.
+            main: False in the other processes of a distributed run, which only read.
+
+        Raises:
+            RunError: the folder holds something else, belongs to other settings, or is in use.
+
+        """
+        self.output, self.main = Path(output), main
+        self.folder = self.output / "training"
+        self.work = self.folder / "work"
+        self.settings = json.loads(json.dumps(settings))
+        self._lock: BinaryIO | None = None
+        self._log: BinaryIO | None = None
+        if not self.output.absolute().parent.is_dir():
+            raise RunError(f"{output}: no folder {self.output.parent}. Make it, or name another.")
+        if self.output.exists() and not self.output.is_dir():
+            raise RunError(f"{output} is a file; name a folder for the heads.")
+        known = self._settings_file.exists()
+        if not known and self.output.exists() and any(self.output.iterdir()):
+            raise RunError(
+                f"{output} holds files that are no training run. Name another folder for the heads."
+            )
+        if not main:
+            self.complete = False
+            return
+        self.work.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        try:
+            if known and overwrite:
+                self._throw_away()
+            elif known:
+                self._check_settings()
+            if not self._settings_file.exists():
+                write_json(self._settings_file, self.settings)
+        except BaseException:
+            self.close()
+            raise
+        self.complete = (self.output / "config.json").exists()
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def load(self, map_location: Any = "cpu") -> dict[str, Any] | None:
+        """Return the last state, or None; cuts the log back to it."""
+        path = self.work / "state.pt"
+        state = None
+        if path.exists():
+            state = torch.load(path, map_location=map_location, weights_only=True)
+        if self.main:
+            self._open_log(0 if state is None else state["log_bytes"])
+        return None if state is None else state["state"]
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write a state of tensors, numbers and texts; call `load` before."""
+        if not self.main:
+            return
+        assert self._log is not None, "load() opens the log"
+        self._log.flush()
+        os.fsync(self._log.fileno())
+        path = self.work / "state.pt"
+        part = path.with_suffix(".part")
+        with part.open("wb") as file:
+            torch.save({"state": dict(state), "log_bytes": self._log.tell()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Append a line to the log; call `load` before."""
+        if self.main:
+            assert self._log is not None, "load() opens the log"
+            self._log.write((json.dumps(entry) + "\n").encode())
+
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """Every line of the log so far."""
+        if self._log is not None:
+            self._log.flush()
+        with (self.folder / "log.jsonl").open("rb") as file:
+            for line in file:
+                yield json.loads(line)
+
+    def finish(self) -> None:
+        """Remove what only an unfinished run needs; the heads must be there."""
+        assert (self.output / "config.json").exists(), "the heads have to be saved before"
+        self.close()
+        if self.main:
+            shutil.rmtree(self.work, ignore_errors=True)
+
+    def close(self) -> None:
+        """Release the folder; the run can be continued."""
+        if self._log is not None:
+            self._log.flush()
+            self._log.close()
+            self._log = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    @property
+    def _settings_file(self) -> Path:
+        return self.folder / "run.json"
+
+    def _open_log(self, size: int) -> None:
+        path = self.folder / "log.jsonl"
+        path.touch()
+        self._log = path.open("r+b")
+        self._log.truncate(size)
+        self._log.seek(size)
+
+    def _take_lock(self) -> None:
+        self._lock = (self.work / "lock").open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise RunError(
+                f"{self.output}: another process is training there. Wait for it, or name another "
+                "folder."
+            ) from None
+
+    def _throw_away(self) -> None:
+        for name in ("config.json", "model.safetensors", "calibration.safetensors"):
+            (self.output / name).unlink(missing_ok=True)
+        for path in self.folder.iterdir():
+            if path != self.work:
+                path.unlink()
+        for path in self.work.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+
+    def _check_settings(self) -> None:
+        remedy = "Name another folder, or pass --overwrite to throw that run away."
+        try:
+            before = json.loads(self._settings_file.read_bytes())
+        except ValueError:
+            raise RunError(f"{self._settings_file} can't be read. {remedy}") from None
+        changed = list(differences(before, self.settings))
+        if changed:
+            raise RunError(
+                f"{self.output} holds a run of other settings: {'; '.join(changed)}. {remedy}"
+            )
+
+
+def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Say which values of two JSON objects differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif before != now:
+        yield f"{name} was {before!r} and is now {now!r}"
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON file so that after a crash, too, it is the old or the whole new one."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
