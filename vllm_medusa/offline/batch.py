@@ -169,6 +169,8 @@ class Conversation:
         self.answers.append(Answer())
         if self.prompt.text is not None:
             return Request(self.prompt.text)
+        if self.prompt.token_ids:
+            return Request(list(self.prompt.token_ids))
         self.messages.append({"role": "user", "content": self.prompt.turns[turn]})
         tokens = engine.render(self.messages)
         if tokens is not None:
