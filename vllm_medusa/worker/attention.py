@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from vllm_medusa.kv import accepted_moves
 from vllm_medusa.scorer.cpu import tree_attention
 from vllm_medusa.scorer.layout import CacheLayout, TokenCopy
 from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
@@ -180,12 +181,17 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
 
 
 def compact_group(
-    layers: Mapping[str, Any], layer_names: list[str], src: Tensor, dst: Tensor
+    layers: Mapping[str, Any],
+    layer_names: list[str],
+    slots: Tensor,  # int64 [B, N], of every node
+    path_nodes: Tensor,  # int64 [B, D + 1]
+    num_accepted: Tensor,  # int64 [B]
 ) -> None:
-    """Copy tokens from slots ``src`` to ``dst`` (int64 [B, D]) in every layer of a KV cache group.
+    """Move the accepted paths to contiguous slots in every layer of a KV cache group.
 
     Nothing is read or written when no token has to move.
     """
+    src, dst = accepted_moves(slots, path_nodes, num_accepted)  # [B, D] each
     moved = src != dst
     if not bool(moved.any()):
         return

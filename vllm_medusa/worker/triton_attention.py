@@ -334,26 +334,22 @@ class TreeAttentionImpl(TritonAttentionImpl):
 
 
 def compact_group(
-    layers: Mapping[str, Any], layer_names: list[str], src: Tensor, dst: Tensor
+    layers: Mapping[str, Any],
+    layer_names: list[str],
+    slots: Tensor,  # int64 [B, N], of every node
+    path_nodes: Tensor,  # int64 [B, D + 1]
+    num_accepted: Tensor,  # int64 [B]
 ) -> None:
-    """Copy tokens from slots ``src`` to ``dst`` (int64 [B, D]) in every layer of a KV cache group.
+    """Move the accepted paths to contiguous slots in every layer of a KV cache group.
 
-    As `accepted_moves` has them: within a request, a slot is read before it is written. One launch
-    for all layers of one form; nothing waits for the device.
+    One launch for all layers of one form; nothing waits for the device.
     """
-    batch, depth = src.shape
-    # as a tree of 1 + 2 D nodes: sources stand behind the slots that they go to
-    slots = torch.cat((src[:, :1], dst, src), 1)
-    steps = torch.arange(depth + 1, device=src.device)
-    nodes = steps.expand(batch, -1).clone()
-    nodes[:, 1:] += depth * (src != dst)  # what stays where it is, is its own target
-    count = torch.full((batch,), depth, dtype=torch.int64, device=src.device)
-    if uses_kernel(src.device.type):
+    if uses_kernel(slots.device.type):
         from vllm_medusa.kv.kernel import compact_layers
     else:
         from vllm_medusa.kv.layers import compact_layers
     for caches in _group_caches(layers, layer_names):
-        compact_layers(caches, slots, nodes, count)
+        compact_layers(caches, slots, path_nodes, num_accepted)
 
 
 def _group_caches(layers: Mapping[str, Any], layer_names: list[str]) -> list[LayerCaches]:

@@ -27,7 +27,6 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.kv import accepted_moves
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, paged_tree_attention
 from vllm_medusa.tree import TokenTree, TreeTensors
 from vllm_medusa.worker import compat, triton_attention
@@ -439,7 +438,7 @@ class TestCompaction:
             untouched = layers["apart"].kv_cache.float()
             for tokens in expected.values():
                 tokens[[21, 22, 8]] = tokens[[22, 25, 6]]
-            compact_group(layers, list(caches), *accepted_moves(slots, nodes, accepted))
+            compact_group(layers, list(caches), slots, nodes, accepted)
             for name in caches:
                 assert torch.equal(by_slot(layers[name].kv_cache), expected[name])
             assert torch.equal(layers["apart"].kv_cache.float(), untouched)

@@ -16,7 +16,6 @@ from vllm.config import VllmConfig
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_medusa.kv import accepted_moves
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.worker.attention import TreeMetadataBuilder, compact_group
@@ -139,12 +138,9 @@ class MedusaModelRunner(CPUModelRunner):
 
     def _compact(self, step: TreeStep, verdict: Verdict) -> None:
         """Move the accepted path to contiguous slots, in every KV cache group and layer."""
-        path = verdict.path
+        path, layers = verdict.path, self.compilation_config.static_forward_context
         for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            src, dst = accepted_moves(step.slots(gid), path.nodes, path.num_accepted)
-            compact_group(
-                self.compilation_config.static_forward_context, group.layer_names, src, dst
-            )
+            compact_group(layers, group.layer_names, step.slots(gid), path.nodes, path.num_accepted)
 
     def _typical_requests(self) -> TypicalRequests | None:
         params = [self.requests[req_id].sampling_params for req_id in self.input_batch.req_ids]

@@ -11,8 +11,9 @@ from vllm.platforms import current_platform
 
 from vllm_medusa.config import MedusaConfigError
 
-# (layers by name, names of one KV cache group, source slots, destination slots)
-Compact = Callable[[Mapping[str, Any], list[str], Tensor, Tensor], None]
+# (layers by name, names of one KV cache group, slot of each node int64 [B, N], then of a `Path`:
+# nodes int64 [B, D + 1], num_accepted int64 [B])
+Compact = Callable[[Mapping[str, Any], list[str], Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.kv import accepted_moves
 from vllm_medusa.worker.step import TreeStep
 from vllm_medusa.worker.v2.platform import tree_backend
 from vllm_medusa.worker.v2.sampler import TreeSampler
@@ -112,10 +111,7 @@ class TreeModelState(DefaultModelState):
         compact = tree_backend().compact
         layers = self.vllm_config.compilation_config.static_forward_context
         for group, names in enumerate(self._groups):
-            src, dst = accepted_moves(
-                step.slots(group), verdict.path.nodes, verdict.path.num_accepted
-            )
-            compact(layers, names, src, dst)
+            compact(layers, names, step.slots(group), verdict.path.nodes, verdict.path.num_accepted)
 
 
 @contextmanager
