@@ -53,10 +53,12 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         config = original(self, *args, **kwargs)
         if self.speculative_config or self.spec_method:
             from vllm_medusa.worker.checks import check_engine
-            from vllm_medusa.worker.options import is_medusa
+            from vllm_medusa.worker.graphs import capture_more_trees
+            from vllm_medusa.worker.options import EngineOptions, is_medusa
 
             if is_medusa(config.speculative_config):
                 check_engine(config)
+                capture_more_trees(self, config, EngineOptions.of(config).tree.num_nodes)
         return config
 
     return create_engine_config

@@ -34,7 +34,8 @@ LEDGER: tuple[Override, ...] = (
     ),
     Override(
         "EngineArgs.create_engine_config",
-        "Refuses unsupported combinations on the finished config, before any weight is loaded.",
+        "Refuses unsupported combinations on the finished config, before any weight is loaded; "
+        "adds sizes of CUDA graphs, which vLLM counts in tokens and ends at 512.",
         "no hook after VllmConfig is built",
         "general plugins get a config validation hook.",
     ),

@@ -1,0 +1,54 @@
+"""Which batches run as CUDA graphs: as many requests with whole trees as graphs still pay for.
+
+vLLM captures steps of up to 512 tokens by default, and so of 8 requests with trees of 64 nodes;
+larger ones wait for each kernel's launch. Here its sizes are kept and whole trees of more requests
+added: every count up to 16, then eight to a doubling, so that at most an eighth of a step is
+padding. From `MOST_TOKENS` on the device has enough to do to hide the launches.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+MOST_TOKENS = 2048
+
+
+def tree_sizes(num_nodes: int, max_num_seqs: int, max_num_tokens: int) -> list[int]:
+    """Tokens of the steps to capture, ascending: multiples of ``num_nodes``, the root included."""
+    most = min(max_num_seqs, min(max_num_tokens, MOST_TOKENS) // num_nodes)
+    counts, step = list(range(1, min(16, most) + 1)), 2
+    while counts and counts[-1] + step <= most:
+        counts.append(counts[-1] + step)
+        if counts[-1] == 16 * step:
+            step *= 2
+    if counts and counts[-1] < most:
+        counts.append(most)
+    return [count * num_nodes for count in counts]
+
+
+def capture_more_trees(engine_args: Any, config: Any, num_nodes: int) -> None:
+    """Add `tree_sizes` to the sizes of a finished config, unless the user chose sizes."""
+    compilation, scheduler = config.compilation_config, config.scheduler_config
+    if not compilation.cudagraph_capture_sizes:  # no graphs at all
+        return
+    asked = (
+        chosen
+        for source in (engine_args, engine_args.compilation_config)
+        for chosen in (source.cudagraph_capture_sizes, source.max_cudagraph_capture_size)
+    )
+    if all(chosen is None for chosen in asked):
+        own = tree_sizes(num_nodes, scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        sizes = sorted({*compilation.cudagraph_capture_sizes, *own})
+        compilation.cudagraph_capture_sizes = sizes
+        compilation.max_cudagraph_capture_size = sizes[-1]
+    most = min(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size // num_nodes)
+    logger.info(
+        "CUDA graphs serve steps of up to %d requests with whole trees of %d nodes; larger steps "
+        "launch kernel by kernel. --max-cudagraph-capture-size (in tokens) changes this.",
+        most,
+        num_nodes,
+    )
