@@ -119,7 +119,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--dtype", default="auto")
     engine.add_argument("--max-model-len", type=positive)
     engine.add_argument(
-        "--engine-args", type=_json_object, default={}, metavar="JSON", help="more LLM arguments"
+        "--engine-args", type=json_object, default={}, metavar="JSON", help="more LLM arguments"
     )
     engine.add_argument("--log-level", help="show vLLM's log from this level on, such as INFO")
 
@@ -345,7 +345,8 @@ def _number(text: str) -> float:
         return float("nan")  # no comparison holds
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object, such as engine arguments."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
