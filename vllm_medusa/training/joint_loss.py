@@ -62,7 +62,7 @@ class JointBatch:
         soft: bool = False,
         device: torch.device | str = "cpu",
     ) -> JointBatch:
-        """Lay out texts; ``soft`` needs the temperature of each (see `losses`)."""
+        """Lay out texts; ``soft`` labels (see `losses`) of text nobody sampled are of 1.0."""
         length = max(len(record.token_ids) for record in records)
         ids = torch.zeros(len(records), length, dtype=torch.int64)
         there = torch.zeros_like(ids)
@@ -74,9 +74,9 @@ class JointBatch:
             following.append(text.roll(-1).masked_fill(~counted, IGNORED))
             labels.append(head_labels(text, label_mask(record.generated, size, num_heads)))
             if soft:
-                if record.temperature is None:
-                    raise ValueError(f"line {record.line} has no temperature; soft labels need it")
-                heat.append(torch.full((size,), record.temperature))
+                heat.append(
+                    torch.full((size,), 1.0 if record.temperature is None else record.temperature)
+                )
         return cls(
             ids.to(device),
             there.to(device),
@@ -104,6 +104,7 @@ def joint_losses(
     target: Target,
     adapted: PeftModel,
     heads: MedusaHeads,
+    draft_head: LMHead,
     batch: JointBatch,
     *,
     lm_weight: float,  # of the sum: 1 / the step's next tokens
@@ -117,6 +118,7 @@ def joint_losses(
         target: holds the model that ``adapted`` wraps.
         adapted: the model with its adapter.
         heads: the heads, on the same device.
+        draft_head: of `initial_heads.draft_lm_head`.
         batch: texts.
         lm_weight: factor of the target's own loss.
         head_weights: factors of the heads' losses.
@@ -138,18 +140,13 @@ def joint_losses(
         states,
         batch.labels,
         head_weights,
-        draft_lm_head(target, heads),
+        draft_head,
         temperatures=batch.temperatures,
         teacher_states=teacher,
         chunk=chunk,
     )
     loss = lm_weight * lm_sum + medusa.loss
     return JointLosses(loss, lm_sum.detach(), medusa.sums)
-
-
-def draft_lm_head(target: Target, heads: MedusaHeads) -> LMHead:
-    """The target's LM head over the heads' draft vocabulary."""
-    return lambda x: target.lm_head(x, heads.token_map)
 
 
 def lm_loss(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.training import joint_loss, lora
+from vllm_medusa.training.initial_heads import draft_lm_head
 from vllm_medusa.training.joint_loss import JointBatch, joint_losses, lm_loss
 from vllm_medusa.training.lora import LoraSettings
 from vllm_medusa.training.losses import IGNORED, head_weights
@@ -102,6 +103,7 @@ class Joint:
                 self.target,
                 self.adapted,
                 self.heads,
+                draft_lm_head(self.target, self.heads),
                 batch,
                 lm_weight=1 / tokens,
                 head_weights=lambda_0 * head_weights(K) / labels,
@@ -177,7 +179,9 @@ def test_a_fresh_adapter_has_lost_exactly_nothing(tmp_path: Path) -> None:
     adapted = lora.attach(target.model, LoraSettings(rank=4), seed=0)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
     batch = JointBatch.of(RECORDS, K)
-    found = joint_losses(target, adapted, heads, batch, lm_weight=1.0, head_weights=torch.zeros(K))
+    found = joint_losses(
+        target, adapted, heads, target.lm_head, batch, lm_weight=1.0, head_weights=torch.zeros(K)
+    )
     assert found.lm_sum.item() == 0.0
     assert float(found.head_sums.min()) > 0.0
 
@@ -204,10 +208,10 @@ def test_what_a_prompt_says_changes_no_label_of_its_own() -> None:
     assert second == [*ids[1:4], IGNORED, *ids[5:12], IGNORED]
 
 
-def test_soft_labels_need_the_text_s_temperature() -> None:
+def test_text_that_nobody_sampled_has_soft_labels_of_temperature_one() -> None:
     plain = Record(0, 7, "plain", (3, 4, 5), ((1, 3),), None)
-    with pytest.raises(ValueError, match="line 7 has no temperature"):
-        JointBatch.of([plain], K, soft=True)
+    heat = JointBatch.of([RECORDS[0], plain], K, soft=True).temperatures
+    assert heat is not None and heat.tolist() == pytest.approx([0.7] * 19 + [1.0] * 3)
 
 
 def test_without_a_counted_token_there_is_no_loss() -> None:
