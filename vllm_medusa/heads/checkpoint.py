@@ -134,17 +134,15 @@ def save_heads(
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     extra = dict(config or {})
-    document: dict[str, Any] = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "num_heads": heads.num_heads,
-        "num_hidden_layers": heads.num_layers,
-        "hidden_size": heads.hidden_size,
-        "vocab_size": heads.vocab_size,
-        "truncated_vocab_size": heads.draft_vocab_size,
-        "medusa_fc_bias": heads.has_bias,
-        "original_lm_head": heads.num_lm_heads != heads.num_heads,
-    }
+    document = layout_config(
+        num_heads=heads.num_heads,
+        num_layers=heads.num_layers,
+        hidden_size=heads.hidden_size,
+        vocab_size=heads.vocab_size,
+        draft_vocab_size=heads.draft_vocab_size,
+        bias=heads.has_bias,
+        single_lm_head=heads.num_lm_heads != heads.num_heads,
+    )
     if base := extra.pop("base_model_name_or_path", None):
         document["base_model_name_or_path"] = base
     document["medusa"] = {"format_version": FORMAT_VERSION, **extra}
@@ -152,6 +150,30 @@ def save_heads(
     _replace(folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
     _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
     return folder
+
+
+def layout_config(
+    *,
+    num_heads: int,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    draft_vocab_size: int,
+    bias: bool,
+    single_lm_head: bool,
+) -> dict[str, Any]:
+    """What stock vLLM 0.32 builds its Medusa model from (``models/medusa.py``)."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "num_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "vocab_size": vocab_size,
+        "truncated_vocab_size": draft_vocab_size,
+        "medusa_fc_bias": bias,
+        "original_lm_head": single_lm_head,
+    }
 
 
 def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
@@ -269,7 +291,10 @@ def _bind_target(heads: MedusaHeads, weight: Tensor, layout: Layout) -> None:
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that readers see the old one or the whole new one."""
     part = path.with_name(f"{path.name}.part")
+    part.touch()
+    mode = part.stat().st_mode  # safetensors would keep the file to its owner
     write(part)
+    part.chmod(mode)
     with part.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(part, path)

@@ -61,7 +61,7 @@ def target_fingerprint(
     return {
         "sha256": _digest(files, deadline),
         "scheme": SCHEME,
-        **_from_config(files.config),
+        **config_sizes(files.config),
     }
 
 
@@ -197,7 +197,8 @@ def _runs(spec: TensorSpec, part: Sliceable, count: int) -> Iterator[Tensor]:
         yield part[(*index, slice(start, start + _RUN))]
 
 
-def _from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def config_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a target's ``config.json`` says of its architecture and sizes; None where it doesn't."""
     text = config.get("text_config")
     levels = [config, text] if isinstance(text, Mapping) else [config]
 

@@ -130,7 +130,7 @@ def read_layout(names: Iterable[str], config: Mapping[str, Any], label: str) -> 
     expected = _expected(layout)
     left_over += [found[name] for name in found if name not in expected]
     missing = [
-        prefix + (_v1_spelling(name, num_layers) if v1 else name)
+        prefix + (v1_name(name, num_layers) if v1 else name)
         for name in expected
         if name not in found
     ]
@@ -180,7 +180,8 @@ def _expected(layout: Layout) -> dict[str, None]:
     return dict.fromkeys(names)
 
 
-def _v1_spelling(canonical: str, num_layers: int) -> str:
+def v1_name(canonical: str, num_layers: int) -> str:
+    """What the reference calls a tensor; names that it does not know stay."""
     if match := _LAYER.fullmatch(canonical):
         return f"{match[1]}.{match[2]}.linear.{match[3]}"
     if match := _LM_HEAD.fullmatch(canonical):

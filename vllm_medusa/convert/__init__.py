@@ -1,0 +1,143 @@
+"""Heads from any known format to any other, exactly: one module for each foreign format.
+
+Reading is `vllm_medusa.heads`' own; what a format can't express is refused or, where it changes
+nothing that the heads compute, added and noted (see `heads.Heads`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.convert import tensorrt_llm, tgi, v1, v2, vllm
+from vllm_medusa.convert.backbone import write_base
+from vllm_medusa.convert.folder import check_output, new_folder, write_output
+from vllm_medusa.convert.heads import Heads, Output
+from vllm_medusa.convert.target import TargetWeights
+from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint
+from vllm_medusa.heads.fingerprint import match_target, target_fingerprint
+from vllm_medusa.heads.formats import read_layout
+from vllm_medusa.heads.info import HeadsInfo, check_vocab, describe
+from vllm_medusa.heads.model import HeadsError
+
+FORMATS: dict[str, Callable[[Heads, TargetWeights | None], Output]] = {
+    "native": vllm.write_native,
+    "vllm": vllm.write,
+    "v1": v1.write,
+    "v2": v2.write,
+    "tgi": tgi.write,
+    "tensorrt-llm": tensorrt_llm.write,
+}
+OBSERVATIONS = "calibration.safetensors"  # lies beside heads that were calibrated
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was converted, and what a user should know of it."""
+
+    info: HeadsInfo  # of the source
+    folder: Path
+    file: Path
+    bytes: int
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def convert(
+    source: str | Path,
+    to: str,
+    output: Path,
+    *,
+    target: str | Path | None = None,
+    base: Path | None = None,
+    revision: str | None = None,
+    overwrite: bool = False,
+    provenance: Mapping[str, Any] | None = None,
+) -> Conversion:
+    """Write heads in another format, to a folder that appears whole or not at all.
+
+    Args:
+        source: Folder, file or hub name, of any known format.
+        to: One of `FORMATS`.
+        output: A folder that doesn't exist yet, or with ``overwrite`` one that holds heads only.
+        target: The model of these heads, for a copy of its LM head, its sizes and fingerprint.
+        base: Where to write the target that a full Medusa-2 checkpoint holds beside the heads.
+        revision: Of a hub name.
+        overwrite: Replace an existing output.
+        provenance: An entry to append to the heads' own.
+
+    Raises:
+        HeadsError: Heads that can't be read, or that the format can't express; an output that
+            exists. Nothing is written then.
+
+    """
+    files = find_checkpoint(source, revision)
+    layout = read_layout(files.files, files.config, files.label)
+    info = describe(files, layout)
+    folder = _folder_of(source)
+    for path in (output, base):
+        if path is not None:
+            replace_it = overwrite and path is output
+            check_output(path, overwrite=replace_it, sources=[folder, target])
+    if base is not None and not info.includes_base:
+        raise HeadsError(f"{source} holds heads only: there is no base to write to {base}")
+    weights = None if target is None else TargetWeights(target)
+    if weights is not None:
+        _check_target(files, layout, info, weights)
+    heads = Heads.read(files, layout, info)
+    heads, warnings = _identified(heads, info, source, target)
+    if provenance is not None:
+        entries = heads.medusa.get("provenance")
+        entries = [*(entries if isinstance(entries, list) else []), dict(provenance)]
+        heads = replace(heads, medusa=heads.medusa | {"provenance": entries})
+    made = FORMATS[to](heads, weights)
+    if base is not None:
+        warnings += write_base(files, base)
+    elif info.includes_base:
+        warnings += (
+            "These heads were trained together with the model in the same checkpoint, which "
+            "differs from the one it was made from: serve them with that one. --base FOLDER writes "
+            "it alone.",
+        )
+    with new_folder(output) as part:
+        size = write_output(part, made)
+        if folder is not None and (folder / OBSERVATIONS).is_file():
+            shutil.copyfile(folder / OBSERVATIONS, part / OBSERVATIONS)
+    return Conversion(info, output, output / made.file, size, made.notes, warnings)
+
+
+def _identified(
+    heads: Heads, info: HeadsInfo, source: str | Path, target: str | Path | None
+) -> tuple[Heads, tuple[str, ...]]:
+    """Heads that carry their target's fingerprint where it is known; warnings."""
+    if info.includes_base and "target" not in heads.medusa:
+        known: str | Path | None = source if _folder_of(source) == Path(source) else None
+    else:
+        known = target
+    if known is None:
+        return heads, ()
+    match = match_target(info, known, heads=source)
+    if match.stored:
+        return heads, (match.warning,) if match.warning else ()
+    medusa = heads.medusa | {"target": target_fingerprint(known)}
+    return replace(heads, medusa=medusa), ()
+
+
+def _check_target(
+    files: CheckpointFiles, layout: Any, info: HeadsInfo, weights: TargetWeights
+) -> None:
+    if weights.hidden_size != info.hidden_size:
+        raise HeadsError(
+            f"{files.label} was made for hidden size {info.hidden_size}; {weights.label} has "
+            f"{weights.hidden_size}. Give the target of these heads"
+        )
+    if weights.vocab_size is not None:
+        check_vocab(files, layout, info, weights.vocab_size)
+
+
+def _folder_of(source: str | Path) -> Path | None:
+    path = Path(source).expanduser()
+    return path if path.is_dir() else path.parent if path.is_file() else None

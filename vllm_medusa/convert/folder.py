@@ -1,0 +1,114 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_medusa.convert.heads import Output
+from vllm_medusa.heads.checkpoint import config_text
+from vllm_medusa.heads.model import HeadsError
+
+# What a conversion writes, so what it may replace.
+_OURS = ("config.json", "model.safetensors", "medusa_lm_head.*", "calibration.safetensors")
+
+
+def check_output(path: Path, *, overwrite: bool, sources: Sequence[str | Path | None]) -> None:
+    """Refuse an output that exists, holds what is not ours, or is what is read."""
+    for source in sources:
+        if source is not None and path.exists() and Path(source).resolve() == path.resolve():
+            raise HeadsError(f"{path} is what is being read: give another output")
+    if not path.exists() and not path.is_symlink():
+        return
+    if not overwrite:
+        raise HeadsError(f"{path} exists: give another output, or --overwrite to replace it")
+    if not path.is_dir() or path.is_symlink():
+        raise HeadsError(f"{path} is no folder: --overwrite replaces folders of checkpoints only")
+    strangers = [e.name for e in sorted(path.iterdir()) if not any(map(e.match, _OURS))]
+    if strangers:
+        raise HeadsError(
+            f"{path} also holds {', '.join(strangers[:4])}, which --overwrite would delete: give "
+            "another output, or move them away"
+        )
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``path`` when the block ends well and else vanishes.
+
+    Killed inside the block, ``path`` is what it was; a rest of it lies beside as ``.NAME.part``,
+    and the next try takes it away. A folder that is replaced is never half one, half the other.
+    """
+    part, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    try:
+        yield part
+        for entry in [*part.iterdir(), part]:
+            _sync(entry)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    part.rename(path)
+    _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_output(folder: Path, made: Output) -> int:
+    """Write a format's tensors and config; returns the bytes of the tensors' file."""
+    text = config_text(made.config, folder / "config.json")
+    path = folder / made.file
+    if path.suffix == ".safetensors":
+        save_tensors(apart(made.tensors), path)
+    else:
+        torch.save(_without_larger_memory(made.tensors), path)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    return path.stat().st_size
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file with the permissions of any new file, not its writer's own."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(mode)
+
+
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors that share no memory, as safetensors wants them."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        result[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return result
+
+
+def _without_larger_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without what they are views of, which a pickle would store; copies stay shared."""
+    own: dict[int, Tensor] = {}
+    for tensor in tensors.values():
+        used = tensor.numel() * tensor.element_size()
+        larger = tensor.untyped_storage().nbytes() != used
+        own.setdefault(tensor.data_ptr(), tensor.clone() if larger else tensor.detach())
+    return {name: own[tensor.data_ptr()] for name, tensor in tensors.items()}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
