@@ -8,7 +8,6 @@ the same token. Logits of a few positions exist at a time, [C, V] of each model,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LMHead = Callable[[Tensor], Tensor]  # [C, H] -> logits [C, V]
-CHUNK = 256  # positions whose logits exist at a time
+from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead
 
 
 class QualityError(ValueError):
@@ -101,20 +99,19 @@ class QualityMeter:
         self.sums = torch.zeros(5, dtype=torch.float64)
 
     @torch.no_grad()
-    def add(self, ids: Tensor, counted: Tensor, before: Tensor, after: Tensor) -> None:
-        """Take one text.
+    def add(self, following: Tensor, before: Tensor, after: Tensor) -> None:
+        """Take some positions.
 
         Args:
-            ids: int64 [T].
-            counted: bool [T], the positions t whose next token t + 1 counts.
-            before: [T, H], what the original's LM head sees.
-            after: [T, H], the same of the new model.
+            following: int64 [N], the next token, `IGNORED` where it doesn't count.
+            before: [N, H], what the original's LM head sees.
+            after: [N, H], the same of the new model.
 
         """
-        (positions,) = counted[: len(ids) - 1].nonzero(as_tuple=True)
+        (positions,) = (following != IGNORED).nonzero(as_tuple=True)
         for at in positions.split(self.chunk):
             old, new = self.heads[0](before[at]).float(), self.heads[1](after[at]).float()  # [C, V]
-            labels = ids[at + 1]
+            labels = following[at]
             rows = (
                 F.cross_entropy(old, labels, reduction="none"),
                 F.cross_entropy(new, labels, reduction="none"),
@@ -143,14 +140,3 @@ class QualityMeter:
 
 def _exp(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf  # NaN stays NaN
-
-
-__all__ = [
-    "CHUNK",
-    "LMHead",
-    "Quality",
-    "QualityBounds",
-    "QualityError",
-    "QualityMeter",
-    "kl_rows",
-]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from vllm_medusa.training.losses import IGNORED
 from vllm_medusa.training.quality import (
     Quality,
     QualityBounds,
@@ -17,14 +18,14 @@ T, H, V = 23, 8, 40
 
 
 def texts() -> list[tuple[torch.Tensor, ...]]:
-    """(ids, counted, states before, states after) of two texts."""
+    """(next tokens, states before, states after) of two texts."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for _ in range(2):
-        ids = torch.randint(V, (T,), generator=generator)
-        counted = torch.rand(T, generator=generator) < 0.6
+        following = torch.randint(V, (T,), generator=generator)
+        following[torch.rand(T, generator=generator) < 0.4] = IGNORED
         before, after = torch.randn(2, T, H, generator=generator)
-        found.append((ids, counted, before, after))
+        found.append((following, before, after))
     return found
 
 
@@ -39,14 +40,13 @@ def test_equals_the_definition_position_by_position(chunk: int) -> None:
     meter = QualityMeter(old_head, new_head, chunk)
     old_nats = new_nats = kl = reverse = 0.0
     count = same = 0
-    for ids, counted, before, after in texts():
-        meter.add(ids, counted, before, after)
-        for t in range(T - 1):
-            if not counted[t]:
+    for following, before, after in texts():
+        meter.add(following, before, after)
+        for t, label in enumerate(following.tolist()):
+            if label == IGNORED:
                 continue
-            p = old_head(before[t].double().float()).double().softmax(0).tolist()
+            p = old_head(before[t]).double().softmax(0).tolist()
             q = new_head(after[t]).double().softmax(0).tolist()
-            label = int(ids[t + 1])
             old_nats -= math.log(p[label])
             new_nats -= math.log(q[label])
             kl += sum(x * math.log(x / y) for x, y in zip(p, q, strict=True))
@@ -65,8 +65,8 @@ def test_equals_the_definition_position_by_position(chunk: int) -> None:
 def test_an_unchanged_model_loses_exactly_nothing() -> None:
     head, _ = heads()
     meter = QualityMeter(head, head)
-    for ids, counted, before, _ in texts():
-        meter.add(ids, counted, before, before)
+    for following, before, _ in texts():
+        meter.add(following, before, before)
     quality = meter.result()
     assert (quality.kl, quality.reverse_kl, quality.top1_agreement) == (0.0, 0.0, 1.0)
     assert quality.perplexity_ratio == 1.0
@@ -103,20 +103,17 @@ def test_bounds(kl: float, after: float, words: list[str]) -> None:
 def test_a_diverged_model_is_measured_not_hidden() -> None:
     head, _ = heads()
     meter = QualityMeter(head, head)
-    ids, counted, before, after = texts()[0]
-    after[7] = math.nan
-    counted[7] = True
-    meter.add(ids, counted, before, after)
+    following, before, after = texts()[0]
+    after[7], following[7] = math.nan, 3
+    meter.add(following, before, after)
     assert len(meter.result().shortfalls(QualityBounds())) == 2
 
 
 def test_nothing_to_measure_is_an_error() -> None:
     head, _ = heads()
     meter = QualityMeter(head, head)
-    ids, counted, before, after = texts()[0]
-    counted[:] = False
-    counted[-1] = True  # has no next token
-    meter.add(ids, counted, before, after)
+    following, before, after = texts()[0]
+    meter.add(torch.full_like(following, IGNORED), before, after)
     with pytest.raises(QualityError, match="no generated token"):
         meter.result()
 
