@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import vllm_medusa
-from vllm_medusa.cli import demo, generate, serve
+from vllm_medusa.cli import demo, distill, generate, serve
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate.add_parser(commands)
+    distill.add_parser(commands)
     commands.add_parser(
         "serve",
         add_help=False,

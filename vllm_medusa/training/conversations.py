@@ -101,7 +101,7 @@ def _share_gpt(value: Any) -> Message:
 
 def _encode(messages: list[Message], tokenizer: Any) -> _Encoded:
     text = render(messages, tokenizer)
-    ids = _ids(text, tokenizer)
+    ids = encode_rendered(text, tokenizer)
     spans = []
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -146,27 +146,27 @@ def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: An
             f"the chat template doesn't put the assistant's words {content!r:.40} where its turn "
             f"begins, but {text[start : start + 40]!r}"
         )
-    shared = next(
-        (i for i, (a, b) in enumerate(zip(text, so_far, strict=False)) if a != b), len(so_far)
-    )
+    pairs = enumerate(zip(text, so_far, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(text), len(so_far)))
     if shared < end:
         raise PromptError(
             f"the chat template writes the assistant's words {content!r:.40} otherwise when "
             "something follows them"
         )
-    rest = text[end:shared]
+    return end + len(turn_end(text[end:shared], tokenizer) or "")
+
+
+def turn_end(rest: str, tokenizer: Any) -> str | None:
+    """Return how ``rest`` begins if that ends a turn: blanks and one of the added tokens."""
     blank = len(rest) - len(rest.lstrip())
-    ends = [t for t in _added_tokens(tokenizer) if rest.startswith(t, blank)]
-    return end + blank + len(max(ends, key=len)) if ends else end
-
-
-def _added_tokens(tokenizer: Any) -> set[str]:
-    return {t for t in (*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens) if t}
+    added = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    ends = [token for token in added if token and rest.startswith(token, blank)]
+    return rest[: blank + len(max(ends, key=len))] if ends else None
 
 
 def _boundary(text: str, place: int, ids: tuple[int, ...], tokenizer: Any) -> int:
     """Return how many tokens ``text[:place]`` has, if these begin the whole text's ``ids``."""
-    head = _ids(text[:place], tokenizer)
+    head = encode_rendered(text[:place], tokenizer)
     if ids[: len(head)] != head:
         raise PromptError(
             f"the tokens of the turn that ends in {text[max(0, place - 20) : place]!r} run over "
@@ -203,5 +203,6 @@ def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False)
     return text
 
 
-def _ids(text: str, tokenizer: Any) -> tuple[int, ...]:
+def encode_rendered(text: str, tokenizer: Any) -> tuple[int, ...]:
+    """Return the token ids of a rendered conversation, which has all special tokens already."""
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,133 @@
+"""Self-talk: the target writes both sides of a conversation (paper, section 2.3.2).
+
+The prompt's own turns (or its text, as the user's first words) come first. Then the conversation is
+rendered up to where the next user's words would stand, and the target writes them up to the token
+that ends a turn. Only a chat template that marks both, like
+
+    <|im_start|>user / words <|im_end|>
+
+lets a model play the user; any other is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_medusa.offline.batch import Answer, Engine, Request, RequestRefused
+from vllm_medusa.offline.prompts import Message, Prompt, PromptError
+from vllm_medusa.training.conversations import encode_rendered, render, turn_end
+
+_WORDS = "7f3c0d5e words of a user"  # marks where the user's words stand
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """How the user's next turn begins, and the token that ends it."""
+
+    prompt: list[int]
+    end: int
+
+
+def user_turn(messages: list[Message], tokenizer: Any) -> UserTurn:
+    """Render a conversation up to the next user's words.
+
+    Args:
+        messages: the conversation so far; the last is the assistant's.
+        tokenizer: the target's, of transformers.
+
+    Raises:
+        PromptError: the chat template has no header for a user's turn, or no token that ends one.
+
+    """
+    text = render([*messages, {"role": "user", "content": _WORDS}], tokenizer)
+    if text.count(_WORDS) != 1:
+        raise PromptError("the chat template doesn't keep a user's words: no self-talk with it.")
+    before, after = text.split(_WORDS)
+    last = messages[-1]["content"].strip()
+    if last not in before:
+        raise PromptError(f"the chat template changes what was said before, {last!r:.40}")
+    header = before.rpartition(last)[2]
+    if not header[len(turn_end(header, tokenizer) or "") :].strip():
+        raise PromptError(
+            "the chat template has no header before a user's words, so the target can't know that "
+            f"it is to speak as the user; it has {header!r}. Use it without --self-talk."
+        )
+    end = turn_end(after, tokenizer)
+    if end is None:
+        raise PromptError(
+            f"the chat template ends a user's turn with {after[:20]!r} and not with a token of its "
+            "own, so the target can't end one. Use it without --self-talk."
+        )
+    return UserTurn(
+        list(encode_rendered(before, tokenizer)),
+        tokenizer.convert_tokens_to_ids(end.strip()),
+    )
+
+
+def require_self_talk(tokenizer: Any) -> None:
+    """Refuse a target whose chat template doesn't allow to speak as the user.
+
+    Raises:
+        PromptError: it doesn't, and why.
+
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise PromptError(
+            "--self-talk needs a chat template, and the target's tokenizer has none: give its "
+            "prompts as they are, without --self-talk."
+        )
+    user_turn(
+        [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}], tokenizer
+    )
+
+
+@dataclass
+class SelfTalk:
+    """A session with ``turns`` answers; the user's turns that the prompt lacks are written too.
+
+    It ends early with a truncated answer, or where the user says nothing more.
+    """
+
+    prompt: Prompt
+    temperature: float
+    turns: int
+    tokenizer: Any
+    answers: list[Answer] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    end: int | None = None  # the token that ends the user's turn
+
+    def __post_init__(self) -> None:
+        opening = () if self.prompt.text is None else (self.prompt.text,)
+        self.given = [*opening, *self.prompt.turns]
+        self.messages = list(self.prompt.history)
+
+    def next_request(self, engine: Engine) -> Request:
+        """See `vllm_medusa.offline.batch.Session`."""
+        if self.answers:
+            last = self.answers[-1]
+            self.messages.append({"role": last.role, "content": last.text})
+        if self.given and (not self.messages or self.messages[-1]["role"] != "user"):
+            self.messages.append({"role": "user", "content": self.given.pop(0)})
+        try:
+            if self.messages[-1]["role"] == "user":
+                self.answers.append(Answer())
+                text = render(self.messages, self.tokenizer, for_answer=True)
+                prompt = list(encode_rendered(text, self.tokenizer))
+                return Request(prompt, {"temperature": self.temperature})
+            self.answers.append(Answer(role="user"))
+            turn = user_turn(self.messages, self.tokenizer)
+        except PromptError as error:
+            raise RequestRefused(str(error)) from None
+        self.end = turn.end
+        options = {"temperature": self.temperature, "stop_token_ids": [turn.end]}
+        return Request(turn.prompt, options)
+
+    @property
+    def finished(self) -> bool:
+        """See `vllm_medusa.offline.batch.Session`."""
+        last = self.answers[-1]
+        if last.role == "user":
+            return not last.text.strip() or last.token_ids[-1:] != [self.end]
+        answered = sum(answer.role == "assistant" for answer in self.answers)
+        return answered >= self.turns or last.finish_reason != "stop"
