@@ -56,8 +56,8 @@ def target_fingerprint(
         TimeoutError: It takes longer than ``seconds``.
 
     """
-    files = find_target(source, revision)
     deadline = None if seconds is None else time.monotonic() + seconds
+    files = find_target(source, revision)
     return {
         "sha256": _digest(files, deadline),
         "scheme": SCHEME,

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, TreeConfig
-from vllm_medusa.heads import HeadsInfo, peek_heads
+from vllm_medusa.heads import HeadsInfo, match_target, peek_heads
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.worker import compat
@@ -24,6 +26,7 @@ DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
 V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
+_SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the target's weights
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
         )
     info = peek_heads(source, revision=config.revision)
     _check_fit(info, source, model_config)
+    _compare_targets(info, source, model_config)
     tree = TreeConfig.resolve(
         config.tree,
         heads_default=info.tree,
@@ -177,6 +181,24 @@ def _check_fit(info: HeadsInfo, source: str, model_config: Any) -> None:
             )
 
 
+def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:
+    """Say so if the heads carry the fingerprint of another target, or can't be compared.
+
+    It is the weights in the target's files that are compared: a LoRA adapter's or what vLLM
+    quantises itself isn't seen, files that were quantised can't be told from others.
+    """
+    match = match_target(
+        info,
+        model_config.model,
+        revision=getattr(model_config, "revision", None),
+        seconds=_SECONDS_TO_COMPARE,
+        heads=source,
+    )
+    if match.warning:
+        logger = init_logger(__name__)
+        (logger.warning if match.verdict == "different" else logger.info)("%s", match.warning)
+
+
 def _choose_worker(parallel_config: Any, ours: str) -> None:
     """Run our worker, unless the user named one; theirs must then derive from ours."""
     if parallel_config.worker_cls == "auto":
@@ -195,7 +217,6 @@ def choose_triton_attention(engine_args: Any) -> None:
         MedusaConfigError: The user chose another backend.
 
     """
-    from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     config = engine_args.attention_config

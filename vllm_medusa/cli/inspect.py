@@ -1,0 +1,162 @@
+"""`vllm-medusa inspect`: what a checkpoint is, and whether it fits a target."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from vllm_medusa.heads.inspection import Inspection
+
+_DESCRIPTION = """\
+Tell what a checkpoint of Medusa heads holds, where it comes from, whether anything about it is odd
+(every value is looked at), and, with --target, whether it fits that model.
+
+Exit status: 0 it fits, 1 it does not, 2 it is no checkpoint of heads."""
+
+_MARKS = {"fits": "ok ", "does not fit": "NO ", "unknown": "?  "}
+_FORMATS = {
+    "v1": "v1 (the reference's names; TGI and TensorRT-LLM have the same)",
+    "v2": "v2 (residual blocks alone; the target's LM head is used)",
+    "vllm": "vLLM's layout (what this package saves)",
+    "full": "full Medusa-2 model (heads and the model they were trained with)",
+}
+_SHOWN_NODES = 40
+
+
+def add_parser(commands: Any) -> None:
+    """Add this command to the subcommands of `vllm-medusa`."""
+    parser = commands.add_parser(
+        "inspect",
+        help="what a checkpoint of heads is, and whether it fits a target",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", help="the heads: a folder, a file or a hub name")
+    parser.add_argument("--target", help="the model they are meant for")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub name")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    from vllm_medusa.heads import HeadsError
+    from vllm_medusa.heads.inspection import describe_target, inspect_heads
+
+    console = Console(stderr=True, highlight=False)
+    columns = TextColumn("reading"), BarColumn(), DownloadColumn()
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    try:
+        with shown as bar:
+            task = bar.add_task("reading")
+            found = inspect_heads(
+                args.path,
+                args.target,
+                revision=args.revision,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    except (HeadsError, OSError) as error:
+        target = describe_target(args.path)
+        if args.json:
+            print(json.dumps({"source": args.path, "error": str(error), "target": target}))
+        elif target is not None:
+            print(f"{args.path}: a target model, not heads")
+            print("\n".join(f"  {key:14} {value}" for key, value in target.items()))
+        else:
+            console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        print("\n".join(_lines(found, args.target)))
+    return 0 if found.fits else 1
+
+
+def _lines(found: Inspection, target: str | None) -> Iterator[str]:
+    info = found.info
+    yield f"{found.source}: Medusa heads"
+    rows = {
+        "format": _FORMATS[info.format],
+        "files": ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in found.files.items()),
+        "heads": f"{info.num_heads}, each of {info.num_layers} residual layers "
+        f"{'with' if info.bias else 'without'} biases",
+        "LM heads": _lm_heads(found),
+        "hidden size": info.hidden_size,
+        "vocabulary": "not said" if info.vocab_size is None else info.vocab_size,
+        "stored": f"{found.parameters:,} parameters, {found.bytes / 1e6:.1f} MB, "
+        + " and ".join(found.dtypes),
+        "base model": info.base_model or "not said",
+    }
+    yield from (f"  {key:12} {value}" for key, value in rows.items())
+    yield from _tree(found)
+    for key in ("target", "calibration", "training"):
+        if isinstance(value := found.medusa.get(key), Mapping):
+            yield f"  {key}"
+            yield from (f"    {name}: {_short(entry)}" for name, entry in value.items())
+    yield from _provenance(found.medusa.get("provenance"))
+    for text in found.damage:
+        yield f"DAMAGED: {text}"
+    for text in found.suspicions:
+        yield f"odd: {text}"
+    for check in found.checks:
+        yield f"{_MARKS[check.verdict]}{check.name}: {check.text}"
+    if target is not None:
+        unsure = any(check.verdict == "unknown" for check in found.checks)
+        fits = "it fits, as far as can be told" if unsure else "it fits"
+        yield f"{target}: {fits if found.fits else 'IT DOES NOT FIT'}"
+
+
+def _lm_heads(found: Inspection) -> str:
+    info = found.info
+    if info.num_lm_heads == 0:
+        text = "none stored; the target's is used"
+        if info.format == "vllm":  # which stock vLLM would load, with LM heads at random
+            text += " (vLLM without this plugin needs a copy: convert --to vllm)"
+    elif info.num_lm_heads == 1 < info.num_heads:
+        text = f"one for all heads, {info.lm_head_rows} rows"
+    else:
+        text = f"one for each head, {info.lm_head_rows} rows"
+    text += ", with biases" if info.lm_head_bias else ""
+    return text + (f", over {info.draft_vocab_size} tokens (token_map)" if info.token_map else "")
+
+
+def _tree(found: Inspection) -> Iterator[str]:
+    from vllm_medusa.tree.sketch import sketch_tree
+
+    tree = found.tree
+    if tree is None:
+        yield f"  {'tree':12} {'none of its own' if found.info.tree is None else 'unreadable'}"
+        return
+    yield f"  {'tree':12} {tree.num_draft_tokens} draft nodes, depth {tree.max_depth}"
+    drawing = sketch_tree(tree.to_lists())
+    yield from (f"    {line}" for line in drawing[:_SHOWN_NODES])
+    if len(drawing) > _SHOWN_NODES:
+        yield f"    ... {len(drawing) - _SHOWN_NODES} more nodes"
+
+
+def _provenance(entries: object) -> Iterator[str]:
+    if not isinstance(entries, list) or not entries:
+        return
+    yield "  provenance"
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            continue
+        command = entry.get("command")
+        words = " ".join(map(str, command)) if isinstance(command, list) else str(command)
+        versions = entry.get("versions")
+        ours = versions.get("vllm-medusa", "?") if isinstance(versions, Mapping) else "?"
+        yield f"    {entry.get('time', '?')}, version {ours}: {words}"
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 90 else f"{text[:87]}..."
