@@ -15,7 +15,6 @@ from vllm_medusa.cli import generate
 from vllm_medusa.cli.engine import EngineSettings, Sampling
 from vllm_medusa.cli.generate import positive
 from vllm_medusa.cli.progress import PromptProgress
-from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Engine, run_batch
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
@@ -78,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
+    from vllm_medusa.heads.provenance import provenance
+
     settings, sampling = _settings(args)
     prompts, bad, turns = _survey(args)
     generate.report_bad_lines(bad, args, console)

@@ -137,23 +137,28 @@ def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: An
         tokenizer: its added tokens are those that may end a turn.
 
     """
-    for said in (content, content.rstrip(), content.strip()):
-        if text.startswith(said, start):
-            end = start + len(said)
-            break
-    else:
+    words = start + len(text[start:]) - len(text[start:].lstrip())
+    forms = (content, content.rstrip(), content.strip())  # templates may trim
+    ends = [at + len(f) for at in (start, words) for f in forms if text.startswith(f, at)]
+    if not ends:
         raise PromptError(
             f"the chat template doesn't put the assistant's words {content!r:.40} where its turn "
             f"begins, but {text[start : start + 40]!r}"
         )
-    pairs = enumerate(zip(text, so_far, strict=False))
-    shared = next((i for i, (a, b) in pairs if a != b), min(len(text), len(so_far)))
+    end = ends[0]
+    shared = common_length(text, so_far)
     if shared < end:
         raise PromptError(
             f"the chat template writes the assistant's words {content!r:.40} otherwise when "
             "something follows them"
         )
     return end + len(turn_end(text[end:shared], tokenizer) or "")
+
+
+def common_length(one: str, other: str) -> int:
+    """Return how many characters two texts begin alike with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def turn_end(rest: str, tokenizer: Any) -> str | None:

@@ -16,7 +16,12 @@ from typing import Any
 
 from vllm_medusa.offline.batch import Answer, Engine, Request, RequestRefused
 from vllm_medusa.offline.prompts import Message, Prompt, PromptError
-from vllm_medusa.training.conversations import encode_rendered, render, turn_end
+from vllm_medusa.training.conversations import (
+    common_length,
+    encode_rendered,
+    render,
+    turn_end,
+)
 
 _WORDS = "7f3c0d5e words of a user"  # marks where the user's words stand
 
@@ -44,11 +49,8 @@ def user_turn(messages: list[Message], tokenizer: Any) -> UserTurn:
     if text.count(_WORDS) != 1:
         raise PromptError("the chat template doesn't keep a user's words: no self-talk with it.")
     before, after = text.split(_WORDS)
-    last = messages[-1]["content"].strip()
-    if last not in before:
-        raise PromptError(f"the chat template changes what was said before, {last!r:.40}")
-    header = before.rpartition(last)[2]
-    if not header[len(turn_end(header, tokenizer) or "") :].strip():
+    header = before[common_length(before, render(messages, tokenizer)) :]
+    if not header.strip():
         raise PromptError(
             "the chat template has no header before a user's words, so the target can't know that "
             f"it is to speak as the user; it has {header!r}. Use it without --self-talk."

@@ -1,0 +1,54 @@
+"""Chat templates in the styles of well-known models, over the demo's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+DEMO = Path(__file__).parents[2] / "demo" / "target"
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA_3 = (
+    "<s>{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|eot|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+GEMMA = (
+    "<s>{% for m in messages %}<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}</turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }} {% elif m.role == 'user' %}"
+    "USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+PHI_3 = (  # ends the whole conversation, but no prompt, with a token of its own
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
+)
+GLM_4 = (  # nothing of the assistant's own ends its turn
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+FORGETFUL = (  # drops the reasoning of all answers but the last
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.last %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TOKENS = (
+    "<|im_start|> <|im_end|> <|start|> <|end|> <|eot|> <turn> </turn> <|user|> <|assistant|> "
+    "<|system|>"
+)
+
+
+def tokenizer(template: str | None) -> Any:
+    """The demo's tokenizer with a chat template and its tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    loaded = PreTrainedTokenizerFast.from_pretrained(DEMO)
+    loaded.add_special_tokens({"additional_special_tokens": _TOKENS.split()})
+    loaded.chat_template = template
+    return loaded

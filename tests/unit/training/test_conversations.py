@@ -1,0 +1,147 @@
+from typing import Any
+
+import pytest
+from support import chat
+
+from vllm_medusa.offline.prompts import PromptError
+from vllm_medusa.training.conversations import encode_conversation, encode_text
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TALK = [
+    SYSTEM,
+    {"role": "user", "content": "What is assistant?"},
+    {"role": "assistant", "content": "A role.\n\n- the user's\n- the model's "},
+    {"role": "user", "content": "assistant\nIs it? "},
+    {"role": "assistant", "content": "Yes."},
+]
+KEPT, TRIMMED = TALK[2]["content"], TALK[2]["content"].strip()
+
+STYLES = [  # template, what the assistant has to write
+    (chat.CHATML, [KEPT + "<|im_end|>", "Yes.<|im_end|>"]),
+    (chat.LLAMA_3, [TRIMMED + "<|eot|>", "Yes.<|eot|>"]),
+    (chat.GEMMA, [TRIMMED + "</turn>", "Yes.</turn>"]),
+    (chat.PHI_3, [KEPT + "<|end|>", "Yes.<|end|>"]),
+    (chat.GLM_4, [KEPT, "Yes."]),
+]
+
+
+def encode(messages: Any, template: str | None, key: str = "messages") -> tuple[str, list[str]]:
+    """The whole text, and the text of each span."""
+    tokenizer = chat.tokenizer(template)
+    ids, spans = encode_conversation(messages, key, tokenizer)
+    return tokenizer.decode(ids), [tokenizer.decode(ids[start:end]) for start, end in spans]
+
+
+@pytest.mark.parametrize(("template", "written"), STYLES)
+def test_spans_are_what_the_assistant_writes_and_nothing_else(
+    template: str, written: list[str]
+) -> None:
+    text, spans = encode(TALK, template)
+    assert spans == written
+    tokenizer = chat.tokenizer(template)
+    assert text == tokenizer.apply_chat_template(TALK, tokenize=False)
+    ids, places = encode_conversation(TALK, "messages", tokenizer)
+    for turn, (start, _) in zip((2, 4), places, strict=True):  # what serving sees before the answer
+        served = tokenizer.apply_chat_template(
+            TALK[:turn], add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert list(ids[:start]) == served
+
+
+def test_words_that_begin_with_a_blank_after_the_header() -> None:
+    """Vicuna's header has no blank at its end: the model writes it with its first word."""
+    talk = [SYSTEM, *({**m, "content": m["content"].strip()} for m in TALK[1:])]
+    talk[2] |= {"content": " " + TRIMMED}
+    spaced = chat.VICUNA.replace("ASSISTANT: {{", "ASSISTANT:{{")
+    talk[4] |= {"content": " Yes."}
+    assert encode(talk, spaced)[1] == [f" {TRIMMED}</s>", " Yes.</s>"]
+
+
+def test_a_blank_of_the_template_belongs_to_the_answer() -> None:
+    talk = [SYSTEM, *({**m, "content": m["content"].strip()} for m in TALK[1:])]
+    text, spans = encode(talk, chat.VICUNA)
+    assert spans == [f" {TRIMMED}</s>", " Yes.</s>"]
+    assert text.startswith("Be brief. USER: What is assistant? ASSISTANT: A role.")
+
+
+def test_share_gpt() -> None:
+    talk = [
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "Hello!"},
+        {"from": "human", "value": "Bye"},  # nobody answers
+    ]
+    text, spans = encode(talk, chat.CHATML, "conversations")
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+    assert spans == ["Hello!<|im_end|>"]
+
+
+THOUGHT = {"role": "assistant", "content": "<think>hm</think>Yes."}
+USER = {"role": "user", "content": "Is it?"}
+NO_HEADER = "{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}"
+UPPER = chat.CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
+REASONING = chat.CHATML.replace("{% endif %}", "<think>\n{% endif %}")
+RAISING = "{{ raise_exception('only two roles') }}"
+LATE = chat.CHATML.replace("<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role }}\nAnswer: ")
+CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace(
+    "{{ m.content }}", "{{ 'Y' if m.role == 'assistant' }}{{ m.content }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "reason"),
+    [
+        (chat.FORGETFUL, [USER, THOUGHT, USER, THOUGHT], "doesn't put the assistant's words"),
+        (UPPER, [USER, THOUGHT], "doesn't put the assistant's words '<think>hm</think>Yes.'"),
+        (REASONING, [USER, {"role": "assistant", "content": "Yes."}], "rewrites what was said"),
+        (LATE, [USER, {"role": "assistant", "content": "Yes."}], "doesn't put"),
+        (CUT, [USER, {"role": "assistant", "content": "ou"}], "run over into what follows"),
+        (RAISING, TALK, "refuses the conversation: only two roles"),
+        (None, TALK, "no chat template"),
+        (chat.CHATML, [SYSTEM, USER], "no assistant turn"),
+        (chat.CHATML, [SYSTEM, THOUGHT], "begins with the assistant"),
+        (chat.CHATML, [USER, {"role": "assistant", "content": " "}], "message 2 of 'messages' is"),
+        (chat.CHATML, [], "a list of messages that isn't empty"),
+        (chat.CHATML, [USER, {"role": "assistant"}], "use {'role': text, 'content': text}"),
+        (chat.CHATML, [USER, {"role": "assistant", "content": "\ud800"}], "surrogate"),
+    ],
+)
+def test_what_can_not_be_masked_is_refused(template: str, talk: Any, reason: str) -> None:
+    with pytest.raises(PromptError, match=None) as error:
+        encode(talk, template)
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("talk", "reason"),
+    [
+        ([{"from": "narrator", "value": "x"}], "the speaker 'narrator'; known are system, human"),
+        ([{"role": "user", "content": "x"}], "use {'from': speaker, 'value': text}"),
+    ],
+)
+def test_bad_share_gpt(talk: Any, reason: str) -> None:
+    with pytest.raises(PromptError) as error:
+        encode(talk, chat.CHATML, "conversations")
+    assert reason in str(error.value)
+
+
+def test_a_mask_by_speaker_or_place_would_be_noticed() -> None:
+    """The reference joins its two conditions by `or`, which trains prompts too."""
+    tokenizer = chat.tokenizer(chat.CHATML)
+    ids, spans = encode_conversation(TALK, "messages", tokenizer)
+    trained = {t for start, end in spans for t in range(start, end)}
+    prompts = [t for t in range(len(ids)) if t not in trained]
+    assert tokenizer.decode([ids[t] for t in prompts]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is assistant?<|im_end|>\n"
+        "<|im_start|>assistant\n\n<|im_start|>user\nassistant\nIs it? <|im_end|>\n"
+        "<|im_start|>assistant\n\n"
+    )
+
+
+def test_plain_text_is_trained_from_its_second_token() -> None:
+    tokenizer = chat.tokenizer(None)
+    ids, spans = encode_text("<s>import os\n", tokenizer)
+    assert list(ids) == tokenizer("<s>import os\n")["input_ids"]
+    assert spans == ((1, len(ids)),)
+    for text, reason in (("", "isn't empty"), (3, "isn't empty"), ("<s>", "a single token")):
+        with pytest.raises(PromptError, match=reason):
+            encode_text(text, tokenizer)

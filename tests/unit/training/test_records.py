@@ -1,0 +1,168 @@
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import chat
+
+from vllm_medusa.offline.prompts import BadLine, PromptError
+from vllm_medusa.training.records import Record, load_records, read_records, split_heldout
+
+
+def write(path: Path, *rows: Any) -> Path:
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+GOOD = {"index": 4, "request_id": "a", "token_ids": [5, 6, 7, 8], "generated": [[1, 2], [2, 4]]}
+
+
+def test_the_native_form(tmp_path: Path) -> None:
+    more = {"temperature": 1, "seed": 3, "finish_reason": "stop", "text": "x"}
+    path = write(tmp_path / "r.jsonl", GOOD | more, {**GOOD, "index": 0, "temperature": None})
+    first, second = read_records(path, vocab_size=9)
+    assert first == Record(4, 1, "a", (5, 6, 7, 8), ((1, 2), (2, 4)), 1.0)
+    assert isinstance(first, Record)
+    assert first.num_generated == 3
+    assert second == Record(0, 2, "a", (5, 6, 7, 8), ((1, 2), (2, 4)), None)
+
+
+def test_all_forms_in_one_file(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    path = write(
+        tmp_path / "r.jsonl",
+        GOOD,
+        b"",
+        {"id": "m", "messages": talk},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]},
+        {"text": "import os\n"},
+    )
+    tokenizer = chat.tokenizer(chat.CHATML)
+    records = [r for r in read_records(path, tokenizer) if isinstance(r, Record)]
+    assert [(r.index, r.line, r.request_id) for r in records] == [
+        (4, 1, "a"),
+        (1, 3, "m"),
+        (2, 4, "2"),
+        (3, 5, "3"),
+    ]
+    assert records[1].token_ids == records[2].token_ids
+    ((start, end),) = records[1].generated
+    assert tokenizer.decode(records[1].token_ids[start:end]) == "Hello!<|im_end|>"
+    assert records[3].generated == ((1, len(records[3].token_ids)),)
+    assert all(r.temperature is None for r in records)
+
+
+BAD = [
+    (b"{", "not JSON: "),
+    (b"[" * 100_000, "not JSON that can be read"),
+    (b'{"token_ids": [' + b"9" * 5000 + b"]}", "not JSON that can be read"),
+    (b"\xff{}", "not UTF-8 text: invalid start byte at byte 0"),
+    ([1], "a list instead of an object"),
+    ({"index": 1, "error": "too long"}, "no record, but an error: too long"),
+    ({"prompt": "x"}, "no key 'token_ids', 'messages', 'conversations' or 'text'; the keys are"),
+    ({"messages": []}, "'messages' needs the target's tokenizer"),
+    ({"text": "x"}, "'text' needs the target's tokenizer"),
+    ({"token_ids": [1], "text": "x"}, "no key 'generated'"),
+    (GOOD | {"token_ids": []}, "'token_ids' is []"),
+    (GOOD | {"token_ids": "5 6"}, "'token_ids' is '5 6'"),
+    (GOOD | {"token_ids": [5, 6, "7", 8]}, "token_ids[2] is '7'"),
+    (GOOD | {"token_ids": [5, 6, True, 8]}, "token_ids[2] is True"),
+    (GOOD | {"token_ids": [5, 6, 7, 9]}, "token_ids[3] is 9, outside the vocabulary (from 0 to 8)"),
+    (GOOD | {"token_ids": [5, -1, 7, 8]}, "token_ids[1] is -1, outside"),
+    (GOOD | {"generated": []}, "no generated span"),
+    (GOOD | {"generated": [1, 2]}, "'generated' is [1, 2]"),
+    (GOOD | {"generated": [[1, 2.0]]}, "'generated' is [[1, 2.0]]"),
+    (GOOD | {"generated": [[1, 5]]}, "[1, 5) is empty or outside the 4 tokens"),
+    (GOOD | {"generated": [[-1, 2]]}, "[-1, 2) is empty or outside"),
+    (GOOD | {"generated": [[2, 2]]}, "[2, 2) is empty or outside"),
+    (GOOD | {"generated": [[0, 3], [2, 4]]}, "starts at 2, before the last ended at 3"),
+    (GOOD | {"generated": [[2, 4], [0, 1]]}, "starts at 0, before the last ended at 4"),
+    (GOOD | {"index": -1}, "'index' is -1"),
+    (GOOD | {"temperature": "hot"}, "'temperature' is 'hot'"),
+    (GOOD | {"temperature": float("nan")}, "'temperature' is nan"),
+    (GOOD | {"token_ids": [5] * 7}, "7 tokens; at most 6 are allowed"),
+    (GOOD | {"generated": [[0, 1]]}, "1 generated tokens; at least 2 are needed"),
+    (GOOD | {"request_id": "\ud800"}, "surrogate"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_bad_lines_say_where_and_why(tmp_path: Path, row: Any, reason: str) -> None:
+    path = write(tmp_path / "r.jsonl", GOOD, b"", row, GOOD)
+    good, bad, last = read_records(path, vocab_size=9, max_tokens=6, min_generated=2)
+    assert isinstance(bad, BadLine)
+    assert (bad.index, bad.line) == (1, 3)
+    assert reason in bad.reason
+    assert isinstance(good, Record) and isinstance(last, Record)
+
+
+def test_the_tokenizer_bounds_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = chat.tokenizer(None)
+    path = write(tmp_path / "r.jsonl", GOOD | {"token_ids": [1, 2, 3, len(tokenizer)]})
+    (bad,) = read_records(path, tokenizer)
+    assert isinstance(bad, BadLine) and "outside the vocabulary" in bad.reason
+    (good,) = read_records(path, tokenizer, vocab_size=len(tokenizer) + 1)  # a padded embedding
+    assert isinstance(good, Record)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match=r"none\.jsonl: no such file"):
+        list(read_records(tmp_path / "none.jsonl"))
+
+
+def rows(prompts: int, samples: int) -> list[dict[str, Any]]:
+    generator = random.Random(0)
+    return [
+        {
+            "index": p * samples + s,
+            "token_ids": [0, p, p + 1, *(generator.randrange(50) for _ in range(4))],
+            "generated": [[3, 7]],
+        }
+        for p in range(prompts)
+        for s in range(samples)
+    ]
+
+
+def test_the_order_of_the_lines_makes_no_difference(tmp_path: Path) -> None:
+    made = rows(20, 3)
+    tidy, _ = load_records(write(tmp_path / "a.jsonl", *made))
+    random.Random(1).shuffle(made)
+    shuffled, bad = load_records(write(tmp_path / "b.jsonl", *made, {"token_ids": []}))
+    assert [b.line for b in bad] == [61]
+    plain = [[(r.index, r.token_ids) for r in records] for records in (tidy, shuffled)]
+    assert plain[0] == plain[1]
+    sides = [
+        [[r.index for r in side] for side in split_heldout(records, 0.3)]
+        for records in (tidy, list(reversed(shuffled)))
+    ]
+    assert sides[0] == sides[1]
+    assert sides[0][0] == sorted(sides[0][0])
+
+
+def test_all_samples_of_a_prompt_are_on_one_side(tmp_path: Path) -> None:
+    records, _ = load_records(write(tmp_path / "a.jsonl", *rows(20, 3)))
+    for share, prompts in ((0.01, 1), (0.3, 6), (0.99, 19)):
+        train, heldout = split_heldout(records, share)
+        assert len(heldout) == 3 * prompts
+        assert not {r.token_ids[1] for r in train} & {r.token_ids[1] for r in heldout}
+        assert len(train) + len(heldout) == 60
+    assert split_heldout(records, 0) == (records, [])
+    third = {r.index for r in split_heldout(records, 0.3)[1]}
+    assert third < {r.index for r in split_heldout(records, 0.5)[1]}
+
+
+def test_texts_without_a_prompt_are_told_apart_by_their_content(tmp_path: Path) -> None:
+    made = [row | {"generated": [[1, 7]]} for row in rows(20, 1)]
+    records, _ = load_records(write(tmp_path / "a.jsonl", *made))
+    assert len(split_heldout(records, 0.25)[1]) == 5
+
+
+def test_a_split_that_leaves_a_side_empty_is_refused(tmp_path: Path) -> None:
+    records, _ = load_records(write(tmp_path / "a.jsonl", *rows(1, 3)))
+    with pytest.raises(ValueError, match="3 records of 1 prompts"):
+        split_heldout(records, 0.1)
+    for share in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match="at least 0 and below 1"):
+            split_heldout(records, share)

@@ -1,0 +1,199 @@
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_engine import FakeEngine
+
+from vllm_medusa.offline.batch import Delta, RequestRefused, run_batch
+from vllm_medusa.offline.prompts import Message, Prompt, read_prompts
+from vllm_medusa.training.records import Record, load_records
+from vllm_medusa.training.self_distillation import Plan, Summary
+
+EOT = 3
+
+
+@dataclass
+class Scripted:
+    """An engine that says what it was told; letters are tokens, and 3 ends a turn."""
+
+    script: Mapping[str, tuple[Sequence[int], str]]  # key -> token ids, finish reason
+    rewrite: bool = False  # the template says earlier answers in upper case
+    end: int = EOT  # what the template ends a turn with
+    longest: int = 1000  # prompt
+    asked: dict[str, list[int]] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
+
+    def submit(
+        self,
+        key: str,
+        prompt: str | list[int],
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if len(prompt) > self.longest:
+            raise RequestRefused("too long")
+        self.asked[key] = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        self.waiting.append(key)
+
+    def step(self) -> list[Delta]:
+        key = self.waiting.pop(0)
+        ids, reason = self.script[key]
+        text = bytes(t for t in ids if t != EOT).decode()
+        return [Delta(key, text, ids, reason, prompt_token_ids=self.asked[key])]
+
+    def render(self, messages: list[Message]) -> list[int]:
+        ids: list[int] = []
+        for message in messages:
+            words = message["content"]
+            if self.rewrite and message["role"] == "assistant":
+                words = words.upper()
+            ids += [*f"[{message['role'][0]}]{words}".encode(), self.end]
+        return [*ids, *b"[a]"]
+
+
+def ids(text: str) -> list[int]:
+    return list(text.replace("|", chr(EOT)).encode())
+
+
+TALK = Prompt(0, 1, "t", turns=("x", "y", "z"))
+ANSWERS = {
+    "0.0": (ids("one|"), "stop"),
+    "0.1": (ids("two|"), "stop"),
+    "0.2": (ids("three"), "length"),
+}
+
+
+def lines_of(engine: Any, plan: Plan, *prompts: Prompt) -> list[dict[str, Any]]:
+    results = run_batch(prompts, engine, concurrency=3, seed=plan.seed, session=plan.session)
+    return [line for result in results for line in plan.records(result)]
+
+
+def test_a_conversation_is_one_record_with_a_span_for_each_answer() -> None:
+    (line,) = lines_of(Scripted(ANSWERS), Plan(turns=3, temperatures=(0.5,), seed=7), TALK)
+    text = bytes(line["token_ids"]).decode().replace(chr(EOT), "|")
+    assert text == "[u]x|[a]one|[u]y|[a]two|[u]z|[a]three"
+    spans = [bytes(line["token_ids"][s:e]).decode() for s, e in line["generated"]]
+    assert spans == ["one\x03", "two\x03", "three"]
+    assert (line["index"], line["request_id"], line["seed"]) == (0, "t", 7)
+    assert (line["temperature"], line["finish_reason"], line["text"]) == (0.5, "length", "three")
+
+
+def test_answers_that_are_rendered_otherwise_are_records_of_their_own() -> None:
+    plan = Plan(turns=3)
+    lines = lines_of(Scripted(ANSWERS, rewrite=True), plan, TALK)
+    assert [line["index"] for line in lines] == [1, 2, 0], "the slot's own index comes last"
+    trained = [
+        [bytes(line["token_ids"][s:e]).decode() for s, e in line["generated"]] for line in lines
+    ]
+    assert trained == [["one\x03"], ["two\x03"], ["three"]]
+    assert bytes(lines[2]["token_ids"]).startswith(b"[u]x\x03[a]ONE\x03[u]y\x03[a]TWO")
+
+
+def test_an_end_of_turn_that_the_template_does_not_write_divides_too() -> None:
+    lines = lines_of(Scripted(ANSWERS, end=4), Plan(turns=3), TALK)
+    assert [len(line["generated"]) for line in lines] == [1, 1, 1]
+
+
+def test_a_truncated_answer_ends_its_conversation() -> None:
+    script = ANSWERS | {"0.1": (ids("tw"), "length")}
+    (line,) = lines_of(Scripted(script), Plan(turns=3), TALK)
+    assert bytes(line["token_ids"]).endswith(b"[u]y\x03[a]tw")
+    assert len(line["generated"]) == 2
+
+
+def test_what_was_answered_before_a_refusal_is_kept() -> None:
+    engine = Scripted(ANSWERS, longest=10)
+    plan = Plan(turns=3)
+    (result,) = run_batch([TALK], engine, concurrency=1, session=plan.session)
+    assert result.error is not None
+    (line,) = plan.records(result)
+    assert len(line["generated"]) == 1 and "error" not in line
+
+
+def test_a_refused_prompt_is_an_error_in_its_slot() -> None:
+    engine = FakeEngine(longest_prompt=3)
+    (line,) = lines_of(engine, Plan(turns=2), Prompt(5, 6, "p", text="too long"))
+    assert line == {"index": 10, "request_id": "p", "error": "the prompt has 8 tokens"}
+
+
+def test_samples_have_names_seeds_and_temperatures_of_their_own() -> None:
+    engine = FakeEngine()
+    plan = Plan(samples=3, temperatures=(0.5, 1.0), seed=100)
+    prompts = [Prompt(i, i + 1, f"p{i}", text=f"text {i}") for i in (0, 2)]  # line 2 is bad
+    slots = list(plan.slots(prompts, set()))
+    assert [(s.index, s.request_id) for s in slots] == [
+        *((s, f"p0#{s}") for s in range(3)),
+        *((6 + s, f"p2#{s}") for s in range(3)),
+    ]
+    lines = {line["index"]: line for line in lines_of(engine, plan, *slots)}
+    assert [lines[i]["temperature"] for i in range(3)] == [0.5, 1.0, 0.5]
+    assert engine.options["1.0"] == {"temperature": 1.0}
+    assert all(lines[i]["seed"] == 100 + i == engine.seeds[f"{i}.0"] for i in lines)
+    assert [s.index for s in plan.slots(prompts, {0, 2, 7})] == [1, 6, 8]
+    assert [s.request_id for s in Plan().slots(prompts, set())] == ["p0", "p2"]
+
+
+def test_a_slot_is_done_when_its_last_record_stands() -> None:
+    plan = Plan(samples=2, turns=3)
+    prompts = [Prompt(0, 1, "p", turns=("a", "b", "c"))]
+    assert [s.index for s in plan.slots(prompts, {1, 2})] == [0, 1], "only its first records"
+    assert [s.index for s in plan.slots(prompts, {0, 1, 2})] == [1]
+    assert [s.index for s in plan.slots(prompts, {0, 3})] == []
+
+
+def test_every_line_can_be_read(tmp_path: Path) -> None:
+    source = tmp_path / "p.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"text {i}"}) + "\n" for i in range(9)))
+    prompts = [p for p in read_prompts(source) if isinstance(p, Prompt)]
+    plan = Plan(samples=4, temperatures=(0.7,))
+    lines = lines_of(FakeEngine(), plan, *plan.slots(prompts, set()))
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records, bad = load_records(path, vocab_size=256)
+    assert bad == [] and [r.index for r in records] == list(range(36))
+    assert len({r.prompt_key for r in records}) == 9
+    assert isinstance(records[0], Record)
+
+
+def line(tokens: Sequence[int], start: int, text: str = "x", reason: str = "stop") -> Any:
+    spans = [[start, len(tokens)]]
+    return {"token_ids": tokens, "generated": spans, "text": text, "finish_reason": reason}
+
+
+def test_the_summary_counts() -> None:
+    summary = Summary()
+    for entry in (
+        line([1, 2, 3], 1),
+        line([1, 2, 3], 1),
+        line([1, 2, 3, 4], 1, reason="length"),
+        line([1, 0], 1, text=""),
+        {"index": 3, "error": "no"},
+    ):
+        summary.add(entry)
+    assert (summary.records, summary.errors) == (4, 1)
+    assert (summary.prompt_tokens, summary.generated) == (4, [2, 2, 3, 1])
+    assert (summary.truncated, summary.duplicates, summary.empty) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("concurrency", [1, 7])
+def test_texts_do_not_depend_on_the_batch_or_on_what_is_done(concurrency: int) -> None:
+    plan = Plan(samples=3, temperatures=(0.5, 1.0), seed=5)
+    prompts = [Prompt(i, i + 1, f"p{i}", text=f"text {i}") for i in range(6)]
+
+    def made(done: set[int]) -> dict[int, Any]:
+        results = run_batch(
+            plan.slots(prompts, done),
+            FakeEngine(),
+            concurrency=concurrency,
+            seed=plan.seed,
+            session=plan.session,
+        )
+        return {r["index"]: r for result in results for r in plan.records(result)}
+
+    whole = made(set())
+    done = {0, 3, 4, 11}
+    assert made(done) == {i: r for i, r in whole.items() if i not in done}
+    assert len(whole) == 18
