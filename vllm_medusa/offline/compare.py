@@ -34,6 +34,7 @@ class Timed:
     seconds: float = 0.0
     tokens: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
+    rates: list[float] = field(default_factory=list)  # tokens per second of each round
 
     @property
     def tokens_per_second(self) -> float:
@@ -73,6 +74,12 @@ class Comparison:
         base = self.baseline.tokens_per_second
         return self.candidate.tokens_per_second / base if base else 0.0
 
+    @property
+    def ratios(self) -> list[float]:
+        """The same, round by round."""
+        pairs = zip(self.candidate.rates, self.baseline.rates, strict=True)
+        return [rate / base if base else 0.0 for rate, base in pairs]
+
 
 def compare(
     baseline: Engine | Runner,
@@ -103,7 +110,9 @@ def compare(
         raise ValueError("there are no prompts to compare on.")
     comparison = Comparison()
     baseline_first = True
+    both = (comparison.baseline, comparison.candidate)
     for number in range(rounds):
+        before = [(timed.tokens, timed.seconds) for timed in both]
         for start in range(0, len(prompts), concurrency):
             group = prompts[start : start + concurrency]
             order = [(baseline, comparison.baseline), (candidate, comparison.candidate)]
@@ -120,6 +129,9 @@ def compare(
                 if (difference := _difference(right[prompt.index], judged[prompt.index], number))
             ]
             progress()
+        for timed, (tokens, seconds) in zip(both, before, strict=True):
+            spent = timed.seconds - seconds
+            timed.rates.append((timed.tokens - tokens) / spent if spent else 0.0)
     return comparison
 
 

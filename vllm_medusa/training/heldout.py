@@ -1,0 +1,72 @@
+"""Records in three files: to train on, to calibrate on, to measure on at last.
+
+The split goes by prompts, as `records.split_heldout` makes it, so no prompt is on two sides; and by
+their contents alone, so it doesn't depend on the order of the file's lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_medusa.offline.prompts import BadLine
+from vllm_medusa.training.records import Record, load_records, split_heldout
+
+LEAST = 8  # prompts held out, unless that is more than half of them
+FILES = ("train.jsonl", "calibration.jsonl", "measurement.jsonl")
+
+
+def split_records(source: Path, folder: Path, share: float) -> tuple[list[int], list[BadLine]]:
+    """Write `FILES` into ``folder``, records in an order of their own.
+
+    Args:
+        source: a file of records of token ids.
+        folder: exists.
+        share: of the prompts that are held out; at least `LEAST` prompts are, if that leaves half.
+            Half of them are to calibrate, half to measure on; a single one is for both.
+
+    Returns:
+        How many prompts each file has, and the bad lines, which are left out.
+
+    Raises:
+        ValueError: fewer than two distinct prompts.
+
+    """
+    records, bad = load_records(source)
+    prompts = _prompts(records)
+    if prompts < 2:
+        raise ValueError(
+            f"{source} has records of {prompts} prompts; at least 2 are needed, one of them held "
+            "out."
+        )
+    count = min(max(round(share * prompts), LEAST), prompts // 2)
+    train, heldout = split_heldout(records, count / prompts)
+    parts = [train, heldout, heldout]
+    if _prompts(heldout) > 1:
+        parts[1:] = split_heldout(heldout, 0.5)
+    for name, part in zip(FILES, parts, strict=True):
+        _write(folder / name, part)
+    return [_prompts(part) for part in parts], bad
+
+
+def _prompts(records: Sequence[Record]) -> int:
+    return len({record.prompt_key for record in records})
+
+
+def _write(path: Path, records: Sequence[Record]) -> None:
+    part = path.with_name(path.name + ".part")
+    with part.open("w") as file:
+        for record in records:
+            line = {
+                "index": record.index,
+                "request_id": record.request_id,
+                "token_ids": record.token_ids,
+                "generated": record.generated,
+                "temperature": record.temperature,
+            }
+            file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
