@@ -69,15 +69,8 @@ class TrainingRun:
         self.settings = json.loads(json.dumps(settings))
         self._lock: BinaryIO | None = None
         self._log: BinaryIO | None = None
-        if not self.output.absolute().parent.is_dir():
-            raise RunError(f"{output}: no folder {self.output.parent}. Make it, or name another.")
-        if self.output.exists() and not self.output.is_dir():
-            raise RunError(f"{output} is a file; name a folder for the heads.")
+        check_output(self.output)
         known = self._settings_file.exists()
-        if not known and self.output.exists() and any(self.output.iterdir()):
-            raise RunError(
-                f"{output} holds files that are no training run. Name another folder for the heads."
-            )
         if not main:
             self.complete = False
             return
@@ -209,6 +202,24 @@ class TrainingRun:
             )
 
 
+def check_output(output: Path) -> None:
+    """Refuse a folder that no heads can be trained into, before anything is read.
+
+    Raises:
+        RunError: its parent is missing, it is a file, or holds something that is no training run.
+
+    """
+    if not output.absolute().parent.is_dir():
+        raise RunError(f"{output}: no folder {output.parent}. Make it, or name another.")
+    if output.exists() and not output.is_dir():
+        raise RunError(f"{output} is a file; name a folder for the heads.")
+    known = (output / "training").is_dir()
+    if not known and output.exists() and any(output.iterdir()):
+        raise RunError(
+            f"{output} holds files that are no training run. Name another folder for the heads."
+        )
+
+
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
     """Say which values of two JSON objects differ."""
     if isinstance(before, dict) and isinstance(now, dict):
@@ -218,12 +229,15 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
         yield f"{name} was {before!r} and is now {now!r}"
 
 
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON file so that after a crash, too, it is the old or the whole new one."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
+def write_json(path: Path, document: Mapping[str, Any], part: str = "part") -> None:
+    """Write a JSON file so that after a crash, too, it is the old or the whole new one.
+
+    ``part`` is the suffix of the file aside; processes that may write at a time need their own.
+    """
+    aside = path.with_name(f"{path.name}.{part}")
+    with aside.open("w", encoding="utf-8") as file:
         json.dump(document, file, indent=1, sort_keys=True)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    part.replace(path)
+    aside.replace(path)

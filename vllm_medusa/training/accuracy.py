@@ -1,0 +1,103 @@
+"""How often a label is among a head's best guesses, as serving would draw them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead
+
+TOP = 10
+
+
+@torch.no_grad()
+def label_ranks(
+    heads: MedusaHeads,
+    hidden_states: Tensor,  # [N, H]
+    labels: Tensor,  # int64 [N, K] target ids, IGNORED where none
+    lm_head: LMHead | None = None,
+    *,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Place of each label among its head's guesses, best is 0: int64 [N, K].
+
+    Equal logits rank by draft id, lower first, as the proposer takes them. Labels outside the draft
+    vocabulary and ignored ones rank behind everything, at V_draft.
+
+    Args:
+        heads: K heads.
+        hidden_states: what the target's LM head sees.
+        labels: the tokens.
+        lm_head: [n, H] -> the target's logits over the draft vocabulary, for heads that store none.
+        chunk: positions whose logits exist at a time, [chunk, K, V_draft].
+
+    """
+    ids = torch.arange(heads.draft_vocab_size, device=hidden_states.device)
+    draft_id = torch.full((heads.vocab_size + 1,), -1, device=ids.device)
+    draft_id[heads.to_target_ids(ids)] = ids
+    places = []
+    for rows in range(0, len(hidden_states), chunk):
+        label = labels[rows : rows + chunk]
+        own = draft_id[label.masked_fill(label == IGNORED, heads.vocab_size)]  # [n, K]
+        x = heads(hidden_states[rows : rows + chunk])
+        if heads.lm_head_weight is None and lm_head is not None:
+            logits = lm_head(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # over the draft vocabulary
+        else:
+            logits = heads.compute_logits(x)
+        logits = logits.float()
+        at = logits.gather(2, own.clamp(min=0)[..., None])  # [n, K, 1]
+        before = (logits > at) | ((logits == at) & (ids < own[..., None]))
+        places.append(before.sum(-1).masked_fill(own < 0, heads.draft_vocab_size))
+    return torch.cat(places)
+
+
+@dataclass
+class Measurement:
+    """Sums over labels, which add up over batches and processes.
+
+    ``loss`` fp64 [K] in nats, ``labels`` int64 [K], ``hits`` int64 [K, TOP]: labels at each rank.
+    """
+
+    loss: Tensor
+    labels: Tensor
+    hits: Tensor
+
+    @classmethod
+    def empty(cls, num_heads: int) -> Measurement:
+        """Nothing measured."""
+        return cls(
+            torch.zeros(num_heads, dtype=torch.float64),
+            torch.zeros(num_heads, dtype=torch.int64),
+            torch.zeros(num_heads, TOP, dtype=torch.int64),
+        )
+
+    def add(self, loss: Tensor, ranks: Tensor, labels: Tensor) -> None:
+        """Take in a batch: loss sums [K], ranks and labels int64 [N, K]."""
+        self.loss += loss.double().cpu()
+        self.labels += (labels != IGNORED).sum(0).cpu()
+        at = torch.arange(TOP, device=ranks.device)
+        self.hits += (ranks[..., None] == at).sum(0).cpu()
+
+    def packed(self) -> Tensor:
+        """All sums in one fp64 vector."""
+        return torch.cat([self.loss, self.labels.double(), self.hits.double().flatten()])
+
+    @classmethod
+    def unpacked(cls, vector: Tensor, num_heads: int) -> Measurement:
+        """Undo `packed`."""
+        loss, labels, hits = vector.split([num_heads, num_heads, num_heads * TOP])
+        return cls(loss, labels.long(), hits.long().view(num_heads, TOP))
+
+    def summary(self) -> dict[str, Any]:
+        """Plain JSON: ``loss`` [K], ``labels`` of head 0, ``top`` [K][TOP]: share within i + 1."""
+        count = self.labels.clamp(min=1)
+        top = self.hits.cumsum(1).double() / count[:, None]
+        return {
+            "labels": int(self.labels[0]),
+            "loss": [round(value, 4) for value in (self.loss / count).tolist()],
+            "top": [[round(value, 4) for value in row] for row in top.tolist()],
+        }

@@ -1,0 +1,49 @@
+"""A run's log as a picture: losses and accuracies over the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_SMOOTHED = 50  # points of a curve
+
+
+def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") -> None:
+    """Draw ``log.jsonl``'s entries to a PNG file (matplotlib)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = list(entries)
+    steps = [line for line in lines if "losses" in line]
+    measured = [line for line in lines if "heldout" in line]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    num_heads = len(steps[0]["losses"]) if steps else 0
+    width = max(1, len(steps) // _SMOOTHED)
+    windows = [steps[i : i + width] for i in range(0, len(steps), width)]
+    for head in range(num_heads):
+        at = [window[-1]["step"] for window in windows]
+        mean = [sum(line["losses"][head] for line in w) / len(w) for w in windows]
+        (curve,) = left.plot(at, mean, linewidth=1, label=f"head {head}")
+        at = [line["step"] for line in measured]
+        color = curve.get_color()
+        losses = [line["heldout"]["loss"][head] for line in measured]
+        left.plot(at, losses, "o", markersize=3, color=color)
+        for rank, style in ((1, "-"), (5, ":")):
+            share = [line["heldout"]["top"][head][rank - 1] for line in measured]
+            name = f"head {head}, top {rank}" if head == 0 else None
+            right.plot(at, share, style, marker="o", markersize=3, color=color, label=name)
+    left.set(xlabel="step", ylabel="loss, nats (dots: held out)", title="loss")
+    right.set(xlabel="step", ylabel="share of labels", title="held-out accuracy", ylim=(0, 1))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.tight_layout()
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png", dpi=110)
+    plt.close(figure)
+    part.replace(path)

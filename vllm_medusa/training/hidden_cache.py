@@ -1,0 +1,263 @@
+"""The frozen target's hidden states, computed once and kept in files.
+
+A folder of shards, each the rows of some whole records one behind the other, [n, H] in one dtype
+and nothing else, mapped into memory when read. The folder's name and its ``key.json`` say of which
+target and texts it is, so that no other run ever reads it. A shard is written aside, synced and
+renamed: what has its name is whole. Building goes on with the shards that lack.
+
+The disk is bounded: records are cached in order as long as they fit; what is beyond is computed
+whenever it is trained on (one pass over a text for all its pieces, which `groups` keeps together).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_medusa.training.state import write_json
+from vllm_medusa.training.target import Target
+from vllm_medusa.training.texts import Piece, Texts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WORDS = {4: (np.int32, torch.int32), 2: (np.int16, torch.int16)}  # by size: how files are mapped
+_VERSION = 1
+
+
+class CacheError(ValueError):
+    """Hidden states that can't be kept or computed."""
+
+
+class HiddenStates:
+    """The states of all rows of some texts, from files or from the target.
+
+    Attributes:
+        needed_bytes: what all rows take.
+        cached_bytes: what is, or will be, kept.
+
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        texts: Texts,
+        folder: Path,
+        key: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        max_bytes: int,
+        shard_bytes: int = 256 << 20,
+        forward_tokens: int = 4096,
+    ) -> None:
+        """Plan the shards; nothing is written yet.
+
+        Args:
+            target: the frozen target.
+            texts: the texts.
+            folder: where the folder of this cache goes.
+            key: plain JSON that tells the target and how it computes from any other; the texts, the
+                dtype and the plan are added to it.
+            dtype: of the kept states, one of `DTYPES`.
+            max_bytes: how much may be kept.
+            shard_bytes: about how large a shard is.
+            forward_tokens: tokens of a pass of the target, padding included.
+
+        """
+        self.target, self.texts, self.dtype = target, texts, dtype
+        self.forward_tokens = forward_tokens
+        self._row_bytes = target.hidden_size * dtype.itemsize
+        self.needed_bytes = texts.num_rows * self._row_bytes
+        record_rows = np.bincount(
+            texts.span_record, np.diff(texts.first_row), minlength=texts.num_records
+        ).astype(np.int64)
+        ends = np.cumsum(record_rows)  # of each record's rows
+        self._cached_records = int(np.searchsorted(ends * self._row_bytes, max_bytes, "right"))
+        cached = ends[: self._cached_records]
+        self.cached_bytes = int(cached[-1]) * self._row_bytes if len(cached) else 0
+        shard_of = (cached - record_rows[: len(cached)]) * self._row_bytes // shard_bytes
+        first = np.flatnonzero(np.diff(shard_of, prepend=-1))  # each shard's first record
+        self._shards = [*first.tolist(), self._cached_records]
+        self._first_rows = np.concatenate([[0], ends])[self._shards]
+        whole_key = {
+            **key,
+            "texts": texts.digest(),
+            "dtype": str(dtype),
+            "plan": [self._shards, forward_tokens],
+            "version": _VERSION,
+        }
+        self._key: dict[str, Any] = json.loads(json.dumps(whole_key))
+        digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
+        self.folder = folder / f"hidden-{digest[:16]}"
+        self._maps: dict[int, Tensor] = {}
+
+    @property
+    def num_shards(self) -> int:
+        """How many files there are when all are built."""
+        return len(self._shards) - 1
+
+    def missing(self) -> list[int]:
+        """Shards that have to be built yet."""
+        return [i for i in range(self.num_shards) if not self._is_whole(i)]
+
+    @property
+    def missing_bytes(self) -> int:
+        """What building adds to the disk."""
+        return sum(self._bytes(shard) for shard in self.missing())
+
+    def check_space(self, others: int = 0) -> None:
+        """Refuse to start what the disk can't hold; ``others`` bytes are wanted beside it.
+
+        Raises:
+            CacheError: there is less free space than the missing shards take.
+
+        """
+        existing = next(f for f in (self.folder, *self.folder.absolute().parents) if f.exists())
+        free = shutil.disk_usage(existing).free
+        wanted = others + self.missing_bytes
+        if wanted > free:
+            raise CacheError(
+                f"the hidden states take {wanted / 1e9:.1f} GB, and {existing} has "
+                f"{free / 1e9:.1f} GB free. Bound them with --cache-gb (the rest is computed "
+                "whenever it is needed), or name another disk with --cache."
+            )
+
+    def build(
+        self, done: Callable[[int, int], None] | None = None, *, rank: int = 0, world: int = 1
+    ) -> None:
+        """Compute the missing shards; of several processes each builds its share.
+
+        Args:
+            done: called with how many rows are done and how many there are to do.
+            rank: which process this is.
+            world: how many there are; all have to see the folder.
+
+        Raises:
+            CacheError: states that aren't finite in this dtype, the record's line named.
+
+        """
+        todo = [shard for shard in self.missing() if shard % world == rank]
+        if not todo:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / "key.json").exists():
+            write_json(self.folder / "key.json", self._key, part=f"part-{os.getpid()}")
+        total, ready = sum(self._rows(shard) for shard in todo), 0
+        for shard in todo:
+            states = torch.empty(self._rows(shard), self.target.hidden_size, dtype=self.dtype)
+            base = self._first_rows[shard]
+            for record, found in self._computed(range(*self._shards[shard : shard + 2])):
+                for span in self._spans(record):
+                    first, stop = self.texts.first_row[span : span + 2]
+                    at = int(self.texts.span_position[span])
+                    states[first - base : stop - base] = found[at : at + stop - first]
+                    ready += int(stop - first)
+                if done is not None:
+                    done(ready, total)
+            self._write(shard, states)
+
+    def read(self, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
+        """States of some spans' rows, (span, first row, last row + 1) each, one behind the other.
+
+        Returns:
+            fp32 [n, H] on the CPU, or wherever the target computes if any was computed.
+
+        """
+        fresh: dict[int, Tensor] = {}
+        records = {int(self.texts.span_record[span]) for span, _, _ in wanted}
+        if beyond := sorted(r for r in records if r >= self._cached_records):
+            fresh = dict(self._computed(beyond))
+        parts = []
+        for span, start, stop in wanted:
+            record = int(self.texts.span_record[span])
+            if record in fresh:
+                at = int(self.texts.span_position[span])
+                parts.append(fresh[record][at + start : at + stop])
+            else:
+                first = int(self.texts.first_row[span])
+                shard = int(np.searchsorted(self._first_rows, first, "right")) - 1
+                first -= int(self._first_rows[shard])
+                parts.append(self._mapped(shard)[first + start : first + stop])
+        return torch.cat(parts).float()
+
+    def groups(self, pieces: Sequence[Piece]) -> list[int]:
+        """A number for each piece: its own if it is cached, else its record's."""
+        numbers: dict[tuple[str, int], int] = {}
+        groups = []
+        for place, piece in enumerate(pieces):
+            record = self.texts.record_of(piece)
+            key = ("piece", place) if record < self._cached_records else ("record", record)
+            groups.append(numbers.setdefault(key, len(numbers)))
+        return groups
+
+    def remove(self) -> None:
+        """Delete the files."""
+        self._maps.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _spans(self, record: int) -> range:
+        return range(*np.searchsorted(self.texts.span_record, [record, record + 1]))
+
+    def _rows(self, shard: int) -> int:
+        return int(self._first_rows[shard + 1] - self._first_rows[shard])
+
+    def _bytes(self, shard: int) -> int:
+        return self._rows(shard) * self._row_bytes
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"{shard:06d}.bin"
+
+    def _is_whole(self, shard: int) -> bool:
+        path = self._path(shard)
+        return path.is_file() and path.stat().st_size == self._bytes(shard)
+
+    def _write(self, shard: int, states: Tensor) -> None:
+        path = self._path(shard)
+        part = path.with_suffix(f".part-{os.getpid()}")
+        _, word = _WORDS[self.dtype.itemsize]
+        with part.open("wb") as file:
+            states.view(word).numpy().tofile(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+
+    def _mapped(self, shard: int) -> Tensor:
+        if shard not in self._maps:
+            kind, _ = _WORDS[self.dtype.itemsize]
+            array = np.memmap(self._path(shard), kind, "c")  # never written; "r" makes torch warn
+            states = torch.from_numpy(array).view(self.dtype)
+            self._maps[shard] = states.view(-1, self.target.hidden_size)
+        return self._maps[shard]
+
+    @torch.no_grad()
+    def _computed(self, records: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """States of whole records, [tokens, H] each in this cache's dtype, longest first."""
+        texts = {record: self.texts.token_ids(record) for record in records}
+        waiting = sorted((r for r in records if len(texts[r])), key=lambda r: (-len(texts[r]), r))
+        while waiting:
+            longest = len(texts[waiting[0]])
+            count = max(1, self.forward_tokens // longest)
+            batch, waiting = waiting[:count], waiting[count:]
+            ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for row, record in enumerate(batch):
+                text = torch.from_numpy(texts[record].astype(np.int64))
+                ids[row, : len(text)], mask[row, : len(text)] = text, 1
+            device = self.target.device
+            states = self.target.hidden_states(ids.to(device), mask.to(device)).to(self.dtype)
+            for row, record in enumerate(batch):
+                found = states[row, : len(texts[record])]
+                if not bool(found.isfinite().all()):
+                    raise CacheError(
+                        f"line {self.texts.lines[record]}: the target's hidden states are not "
+                        f"finite in {self.dtype}. Try another --dtype or --cache-dtype, or drop "
+                        "the line."
+                    )
+                yield record, found

@@ -1,0 +1,143 @@
+"""What every recipe trains from: a target, known by its weights, and records checked against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.heads.fingerprint import target_fingerprint
+from vllm_medusa.heads.model import HeadsError
+from vllm_medusa.offline.prompts import BadLine
+from vllm_medusa.training.records import Record, load_records, split_heldout
+from vllm_medusa.training.target import TargetError
+from vllm_medusa.training.texts import Texts
+
+_FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
+
+
+class DataError(ValueError):
+    """Records that can't be trained on."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A target and its texts.
+
+    Attributes:
+        source: the target's folder or hub name.
+        fingerprint: of its weights, `heads.fingerprint.target_fingerprint`'s.
+        dtype: the name of its weights' dtype, if its config says it.
+        train: records to train on.
+        heldout: records to measure on, maybe none.
+        bad: lines of the files that aren't used, with the file each is in.
+
+    """
+
+    source: str
+    fingerprint: dict[str, Any]
+    dtype: str | None
+    train: list[Record]
+    heldout: list[Record]
+    bad: list[tuple[Path, BadLine]]
+
+    @classmethod
+    def read(
+        cls,
+        source: str,
+        data: Path,
+        *,
+        heldout: Path | None = None,
+        heldout_share: float = 0.05,
+        max_tokens: int | None = None,
+    ) -> Inputs:
+        """Read everything but the target's weights.
+
+        Args:
+            source: the target.
+            data: a file of records, texts or conversations (`training.records`).
+            heldout: such a file to measure on; None: ``heldout_share`` of the prompts in ``data``.
+            heldout_share: see `records.split_heldout`.
+            max_tokens: longer records are bad lines; None: as long as the target's context.
+
+        Raises:
+            TargetError: no target there.
+            DataError: too few records for a held-out share.
+            PromptError: no such file.
+
+        """
+        config, fingerprint = _identify(source)
+        context = getattr(config, "max_position_embeddings", None)
+        limits = {
+            "vocab_size": int(config.vocab_size),
+            "max_tokens": max_tokens or context,
+            "tokenizer": _tokenizer(source),
+        }
+        train, found = load_records(data, **limits)
+        bad = [(data, line) for line in found]
+        if heldout is not None:
+            measured, found = load_records(heldout, **limits)
+            bad += [(heldout, line) for line in found]
+        else:
+            try:
+                train, measured = split_heldout(train, heldout_share)
+            except ValueError as error:
+                raise DataError(f"{data}: {error} Without measuring: --heldout-share 0.") from None
+        dtype = getattr(config, "dtype", None)
+        name = None if dtype is None else str(dtype).removeprefix("torch.")
+        return cls(source, fingerprint, name, train, measured, bad)
+
+
+def require_labels(texts: Texts, num_heads: int, name: str, *, soft: bool = False) -> None:
+    """Refuse texts in which some head has nothing to learn.
+
+    Raises:
+        DataError: no span is long enough for the last head.
+
+    """
+    longest = max((int(rows) for rows in texts.first_row[1:] - texts.first_row[:-1]), default=0)
+    usable = longest - 1  # heads that have a label in the longest span
+    if usable < 1:
+        raise DataError(
+            f"{name}: none of {texts.num_records} records has a generated span of 3 tokens or more "
+            "(2 behind its first), so there is nothing to train on. Let the target write longer "
+            "texts (distill --max-tokens)."
+        )
+    if usable < num_heads:
+        raise DataError(
+            f"{name}: the longest generated span gives labels to {usable} heads, and {num_heads} "
+            f"are wanted. Train --num-heads {usable}, or bring longer texts."
+        )
+
+
+def _identify(source: str) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoConfig
+
+    try:
+        if not Path(source).exists():
+            from huggingface_hub import snapshot_download
+
+            snapshot_download(source, allow_patterns=_FILES)
+        config = AutoConfig.from_pretrained(source).get_text_config()
+        return config, target_fingerprint(source)
+    except (OSError, ValueError) as error:
+        if isinstance(error, HeadsError):
+            raise TargetError(str(error)) from error
+        raise TargetError(f"{source} is no target that can be read: {error}") from error
+
+
+def _tokenizer(source: str) -> Any:
+    """The target's tokenizer, or None: records of token ids do without."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):
+        return None
+
+
+def describe(records: Sequence[Record]) -> str:
+    """Count records and tokens, for people."""
+    written = sum(record.num_generated for record in records)
+    return f"{len(records)} records, {written} generated tokens"

@@ -1,0 +1,24 @@
+"""What ``auto`` means on the hardware at hand."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_medusa.training.hidden_cache import DTYPES
+
+
+def target_dtype(choice: str, own: str | None, device: torch.device) -> torch.dtype:
+    """What the target computes in: ``auto`` is its ``own`` on a GPU and float32 on a CPU."""
+    if choice != "auto":
+        return DTYPES[choice]
+    return torch.float32 if device.type == "cpu" else DTYPES.get(own or "", torch.bfloat16)
+
+
+def use_bf16(choice: str, device: torch.device) -> bool:
+    """Whether the heads compute in bfloat16: ``auto`` where the hardware multiplies it natively."""
+    if choice != "auto":
+        return choice == "bfloat16"
+    if device.type == "cpu":
+        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported()

@@ -1,0 +1,46 @@
+"""The processes of one training run: one, or several by ``accelerate launch``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Workers:
+    """What a process knows of the others.
+
+    Attributes:
+        rank: this process's number; 0 is the main one, which alone writes.
+        world: how many there are.
+        device: where this process computes.
+
+    """
+
+    def __init__(self, device: str = "auto") -> None:
+        """Join the others that `accelerate launch` (or torchrun) started; usually there are none.
+
+        ``device`` is "cpu", "cuda", "cuda:1", or "auto": a GPU for each process where there is one.
+        """
+        from accelerate import PartialState
+
+        self._state = PartialState(cpu=device == "cpu")
+        self.rank, self.world = self._state.process_index, self._state.num_processes
+        chosen = self._state.device if device == "auto" or self.world > 1 else torch.device(device)
+        self.device = torch.device(chosen)
+
+    @property
+    def main(self) -> bool:
+        """Whether this process writes."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Return when all processes are here."""
+        self._state.wait_for_everyone()
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the processes; every one gets the same."""
+        if self.world == 1:
+            return tensor
+        from accelerate.utils import reduce
+
+        return reduce(tensor.to(self.device), "sum")
