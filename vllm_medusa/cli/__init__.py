@@ -7,7 +7,18 @@ import sys
 from collections.abc import Sequence
 
 import vllm_medusa
-from vllm_medusa.cli import demo, distill, generate, serve
+from vllm_medusa.cli import (
+    calibrate,
+    compare,
+    convert,
+    demo,
+    distill,
+    generate,
+    inspect,
+    serve,
+    train,
+    tree,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,10 +42,15 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate.add_parser(commands)
     distill.add_parser(commands)
+    train.add_parser(commands)
+    calibrate.add_parser(commands)
+    tree.add_parser(commands)
     commands.add_parser(
         "serve",
         add_help=False,
         help="vLLM's OpenAI-compatible server, with Medusa; every option is vLLM's own",
     )
+    convert.add_parser(commands)
+    inspect.add_parser(commands)
     demo.add_parser(commands)
     return parser
