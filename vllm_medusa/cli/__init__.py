@@ -53,4 +53,5 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_parser(commands)
     inspect.add_parser(commands)
     demo.add_parser(commands)
+    compare.add_parser(commands)
     return parser
