@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -17,7 +17,11 @@ COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical"
 
 
 def opening(
-    args: argparse.Namespace, prompts: Sequence[Prompt], temperature: float, budgets: Sequence[int]
+    args: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    budgets: Sequence[int],
+    engine_args: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The document before anything is measured."""
     from vllm_medusa.heads.provenance import provenance
@@ -35,7 +39,7 @@ def opening(
         "batch": args.batch,
         "rounds": args.rounds,
         "budgets": list(budgets),
-        "engine_args": args.engine_args,
+        "engine_args": dict(engine_args),
         "dtype": None,
         "machine": describe_machine(),
         "provenance": provenance(["vllm-medusa", *sys.argv[1:]], [data]),

@@ -1,0 +1,168 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_engine import FakeEngine
+
+from vllm_medusa import cli
+from vllm_medusa.cli import compare, compare_report, engine_process
+from vllm_medusa.heads import MedusaHeads, save_heads
+from vllm_medusa.offline.batch import Result, run_batch
+from vllm_medusa.offline.prompts import Prompt
+
+SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0}  # of a group, by budget
+
+
+class Engine(FakeEngine):
+    """Stands in for `EngineProcess`, whose time is as `SECONDS` has it."""
+
+    wrong: int | None = None  # budget whose tokens are wrong
+    dtype = "float32"
+    started: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, settings: Any, sampling: Any):
+        config = settings.speculative_config or {}
+        self.budget = config.get("num_speculative_tokens")
+        super().__init__(max_tokens=20, step_sizes=(3, 1) if self.budget else (1,))
+        self.wrong_at = 3 if self.budget and self.budget == self.wrong else None
+        Engine.started.append((settings, sampling))
+
+    def run(
+        self, prompts: list[Prompt], concurrency: int, seed: int | None
+    ) -> tuple[list[Result], float]:
+        self.prompts.clear()
+        results = list(run_batch(prompts, self, concurrency=concurrency, seed=seed))
+        return results, SECONDS[self.budget]
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(engine_process, "EngineProcess", Engine)
+    monkeypatch.setattr(Engine, "started", [])
+    monkeypatch.setattr(compare, "_small_cache", lambda *_: {"max_model_len": 99})
+    heads = MedusaHeads(3, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
+    tree = [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]
+    save_heads(tmp_path / "heads", heads, {"tree": tree})
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n' * 5)
+    return [
+        "compare",
+        "target",
+        str(tmp_path / "heads"),
+        *("--prompts", str(tmp_path / "prompts.jsonl")),
+        *("--output", str(tmp_path / "figures.json")),
+    ]
+
+
+def run(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    return int(exit.value.code or 0)
+
+
+def figures(tmp_path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    return document
+
+
+def test_every_budget_is_measured_and_the_fastest_named(
+    arguments: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    assert run([*arguments, "--budgets", "4", "2", "--rounds", "2"]) == 0
+    document = figures(tmp_path)
+    assert [row["num_draft_tokens"] for row in document["rows"]] == [2, 4]
+    assert [row["ratio"] for row in document["rows"]] == pytest.approx([1 / 0.8, 2])
+    assert all(len(row["ratios"]) == 2 and row["identical"] for row in document["rows"])
+    assert document["fastest"] == 4
+    assert document["dtype"] == "float32"
+    assert "4 draft nodes, 2.00 times plain vLLM" in capsys.readouterr().out
+    assert len(Engine.started) == 3  # plain vLLM once
+
+
+def test_a_budget_beyond_the_tree_is_the_whole_tree(arguments: list[str], tmp_path: Path) -> None:
+    assert run([*arguments, "--budgets", "6", "32", "--rounds", "1"]) == 0
+    assert figures(tmp_path)["budgets"] == [6]
+
+
+def test_nothing_faster_is_said_plainly(arguments: list[str], capsys: Any) -> None:
+    assert run([*arguments, "--budgets", "6"]) == 0
+    assert "No tree is faster than plain vLLM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
+def test_other_tokens_fail_in_float32_alone(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    dtype: str,
+    status: int,
+) -> None:
+    monkeypatch.setattr(Engine, "wrong", 4)
+    monkeypatch.setattr(Engine, "dtype", dtype)
+    assert run([*arguments, "--budgets", "2", "4"]) == status
+    assert "requests differ" in capsys.readouterr().out
+    good, bad = figures(tmp_path)["rows"]
+    assert good["identical"]
+    assert not bad["identical"]
+    assert bad["differences"][0]["position"] == 3
+
+
+def test_prompts_of_records_are_what_stands_before_the_answers(
+    arguments: list[str], tmp_path: Path
+) -> None:
+    lines = [
+        {"token_ids": [*range(20)], "generated": [[10, 20]], "temperature": 0.6},
+        {"token_ids": [*range(10), 5, 5, 5], "generated": [[10, 13]], "temperature": 0.6},
+        {"token_ids": [7] * 100, "generated": [[1, 100]], "temperature": 0.6},  # plain text
+    ]
+    data = tmp_path / "records.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = cli.build_parser().parse_args(
+        ["compare", str(Path(__file__).parents[3] / "demo" / "target"), "h", "--data", str(data)]
+    )
+    prompts, temperature = compare.prompts_of(args, None)  # type: ignore[arg-type]
+    assert [prompt.token_ids for prompt in prompts] == [tuple(range(10)), (7,) * 32]
+    assert temperature == 0.6
+    with data.open("a") as file:
+        file.write(json.dumps(lines[0] | {"temperature": 1.0}) + "\n")
+    with pytest.raises(ValueError, match=r"temperatures 0\.6, 1\.0; say which"):
+        compare.prompts_of(args, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--output", "nowhere/figures.json"], "no folder nowhere"),
+        (["--tree", "[[0],[0,0],[0,0,0],[0,0,0,0]]"], "there are 3 heads"),
+        (["--prompts", "nothing.txt"], "no such file"),
+    ],
+)
+def test_what_is_wrong_is_said_before_an_engine_starts(
+    arguments: list[str], capsys: Any, change: list[str], words: str
+) -> None:
+    assert run([*arguments, *change]) == 2
+    assert words in capsys.readouterr().err
+    assert not Engine.started
+
+
+def test_the_table_for_files_marks_the_fastest() -> None:
+    row = {
+        "num_draft_tokens": 4,
+        "tau": 1.5,
+        "steps": 10,
+        "plain_steps": 15,
+        "ratio": 1.25,
+        "ratios": [1.2, 1.25, 1.3],
+        "requests": 6,
+        "differing_requests": 0,
+    }
+    lines = compare_report.markdown({"rows": [row], "fastest": 4})
+    assert lines[2] == "| **4** | **1.50** | **15 -> 10** | **1.25x** | **1.20-1.30** | **6/6** |"
