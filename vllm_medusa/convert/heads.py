@@ -60,6 +60,8 @@ class Heads:
                     "diverged: retrain it, there is nothing to convert"
                 )
             tensors[canonical[name]] = tensor
+        if info.num_heads == 1:  # one for each head and one for all are the same then
+            tensors = {n.replace("lm_head.", "lm_heads.0."): t for n, t in tensors.items()}
         medusa = dict(files.config.get("medusa") or {})
         added = medusa.pop("added", None)
         # beside a full model config.json is the model's, not the heads'

@@ -29,6 +29,9 @@ def write(heads: Heads, target: TargetWeights | None) -> Output:
             "0.32 can't load. Take native"
         )
     heads = _without_padding(heads.with_one_lm_head(target))
+    if heads.token_map is not None and heads.num_heads == 1:  # only "the one for all" may be cut
+        renamed = {n.replace("lm_heads.0.", "lm_head."): t for n, t in heads.tensors.items()}
+        heads = replace(heads, tensors=renamed)
     return write_native(_in_vllms_words(heads), target)
 
 

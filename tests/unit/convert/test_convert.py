@@ -1,0 +1,282 @@
+"""Every format to every other; what formats can't express; outputs whole or absent."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from support.random_heads import HIDDEN, VOCAB, random_heads, write, write_sharded
+
+import vllm_medusa.convert as convert_module
+from vllm_medusa.cli.convert import FORMATS as OFFERED
+from vllm_medusa.convert import FORMATS, convert
+from vllm_medusa.heads import HeadsError, load_heads, peek_heads, target_fingerprint
+
+FOREIGN = [name for name in FORMATS if name != "native"]
+KINDS = {
+    "own LM heads": {},
+    "own LM heads, no biases": {"bias": False},
+    "one LM head": {"num_lm_heads": 1},
+    "shared LM head": {"num_lm_heads": 0},
+    "shared, no biases": {"num_lm_heads": 0, "bias": False},
+    "two layers, bf16": {"num_layers": 2, "num_lm_heads": 0, "dtype": torch.bfloat16},
+    "one head": {"num_heads": 1},
+    "no layers": {"num_layers": 0},
+}
+
+
+def identical(a, b):
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype
+        assert torch.equal(tensor, b[name]), name
+
+
+def test_the_command_offers_every_format():
+    assert set(OFFERED) == set(FORMATS)
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_there_and_back_is_exact(foreign, kind, native, target, read, tmp_path):
+    source = native(**kind)
+    before, config = read(source)
+    folder, _ = target
+    if foreign == "v2" and (kind.get("num_lm_heads") != 0 or kind.get("num_layers") == 0):
+        with pytest.raises(HeadsError, match="LM heads of its own"):
+            convert(source, foreign, tmp_path / "there", target=folder)
+        assert not (tmp_path / "there").exists()
+        return
+    convert(source, foreign, tmp_path / "there", target=folder)
+    convert(tmp_path / "there", "native", tmp_path / "back")  # the target is not needed again
+    after, config_after = read(tmp_path / "back")
+    identical(before, after)
+    for key in ("vocab_size", "medusa_fc_bias", "base_model_name_or_path", "unheard_of"):
+        assert config_after[key] == config[key], key
+    medusa = config_after["medusa"]
+    assert {key: medusa[key] for key in config["medusa"]} == config["medusa"]
+    assert "added" not in medusa
+    assert medusa["target"] == target_fingerprint(folder)
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_every_format_computes_the_same(foreign, native, target, tmp_path):
+    source = native(num_layers=1, num_lm_heads=0, bias=False)
+    folder, lm_head = target
+    done = convert(source, foreign, tmp_path / "there", target=folder)
+    hidden = torch.randn(3, HIDDEN)
+    logits = []
+    for path in (source, tmp_path / "there"):
+        heads, _ = load_heads(path, hidden_size=HIDDEN, vocab_size=VOCAB, lm_head_weight=lm_head)
+        logits.append(heads.compute_logits(heads(hidden)))
+    torch.testing.assert_close(logits[0], logits[1])
+    assert done.file.is_file()
+    assert done.bytes == done.file.stat().st_size
+    assert done.file.stat().st_mode == (tmp_path / "there" / "config.json").stat().st_mode
+
+
+def test_foreign_to_foreign_needs_no_target_once_a_copy_is_there(native, target, read, tmp_path):
+    source = native(num_lm_heads=0)
+    folder, lm_head = target
+    convert(source, "v1", tmp_path / "a", target=folder)
+    convert(tmp_path / "a", "vllm", tmp_path / "b")
+    convert(tmp_path / "b", "v2", tmp_path / "c")
+    convert(tmp_path / "c", "native", tmp_path / "d")
+    assert torch.equal(read(tmp_path / "b")[0]["lm_head.weight"], lm_head)
+    identical(read(source)[0], read(tmp_path / "d")[0])
+
+
+def test_added_tensors_that_were_trained_since_stay(native, target, read, tmp_path):
+    folder, _ = target
+    convert(native(num_lm_heads=0, bias=False), "v1", tmp_path / "a", target=folder)
+    tensors, _ = read(tmp_path / "a")
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors["1.1.weight"][3, 2] += 1
+    tensors["2.0.linear.bias"][1] += 1
+    torch.save(tensors, tmp_path / "a" / "medusa_lm_head.pt")
+    convert(tmp_path / "a", "native", tmp_path / "b")
+    info = peek_heads(tmp_path / "b")
+    assert (info.num_lm_heads, info.bias) == (3, True)
+
+
+def test_copies_take_no_room_in_a_pickle(native, target, tmp_path):
+    convert(native(num_lm_heads=0), "v1", tmp_path / "a", target=target[0])
+    stored = torch.load(tmp_path / "a" / "medusa_lm_head.pt")
+    copies = [stored[f"{head}.1.weight"] for head in range(3)]
+    assert len({copy.data_ptr() for copy in copies}) == 1
+    assert copies[0].untyped_storage().nbytes() == 4 * VOCAB * HIDDEN  # no padding behind it
+
+
+@pytest.mark.parametrize("num_lm_heads", [0, 1])
+def test_a_token_map_goes_where_it_can(num_lm_heads, native, target, read, tmp_path):
+    token_map = torch.tensor([5, 0, 19, 7])
+    options = {"num_lm_heads": num_lm_heads, "rows": 4, "token_map": token_map}
+    source = native(config={"truncated_vocab_size": 4}, **options)
+    for foreign in ("v1", "v2", "tgi", "tensorrt-llm"):
+        with pytest.raises(HeadsError, match="token_map"):
+            convert(source, foreign, tmp_path / foreign, target=target[0])
+        assert not (tmp_path / foreign).exists()
+    convert(source, "vllm", tmp_path / "there", target=target[0])
+    tensors, config = read(tmp_path / "there")
+    assert tensors["token_map"].dtype == torch.int64
+    assert tensors["lm_head.weight"].shape == (4, HIDDEN)
+    assert (config["vocab_size"], config["truncated_vocab_size"]) == (VOCAB, 4)
+    convert(tmp_path / "there", "native", tmp_path / "back")
+    identical(read(source)[0], read(tmp_path / "back")[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "formats", "message"),
+    [
+        ({"lm_bias": True}, ("v1", "vllm", "tgi", "tensorrt-llm"), "LM heads with biases"),
+        ({"rows": 4, "token_map": torch.tensor([5, 0, 19, 7])}, ("vllm",), "stock vLLM"),
+        ({"num_lm_heads": 0}, ("v1", "vllm", "tensorrt-llm"), "Name the target by --target"),
+        ({"num_lm_heads": 0, "num_layers": 2}, ("tgi",), "Name the target by --target"),
+        ({}, ("v2",), "give --target to compare"),
+    ],
+)
+def test_what_would_be_lost_is_refused(options, formats, message, native, tmp_path):
+    source = native(**options)
+    for foreign in formats:
+        with pytest.raises(HeadsError, match=message):
+            convert(source, foreign, tmp_path / foreign)
+        assert not (tmp_path / foreign).exists()
+    convert(source, "native", tmp_path / "native_again")
+
+
+def test_lm_heads_that_are_the_targets_own_are_left_out_for_v2(target, read, tmp_path):
+    folder, lm_head = target
+    plain = random_heads(2, 1)
+    plain.lm_heads = [(lm_head.clone(), None)] * 2
+    write(tmp_path / "a" / "medusa_lm_head.pt", plain.spelled("v1"))
+    convert(tmp_path / "a", "v2", tmp_path / "b", target=folder)
+    assert set(read(tmp_path / "b")[0]) == {
+        f"{h}.0.linear.{k}" for h in (0, 1) for k in ("weight", "bias")
+    }
+    assert read(tmp_path / "b")[1]["version"] == "2"
+
+
+def test_padding_rows_are_cut_for_vllm_only(native, target, read, tmp_path):
+    source = native(rows=VOCAB + 4)
+    done = convert(source, "vllm", tmp_path / "a", target=target[0])
+    assert any("4 padding rows" in note for note in done.notes)
+    assert read(tmp_path / "a")[0]["lm_heads.2.weight"].shape == (VOCAB, HIDDEN)
+    convert(source, "v1", tmp_path / "b")
+    convert(tmp_path / "b", "native", tmp_path / "c")
+    identical(read(source)[0], read(tmp_path / "c")[0])
+
+
+def test_another_target_is_refused_or_warned_of(native, target, tmp_path):
+    folder, _ = target
+    source = native(
+        num_lm_heads=0,
+        config={"vocab_size": VOCAB, "medusa": {"target": {"scheme": 1, "sha256": "0"}}},
+    )
+    done = convert(source, "v1", tmp_path / "a", target=folder)
+    assert "made for another target" in done.warnings[0]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 16}))
+    with pytest.raises(HeadsError, match="hidden size 8"):
+        convert(source, "v1", tmp_path / "b", target=folder)
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 30}))
+    with pytest.raises(HeadsError, match="the target has 30"):
+        convert(native("own"), "v1", tmp_path / "b", target=folder)
+
+
+def test_heads_that_diverged_are_not_converted(tmp_path):
+    plain = random_heads()
+    plain.layers[1][0][0][2, 3] = float("nan")
+    write(tmp_path / "a" / "medusa_lm_head.pt", plain.spelled("v1"))
+    with pytest.raises(HeadsError, match=r"'1\.0\.linear\.weight' holds NaN"):
+        convert(tmp_path / "a", "native", tmp_path / "b")
+
+
+def test_calibration_goes_along(native, tmp_path):
+    source = native()
+    (source / "calibration.safetensors").write_bytes(b"observed")
+    convert(source, "v1", tmp_path / "a")
+    assert (tmp_path / "a" / "calibration.safetensors").read_bytes() == b"observed"
+
+
+def test_provenance_grows_by_one_entry(native, read, tmp_path):
+    source = native(config={"medusa": {"provenance": [{"command": ["train"]}]}})
+    convert(source, "v1", tmp_path / "a", provenance={"command": ["convert"]})
+    entries = read(tmp_path / "a")[1]["medusa"]["provenance"]
+    assert [entry["command"] for entry in entries] == [["train"], ["convert"]]
+
+
+@pytest.mark.parametrize("suffix", ["bin", "safetensors"])
+def test_a_full_medusa_2_model_comes_apart(suffix, target, read, tmp_path):
+    folder, _ = target
+    base, config = read(folder)
+    plain = random_heads(3, 1)
+    stem = "pytorch_model" if suffix == "bin" else "model"
+    shards = {
+        f"{stem}-00001-of-00002.{suffix}": dict(list(base.items())[:2]),
+        f"{stem}-00002-of-00002.{suffix}": dict(list(base.items())[2:])
+        | plain.spelled("v1", "medusa_head."),
+    }
+    config = config | {"medusa_num_heads": 3, "medusa": {"tree": [[0]]}}
+    full = write_sharded(tmp_path / "full", shards, f"{stem}.{suffix}.index.json", config)
+    (full / "tokenizer.json").write_text("{}")
+    (full / "generation_config.json").write_text("{}")
+    done = convert(full, "v1", tmp_path / "heads", base=tmp_path / "base")
+    assert done.info.includes_base
+    identical(plain.spelled("v1"), read(tmp_path / "heads")[0])
+    heads_config = read(tmp_path / "heads")[1]
+    assert "architectures" not in heads_config
+    assert heads_config["medusa"]["tree"] == [[0]]
+    # the base is the very model the heads know: as itself, in the full checkpoint, written alone
+    known = heads_config["medusa"]["target"]["sha256"]
+    for path in (folder, full, tmp_path / "base"):
+        assert target_fingerprint(path)["sha256"] == known
+    written = sorted(p.name for p in (tmp_path / "base").iterdir())
+    assert written == [
+        "config.json",
+        "generation_config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    assert not [k for k in json.loads((tmp_path / "base/config.json").read_text()) if "medusa" in k]
+    done = convert(full, "vllm", tmp_path / "again")
+    assert "same checkpoint" in done.warnings[0]
+    with pytest.raises(HeadsError, match="heads only"):
+        convert(tmp_path / "heads", "v1", tmp_path / "x", base=tmp_path / "y")
+
+
+def test_an_output_is_replaced_only_on_demand_and_only_if_it_is_heads(native, read, tmp_path):
+    source, out = native(), tmp_path / "out"
+    convert(source, "v1", out)
+    with pytest.raises(HeadsError, match="--overwrite"):
+        convert(source, "tgi", out)
+    convert(source, "tgi", out, overwrite=True)
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
+    (out / "tokenizer.json").write_text("{}")
+    with pytest.raises(HeadsError, match=r"tokenizer\.json"):
+        convert(source, "v1", out, overwrite=True)
+    with pytest.raises(HeadsError, match="being read"):
+        convert(source, "v1", source, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["native", "out"]
+
+
+def test_a_kill_leaves_no_half_of_an_output(native, read, tmp_path):
+    """Killed after the tensors and before the config: the old output stands, the next run works."""
+    source, out = native(), tmp_path / "out"
+    convert(source, "v1", out)
+    before, _ = read(out)
+    (source / "calibration.safetensors").write_bytes(b"what is copied last")
+    child = os.fork()
+    if child == 0:
+        convert_module.shutil.copyfile = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        convert(source, "tgi", out, overwrite=True)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    identical(before, read(out)[0])
+    rests = [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert rests == [".out.part"]
+    convert(source, "tgi", out, overwrite=True)
+    assert sorted(p.name for p in out.iterdir())[-1] == "medusa_lm_head.safetensors"
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
