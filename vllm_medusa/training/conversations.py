@@ -16,6 +16,7 @@ right. Such a conversation is refused with the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 from vllm_medusa.offline.prompts import Message, PromptError, read_message, require_characters
@@ -101,8 +102,7 @@ def _share_gpt(value: Any) -> Message:
 
 def _encode(messages: list[Message], tokenizer: Any) -> _Encoded:
     text = render(messages, tokenizer)
-    ids = encode_rendered(text, tokenizer)
-    spans = []
+    cuts = []  # in characters: where each answer begins and ends
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -112,17 +112,32 @@ def _encode(messages: list[Message], tokenizer: Any) -> _Encoded:
                 f"the chat template rewrites what was said before: the prompt of message "
                 f"{place + 1} is no beginning of the whole conversation"
             )
-        end = _end_of_turn(
-            text,
+        so_far = render(messages[: place + 1], tokenizer)
+        cuts += [
             len(prompt),
-            message["content"],
-            render(messages[: place + 1], tokenizer),
-            tokenizer,
-        )
-        spans.append(
-            (_boundary(text, len(prompt), ids, tokenizer), _boundary(text, end, ids, tokenizer))
-        )
-    return ids, tuple(spans)
+            _end_of_turn(text, len(prompt), message["content"], so_far, tokenizer),
+        ]
+    ids, places = _tokens_at(text, cuts, tokenizer)
+    return ids, tuple(zip(places[::2], places[1::2], strict=True))
+
+
+def _tokens_at(
+    text: str, cuts: list[int], tokenizer: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the token ids of a text, and how many of them stand before each cut (a character).
+
+    Where the pieces between the cuts encode to what the whole does, they say it. Some tokenizers
+    begin every text with a blank of their own; then each beginning of the text is encoded, which
+    takes a time quadratic in the turns.
+    """
+    bounds = pairwise((0, *cuts, len(text)))
+    *parts, whole = tokenizer(
+        [*(text[start:end] for start, end in bounds), text], add_special_tokens=False
+    )["input_ids"]
+    ids = tuple(whole)
+    if [token for part in parts for token in part] == whole:
+        return ids, tuple(accumulate(map(len, parts[:-1])))
+    return ids, tuple(_boundary(text, cut, ids, tokenizer) for cut in cuts)
 
 
 def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: Any) -> int:

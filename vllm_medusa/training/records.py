@@ -38,6 +38,7 @@ from vllm_medusa.offline.prompts import (
 from vllm_medusa.training.conversations import CONVERSATION_KEYS, encode_conversation, encode_text
 
 Span = tuple[int, int]
+_LARGEST_VOCABULARY = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -231,14 +232,16 @@ def _is_span(value: Any) -> bool:
 
 
 def _check_ids(ids: tuple[int, ...], vocab_size: int | None) -> None:
+    limit = _LARGEST_VOCABULARY if vocab_size is None else vocab_size
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < limit:
+        return
     for place, token in enumerate(ids):
         if type(token) is not int:
             raise PromptError(f"token_ids[{place}] is {_short(token)}; use a whole number from 0")
-        if token < 0 or (vocab_size is not None and token >= vocab_size):
-            bound = "from 0" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+        if not 0 <= token < limit:
             raise PromptError(
-                f"token_ids[{place}] is {token}, outside the vocabulary ({bound}); was the record "
-                "made with another target?"
+                f"token_ids[{place}] is {token}, outside the vocabulary (from 0 to {limit - 1}); "
+                "was the record made with another target?"
             )
 
 

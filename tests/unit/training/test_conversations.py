@@ -145,3 +145,24 @@ def test_plain_text_is_trained_from_its_second_token() -> None:
     for text, reason in (("", "isn't empty"), (3, "isn't empty"), ("<s>", "a single token")):
         with pytest.raises(PromptError, match=reason):
             encode_text(text, tokenizer)
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_blank() -> None:
+    """Pieces of a text encode otherwise than the text does: as in Llama 2's tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted({c for m in TALK for c in m["content"]} | set("user assistant system▁\n"))
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+    tokenizer.chat_template = chat.CHATML
+    whole = tokenizer("<|im_start|>Yes", add_special_tokens=False)["input_ids"]
+    assert len(tokenizer("Yes", add_special_tokens=False)["input_ids"]) == len(whole) == 4
+    ids, spans = encode_conversation(TALK, "messages", tokenizer)
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    written = ["".join(pieces[start:end]).replace("▁", " ") for start, end in spans]
+    assert written == [KEPT + "<|im_end|>", "Yes.<|im_end|>"]

@@ -107,6 +107,12 @@ def test_the_tokenizer_bounds_the_vocabulary(tmp_path: Path) -> None:
     assert isinstance(good, Record)
 
 
+def test_no_vocabulary_is_boundless(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", GOOD | {"token_ids": [1, 2, 3, 1 << 63]})
+    (bad,) = read_records(path)
+    assert isinstance(bad, BadLine) and "outside the vocabulary" in bad.reason
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match=r"none\.jsonl: no such file"):
         list(read_records(tmp_path / "none.jsonl"))
