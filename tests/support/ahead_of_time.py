@@ -20,12 +20,13 @@ class _Driver:
         from triton.backends.compiler import GPUTarget
 
         self.target = GPUTarget("cuda", capability, 32)
+        self.device = capability  # compiled kernels are kept by device
 
     def get_current_target(self) -> Any:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.target.arch  # compiled kernels are kept by device
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -53,4 +54,27 @@ def compiling(capability: int) -> Iterator[dict[str, Any]]:
         yield compiled
     finally:
         JITFunction.run = run
+        driver._active = before
+
+
+@contextmanager
+def needed(capability: int = 90) -> Iterator[set[tuple[str, str]]]:
+    """Launches do nothing; yields which kernels would have to be compiled: name, and key."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    keys: set[tuple[str, str]] = set()
+
+    def note(self: Any, key: str, *args: Any) -> None:
+        keys.add((self.fn.__name__, key))
+
+    before, compile_it = driver._active, JITFunction._do_compile
+    active = _Driver(capability)
+    active.device = -capability  # for which nothing was compiled
+    driver.set_active(active)
+    JITFunction._do_compile = note
+    try:
+        yield keys
+    finally:
+        JITFunction._do_compile = compile_it
         driver._active = before

@@ -15,7 +15,7 @@ from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the C
 
 from vllm_medusa.scorer import launch
 from vllm_medusa.worker import triton_attention
-from vllm_medusa.worker.v2 import platform, state
+from vllm_medusa.worker.v2 import platform, state, warmup
 
 BACKEND = f"{triton_attention.__name__}.{triton_attention.TreeAttentionBackend.__name__}"
 NUM_SMS = 8  # so many that small batches have their keys split
@@ -26,11 +26,13 @@ def triton_attention_on_cpu() -> Iterator[None]:
     """Engines with trees started within the block run the attention for CUDA."""
 
     def tree_backend() -> platform.TreeBackend:
-        return platform.TreeBackend("CPU_ATTN", BACKEND, triton_attention.compact_group)
+        return platform.TreeBackend(
+            "CPU_ATTN", BACKEND, triton_attention.compact_group, triton_attention.warm_up
+        )
 
     limits = launch.device_limits(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (platform, state):
+        for module in (platform, state, warmup):
             patch.setattr(module, "tree_backend", tree_backend)
         patch.setattr(launch, "device_limits", lambda device: limits._replace(num_sms=NUM_SMS))
         # vLLM's kernel that writes the cache asks, for its tile size

@@ -20,7 +20,16 @@ if INTERPRETING:
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
-from support.engines import complete, engine, greedy, medusa, metric, random_prompts
+from support.engines import (
+    complete,
+    engine,
+    greedy,
+    medusa,
+    metric,
+    random_prompts,
+    start,
+    stop,
+)
 from support.models import VOCAB, save_model
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
@@ -142,11 +151,21 @@ class Cases:
 
     @pytest.fixture(scope="class")
     def llm(self, setting: Setting, random_heads: str) -> Iterator[LLM]:
-        with (
-            triton_attention_on_cpu(),
-            engine(setting[0], medusa(random_heads, TREE), **SMALL) as llm,
-        ):
+        warmed: list[PagedBatch] = []
+        attend = triton_attention.paged_tree_attention
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            warmed.append(args[3])
+            return attend(*args, **kwargs)
+
+        with triton_attention_on_cpu():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(triton_attention, "paged_tree_attention", spy)
+                llm = start(setting[0], medusa(random_heads, TREE), **SMALL)
+            assert {batch.num_splits > 1 for batch in warmed} == {False, True}
+            assert not any(batch.cu_query_lens.any() for batch in warmed)
             yield llm
+            stop(llm)
 
     def test_same_tokens(
         self, llm: LLM, setting: Setting, attended: Attended, proposed: list[Tensor]

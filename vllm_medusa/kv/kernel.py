@@ -31,7 +31,7 @@ def compact_layers(
 ) -> None:
     """Move every accepted node's KV to the slot of its depth: `layers.compact_layers`."""
     batch, columns = path_nodes.shape
-    assert slots.shape[0] == num_accepted.shape[0] == batch and num_accepted.stride(0) == 1
+    assert slots.shape[0] == num_accepted.shape[0] == batch and num_accepted.is_contiguous()
     (far, far_stride), (near, near_stride) = layers.outer
     words = far * near * layers.run
     chunk = min(_CHUNK, triton.next_power_of_2(words))
@@ -57,7 +57,10 @@ def compact_layers(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=("slots_b", "slots_n", "path_b", "path_d", "columns"),
+    do_not_specialize_on_alignment=("slots_ptr", "path_ptr", "num_accepted_ptr"),
+)
 def _compact_kernel(
     addresses_ptr,  # int64 [L], of the caches
     slots_ptr,  # int64 [B, N]

@@ -190,7 +190,7 @@ def _parts_kernel(
     PART: tl.constexpr,
 ):
     row = tl.program_id(0)
-    logits_ptr += (row // heads).to(tl.int64) * logits_b + (row % heads) * logits_d
+    logits_ptr += (row // heads).to(tl.int64) * logits_b + (row % heads).to(tl.int64) * logits_d
     column = tl.program_id(1) * PART + tl.arange(0, PART)
     inside = column < num_ids
     logits = tl.load(logits_ptr + column, mask=inside, other=0)

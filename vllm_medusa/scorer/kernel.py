@@ -23,6 +23,9 @@ else attended (FlashAttention, say) could be merged as one more part.
 In place of a search for a program's request: request b owns the tiles from
 ``cu_query_lens[b] * group // BLOCK_M + b`` on, which is never fewer than it needs. Where all
 requests are about equally long, a fixed number of tiles each is cheaper.
+
+What changes from step to step is no constant of the kernel, and none of its values (1, a multiple
+of 16) makes it another kernel: a server must not stop to compile.
 """
 
 from __future__ import annotations
@@ -34,7 +37,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=("window", "batch_size", "tiles_per_request", "num_splits"))
+@triton.jit(
+    do_not_specialize=(
+        "window",
+        "batch_size",
+        "tiles_per_request",
+        "num_splits",
+        "table_stride",
+        "bits_stride_request",  # 0 for a static tree, but not if there is one request only
+        "depths_stride_request",
+    ),
+    do_not_specialize_on_alignment=(
+        "cu_query_lens_ptr",
+        "seq_lens_ptr",
+        "block_table_ptr",
+        "is_tree_ptr",
+    ),
+)
 def attend(
     query_ptr,  # [T, Hq, D]
     key_ptr,  # [num_blocks, BLOCK_SIZE, Hkv, D]
@@ -56,7 +75,7 @@ def attend(
     batch_size,
     num_heads,
     num_nodes,  # N
-    tiles_per_request,
+    tiles_per_request,  # 0: look for the request
     num_splits,
     query_stride_row,
     query_stride_head,
@@ -83,7 +102,6 @@ def attend(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # divides 64
     IN_PARTS: tl.constexpr,
-    BATCH_PADDED: tl.constexpr,  # 0: tiles_per_request tiles each
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -96,17 +114,19 @@ def attend(
     pid = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    if BATCH_PADDED > 0:
-        lanes = tl.arange(0, BATCH_PADDED)
-        starts = tl.load(cu_query_lens_ptr + lanes, mask=lanes < batch_size, other=0)
-        before = (lanes < batch_size) & (starts * GROUP // BLOCK_M + lanes <= pid)
-        request = tl.sum(before.to(tl.int32), 0) - 1
-        first_row = tl.load(cu_query_lens_ptr + request)
-        m_tile = pid - (first_row * GROUP // BLOCK_M + request)
-    else:
+    if tiles_per_request > 0:
         request = pid // tiles_per_request
         m_tile = pid % tiles_per_request
-        first_row = tl.load(cu_query_lens_ptr + request)
+    else:
+        before = tl.zeros([128], tl.int32)
+        for first in range(0, batch_size, 128):
+            other = first + tl.arange(0, 128)
+            starts = tl.load(cu_query_lens_ptr + other, mask=other < batch_size, other=0)
+            begun = (other < batch_size) & (starts * GROUP // BLOCK_M + other <= pid)
+            before += begun.to(tl.int32)
+        request = tl.sum(before, 0) - 1
+        m_tile = pid - (tl.load(cu_query_lens_ptr + request) * GROUP // BLOCK_M + request)
+    first_row = tl.load(cu_query_lens_ptr + request)
     num_rows = tl.load(cu_query_lens_ptr + request + 1) - first_row
     if m_tile * BLOCK_M >= num_rows * GROUP:
         return

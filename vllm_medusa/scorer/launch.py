@@ -14,7 +14,13 @@ from torch import Tensor
 
 from vllm_medusa.scorer.kernel import INTERPRETED, attend, merge
 from vllm_medusa.scorer.paged import PagedBatch
-from vllm_medusa.scorer.tiles import SHARED_BYTES, num_splits, padded_head, tile_sizes
+from vllm_medusa.scorer.tiles import (
+    FEWEST_SPLITS,
+    SHARED_BYTES,
+    num_splits,
+    padded_head,
+    tile_sizes,
+)
 
 
 def choose_splits(
@@ -72,10 +78,10 @@ def paged_tree_attention_kernel(
     )
     tiles_per_request = -(-rows // tiles.block_m)
     padded = padded_head(head_size)
-    grid, batch_padded = batch_size * tiles_per_request, 0
+    grid = batch_size * tiles_per_request
     ragged = num_rows * group // tiles.block_m + batch_size
     if ragged < grid:
-        grid, batch_padded = ragged, max(128, triton.next_power_of_2(batch_size))
+        grid, tiles_per_request = ragged, 0
     splits = batch.num_splits
     parts = batch.workspace if splits > 1 else None
     attend[(grid, kv_heads, splits)](
@@ -115,7 +121,6 @@ def paged_tree_attention_kernel(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         IN_PARTS=parts is not None,
-        BATCH_PADDED=batch_padded,
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap != 0,
         HAS_SINKS=sinks is not None,
@@ -127,7 +132,7 @@ def paged_tree_attention_kernel(
         num_stages=tiles.num_stages,
     )
     if parts is not None:
-        splits_padded = triton.next_power_of_2(splits)
+        splits_padded = max(FEWEST_SPLITS, triton.next_power_of_2(splits))
         merge[(num_rows, num_heads)](
             parts.values,
             parts.lse,

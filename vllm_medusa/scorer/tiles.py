@@ -12,6 +12,8 @@ from dataclasses import dataclass
 # What every CUDA GPU since compute capability 8.0 lets one block have.
 SHARED_BYTES = 99 * 1024
 MAX_SPLITS = 64  # the merge holds one row of every part in registers
+FEWEST_SPLITS = 16  # a merge of fewer is one of 16 with empty ones: a kernel less to compile
+LARGEST_BLOCK_M = 128
 
 # In units of the time that one key tile takes.
 START_COST = 2  # a program's first loads, and writing its part
@@ -57,7 +59,7 @@ def tile_sizes(
     """
     dim = padded_head(head_size)
     exact = query_bytes == 4
-    most = max(16, min(64 if exact else 128, (2048 if exact else 16384) // dim))
+    most = max(16, min(64 if exact else LARGEST_BLOCK_M, (2048 if exact else 16384) // dim))
     block_m = min(most, max(16, 1 << (rows - 1).bit_length()))
     # a key tile never straddles two words of an ancestor mask: at most 64 keys, a power of two
     block_n = (32 if dim <= 128 else 16) if exact else (64 if dim <= 128 else 32)

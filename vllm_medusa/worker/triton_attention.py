@@ -2,34 +2,22 @@
 
 A step without trees runs vLLM's own path, to the letter. In a step with trees our kernel attends
 for all requests, since it mixes trees, plain decodes and prefill; keys and values are written by
-vLLM in either case, and the layout of the cache is vLLM's.
-
-CUDA graphs. vLLM captures full graphs for batches in which every request has as many rows as the
-tree has nodes (`AttentionCGSupport.UNIFORM_BATCH`), and captures them before any tree was drafted.
-So `build_for_cudagraph_capture` builds a batch of whole trees. All that a replay reads lies where
-it lay at capture: vLLM's own buffers (lengths, block table), the tree, and ``is_tree``, which tells
-whose rows are nodes and which `build` writes in place. A request that pads a batch has no rows.
+vLLM in either case, and the layout of the cache is vLLM's. `triton_metadata` prepares a step.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionType,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadata,
-    TritonAttentionMetadataBuilder,
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
@@ -37,163 +25,10 @@ from vllm_medusa.kv.layers import LayerCaches
 from vllm_medusa.scorer.paged import (
     MAX_HEAD_SIZE,
     PagedBatch,
-    SplitWorkspace,
     paged_tree_attention,
     uses_kernel,
 )
-from vllm_medusa.tree import TreeTensors
-from vllm_medusa.worker.options import EngineOptions, is_medusa
-from vllm_medusa.worker.step import TreeStep
-
-_LENGTH_STEP = 512  # lengths are rounded up to it: the number of parts is looked up, mostly
-
-
-@dataclass
-class TreeMetadata(TritonAttentionMetadata):
-    """vLLM's metadata of a step in which some request verifies a tree."""
-
-    paged: PagedBatch | None = None  # never None; vLLM's own fields end with defaults
-
-
-class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
-    """Adds the trees to vLLM's metadata; the runner sets `step` around the build."""
-
-    step: TreeStep | None = None
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._trees: _StaticTrees | None = None
-        if is_medusa(vllm_config.speculative_config):
-            self._trees = _StaticTrees.of(
-                vllm_config, kv_cache_spec, self.num_heads_q, torch.device(device)
-            )
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Full graphs for uniform batches of whole trees; vLLM's own without trees."""
-        if is_medusa(vllm_config.speculative_config):
-            return AttentionCGSupport.UNIFORM_BATCH
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> TritonAttentionMetadata:
-        """Build vLLM's metadata; with a `step`, for our kernel."""
-        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        trees, step = self._trees, self.step
-        if trees is None:
-            return plain
-        if step is None:
-            if plain.max_query_len == trees.num_nodes:
-                trees.is_tree.zero_()  # a graph of whole trees may be replayed for this batch
-            return plain
-        torch.gt(step.tree.num_nodes, 1, out=trees.is_tree[: step.batch_size])
-        return trees.add_to(plain)
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> TritonAttentionMetadata:
-        """Build what a graph is captured with: whole trees of the shortest context."""
-        plain = super().build_for_cudagraph_capture(common_attn_metadata)
-        trees = self._trees
-        if trees is None or plain.max_query_len != trees.num_nodes:
-            return plain
-        trees.is_tree.fill_(True)
-        return trees.add_to(plain)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What the kernel's work depends on besides the batch: heads of this rank, and dtypes."""
-
-    num_heads: int
-    kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    device: torch.device
-
-    def splits(self, batch: int, max_query_len: int, max_seq_len: int) -> int:
-        """Into how many parts the keys best go."""
-        return _splits(self, batch, max_query_len, -(-max_seq_len // _LENGTH_STEP) * _LENGTH_STEP)
-
-
-@functools.lru_cache(4096)
-def _splits(shape: _Shape, batch: int, max_query_len: int, max_seq_len: int) -> int:
-    if not uses_kernel(shape.device.type):
-        return 1
-    from vllm_medusa.scorer.launch import choose_splits
-
-    return choose_splits(
-        batch,
-        shape.num_heads,
-        shape.kv_heads,
-        shape.head_size,
-        max_query_len,
-        max_seq_len,
-        shape.dtype,
-        shape.kv_dtype,
-        shape.device,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _StaticTrees:
-    """What all steps of one KV cache group share, on the device and in one place for good."""
-
-    tensors: TreeTensors
-    is_tree: Tensor  # bool [most requests of a step]
-    workspace: SplitWorkspace | None  # None: no step has its keys split
-    shape: _Shape
-
-    @classmethod
-    def of(cls, vllm_config: Any, spec: Any, num_heads: int, device: torch.device) -> _StaticTrees:
-        """Make the buffers; the workspace is as large as the largest step of whole trees needs."""
-        tensors = TreeTensors.from_tree(EngineOptions.of(vllm_config).tree, device)
-        scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
-        shape = _Shape(
-            num_heads, spec.num_kv_heads, spec.head_size, model.dtype, spec.dtype, device
-        )
-        most = 0
-        for batch in range(1, scheduler.max_num_seqs + 1):
-            splits = shape.splits(batch, tensors.num_nodes, model.max_model_len)
-            if splits > 1:
-                most = max(most, batch * tensors.num_nodes * num_heads * splits)
-        workspace = SplitWorkspace.allocate(most, spec.head_size, device) if most else None
-        with torch.inference_mode(False):  # else only inference mode could write to it
-            is_tree = torch.zeros(scheduler.max_num_seqs, dtype=torch.bool, device=device)
-        return cls(tensors, is_tree, workspace, shape)
-
-    @property
-    def num_nodes(self) -> int:
-        """N, root included."""
-        return self.tensors.num_nodes
-
-    def add_to(self, plain: TritonAttentionMetadata) -> TreeMetadata:
-        """The metadata with the trees; ``is_tree`` is written, before or after."""
-        batch = plain.seq_lens.shape[0]  # padding included
-        splits = 1
-        if self.workspace is not None:  # prefill may have more rows than it has room for
-            room = self.workspace.max_splits(
-                plain.num_actual_tokens, self.shape.num_heads, self.shape.head_size
-            )
-            wanted = self.shape.splits(batch, plain.max_query_len, plain.max_seq_len)
-            splits = min(wanted, room)
-        paged = PagedBatch(
-            cu_query_lens=plain.query_start_loc,
-            seq_lens=plain.seq_lens,
-            block_table=plain.block_table[:batch],
-            is_tree=self.is_tree[:batch],
-            ancestor_bits=self.tensors.ancestor_bits.expand(batch, -1, -1),
-            depths=self.tensors.depths.expand(batch, -1),
-            max_query_len=plain.max_query_len,
-            num_splits=splits,
-            workspace=self.workspace,
-        )
-        return TreeMetadata(**vars(plain), paged=paged)
+from vllm_medusa.worker.triton_metadata import TreeMetadata, TreeMetadataBuilder
 
 
 class TreeAttentionBackend(TritonAttentionBackend):
@@ -310,27 +145,52 @@ class TreeAttentionImpl(TritonAttentionImpl):
                 output_scale, output_block_scale,
             )  # fmt: skip
         assert output_scale is None and output_block_scale is None and attn_metadata.paged
+        rows = attn_metadata.num_actual_tokens
+        self.attend(layer, query[:rows], kv_cache, attn_metadata.paged, output[:rows])
+        return output
+
+    def attend(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, batch: PagedBatch, output: Tensor
+    ) -> None:
+        """Have our kernel write ``output``, like ``query`` [rows, Hq, D]."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         k_scale = v_scale = None
         if is_quantized_kv_cache(self.kv_cache_dtype):
             keys, values = keys.view(self.fp8_dtype), values.view(self.fp8_dtype)
             k_scale, v_scale = layer._k_scale, layer._v_scale
-        rows = attn_metadata.num_actual_tokens
         left = self.sliding_window[0]
         paged_tree_attention(
-            query[:rows],
+            query,
             keys,
             values,
-            attn_metadata.paged,
+            batch,
             self.scale,
-            out=output[:rows],
+            out=output,
             softcap=self.logits_soft_cap,
             window=left + 1 if left >= 0 else None,
             sinks=self.sinks,
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        return output
+
+
+def warm_up(layers: Mapping[str, Any], groups: Iterable[Any]) -> None:
+    """Compile every kernel that some step of these attention groups will need.
+
+    vLLM's own warm-up and its captures come by some of them only: contexts are short there, and no
+    tree meets a prefill.
+    """
+    for group in groups:
+        builder = group.get_metadata_builder()
+        assert isinstance(builder, TreeMetadataBuilder)
+        for name, batch in product(group.layer_names, builder.empty_batches()):
+            layer = layers[name]
+            impl: TreeAttentionImpl = layer.impl
+            rows = torch.zeros(
+                batch.depths.shape[1], impl.num_heads, impl.head_size,
+                dtype=builder.vllm_config.model_config.dtype, device=layer.kv_cache.device,
+            )  # fmt: skip
+            impl.attend(layer, rows, layer.kv_cache, batch, rows)
 
 
 def compact_group(

@@ -1,4 +1,4 @@
-"""The attention for CUDA without an engine: what a step's metadata holds, a layer, compaction.
+"""The attention for CUDA without an engine: a layer, what the backend takes, compaction.
 
 Our kernel's place is taken by its reference here, as everywhere without a GPU; an engine that runs
 the kernel is in ``tests/worker/test_triton_engine.py``.
@@ -6,272 +6,48 @@ the kernel is in ``tests/worker/test_triton_engine.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("vllm")
-from support.models import COMMON
-from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, paged_tree_attention
-from vllm_medusa.tree import TokenTree, TreeTensors
-from vllm_medusa.worker import compat, triton_attention
-from vllm_medusa.worker.options import (
-    V2_CUDA_WORKER,
-    choose_triton_attention,
+from support.triton_steps import (
+    BLOCK,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    MOST,
+    NODES,
+    TREE,
+    Buffers,
+    build,
+    make_builder,
+    make_config,
+    save_target,
 )
-from vllm_medusa.worker.step import TreeStep
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionType
+
 from vllm_medusa.worker.triton_attention import (
     TreeAttentionBackend,
     TreeAttentionImpl,
-    TreeMetadata,
-    TreeMetadataBuilder,
     compact_group,
 )
-
-TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]])
-NODES = TREE.num_nodes  # 7
-MOST, BLOCK, DIM = 6, 16, 32
-HEADS, KV_HEADS = COMMON["num_attention_heads"], COMMON["num_key_value_heads"]
+from vllm_medusa.worker.triton_metadata import TreeMetadataBuilder
 
 
 @pytest.fixture(scope="module")
-def make_config(
-    tmp_path_factory: pytest.TempPathFactory, random_heads: str
-) -> Callable[[bool], Any]:
-    import transformers
-
-    model: Path = tmp_path_factory.mktemp("target")
-    config = transformers.LlamaConfig(**COMMON)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(model)
-
-    def make(trees: bool) -> Any:
-        asked = {"method": "medusa", "model": random_heads, "tree": TREE.to_lists()}
-        return EngineArgs(
-            str(model),
-            dtype="float32",
-            skip_tokenizer_init=True,
-            max_num_seqs=MOST,
-            max_model_len=512,
-            speculative_config=asked if trees else None,
-        ).create_engine_config()
-
-    return make
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
-def splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a GPU wanted the keys in 3 parts."""
-    monkeypatch.setattr(triton_attention, "_splits", lambda *args: 3)
-
-
-@pytest.fixture
-def builder(make_config: Callable[[bool], Any]) -> TreeMetadataBuilder:
-    return make_builder(make_config(True))
-
-
-def make_builder(config: Any) -> TreeMetadataBuilder:
-    spec = FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32
-    )
-    return TreeMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
-
-
-class Buffers:
-    """The runner's: written in place from step to step."""
-
-    def __init__(self) -> None:
-        self.query_start_loc = torch.zeros(MOST + 1, dtype=torch.int32)
-        self.seq_lens = torch.zeros(MOST, dtype=torch.int32)
-        self.block_table = torch.arange(MOST * 8, dtype=torch.int32).view(MOST, 8)
-        self.slot_mapping = torch.zeros(200, dtype=torch.int64)
-
-    def batch(self, requests: list[tuple[int, int]], padded: int = 0) -> CommonAttentionMetadata:
-        """Requests of (rows, context), padded to ``padded`` requests of whole trees."""
-        count, rows = len(requests), [rows for rows, _ in requests]
-        padded = max(padded, count)
-        total = sum(rows)
-        ends = np.cumsum(rows).tolist() + [total] * (padded - count)
-        self.query_start_loc[: padded + 1] = torch.tensor([0, *ends], dtype=torch.int32)
-        self.seq_lens[:count] = torch.tensor([sum(r) for r in requests], dtype=torch.int32)
-        self.seq_lens[count:] = 0
-        return CommonAttentionMetadata(
-            query_start_loc=self.query_start_loc[: padded + 1],
-            query_start_loc_cpu=self.query_start_loc[: padded + 1].clone(),
-            seq_lens=self.seq_lens[:padded],
-            num_reqs=padded,
-            num_actual_tokens=total if padded == count else padded * NODES,
-            max_query_len=max(rows),
-            max_seq_len=int(self.seq_lens.max()),
-            block_table_tensor=self.block_table[:padded],
-            slot_mapping=self.slot_mapping,
-        )
-
-
-def step_of(num_nodes: list[int]) -> TreeStep:
-    total = sum(num_nodes)
-    return TreeStep.build(
-        TreeTensors.from_tree(TREE),
-        np.array(num_nodes, dtype=np.int64),
-        torch.arange(total),
-        torch.zeros(total, dtype=torch.int32),
-    )
-
-
-def build(
-    builder: TreeMetadataBuilder, common: CommonAttentionMetadata, num_nodes: list[int] | None
-) -> TritonAttentionMetadata:
-    """As `TreeModelState` does."""
-    builder.step = None if num_nodes is None else step_of(num_nodes)
-    try:
-        return builder.build(0, common)
-    finally:
-        builder.step = None
-
-
-def paged(metadata: TritonAttentionMetadata) -> PagedBatch:
-    assert isinstance(metadata, TreeMetadata)
-    assert metadata.paged is not None
-    return metadata.paged
-
-
-def addresses(batch: PagedBatch) -> dict[str, Any]:
-    """Everything that a captured graph holds on to."""
-    kept: dict[str, Any] = {}
-    for field in fields(batch):
-        value = getattr(batch, field.name)
-        if isinstance(value, Tensor):
-            kept[field.name] = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-        elif isinstance(value, SplitWorkspace):
-            kept[field.name] = (value.values.data_ptr(), value.lse.data_ptr())
-        else:
-            kept[field.name] = value
-    return kept
-
-
-class TestMetadata:
-    def test_without_medusa_it_is_vllms(self, make_config: Callable[[bool], Any]) -> None:
-        config = make_config(False)
-        builder = make_builder(config)
-        metadata = build(builder, Buffers().batch([(NODES, 0)]), None)
-        assert type(metadata) is TritonAttentionMetadata
-        stock = TreeMetadataBuilder.__mro__[1]
-        spec = builder.kv_cache_spec
-        assert builder.get_cudagraph_support(config, spec) == stock.get_cudagraph_support(
-            config, spec
-        )
-
-    def test_without_trees_it_is_vllms(self, builder: TreeMetadataBuilder) -> None:
-        metadata = build(builder, Buffers().batch([(5, 0), (1, 9)]), None)
-        assert type(metadata) is TritonAttentionMetadata
-
-    def test_a_step(self, builder: TreeMetadataBuilder) -> None:
-        """A whole tree, a cut one, a plain decode and prefill."""
-        common = Buffers().batch([(NODES, 20), (3, 40), (1, 7), (12, 0)])
-        batch = paged(build(builder, common, [NODES, 3, 1, 1]))
-        assert batch.is_tree.tolist() == [True, True, False, False]
-        assert batch.depths.tolist() == [list(TREE.depths)] * 4
-        tensors = TreeTensors.from_tree(TREE)
-        assert torch.equal(batch.ancestor_bits, tensors.ancestor_bits.expand(4, -1, -1))
-        assert batch.ancestor_bits.stride(0) == batch.depths.stride(0) == 0
-        assert batch.max_query_len == 12
-        for own, theirs in (
-            (batch.cu_query_lens, common.query_start_loc),
-            (batch.seq_lens, common.seq_lens),
-            (batch.block_table, common.block_table_tensor),
-        ):
-            assert own.data_ptr() == theirs.data_ptr()
-
-    @pytest.mark.usefixtures("splits")
-    def test_buffers_stay(self, make_config: Callable[[bool], Any]) -> None:
-        """Whatever the steps before it, a step of one shape is read from the same places."""
-        builder, buffers = make_builder(make_config(True)), Buffers()
-        shape = [(NODES, 20), (NODES, 3)]
-        before = addresses(paged(build(builder, buffers.batch(shape), [NODES, NODES])))
-        build(builder, buffers.batch([(30, 0), (NODES, 5), (1, 1)]), [1, NODES, 1])
-        build(builder, buffers.batch([(30, 0)]), None)
-        after = paged(build(builder, buffers.batch(shape), [NODES, 1]))
-        assert addresses(after) == before
-        assert after.is_tree.tolist() == [True, False]
-        assert after.num_splits == 3
-
-    def test_the_uniform_case_has_full_graphs(
-        self, make_config: Callable[[bool], Any], builder: TreeMetadataBuilder
-    ) -> None:
-        support = builder.get_cudagraph_support(make_config(True), builder.kv_cache_spec)
-        assert support == AttentionCGSupport.UNIFORM_BATCH
-
-    @pytest.mark.usefixtures("splits")
-    @pytest.mark.parametrize("real", [4, 3])
-    def test_a_graph_replayed(self, make_config: Callable[[bool], Any], real: int) -> None:
-        """What was built for capture is right for later steps of its size, padded ones too."""
-        builder, buffers = make_builder(make_config(True)), Buffers()
-        capture = builder.build_for_cudagraph_capture(buffers.batch([(NODES, 0)] * 4))
-        captured = paged(capture)
-        assert captured.is_tree.all()
-        assert capture.seq_lens.tolist() == [1] * 4
-        assert captured.num_splits == 3
-        build(builder, buffers.batch([(3, 3), (NODES, 8)]), [1, NODES])  # some other step
-
-        requests = [(NODES, 20), (NODES, 3), (NODES, 60), (NODES, 11)][:real]
-        nodes = [NODES, 1, NODES, 1][:real]  # a plain request of as many rows is no tree
-        fresh = paged(build(builder, buffers.batch(requests, padded=4), nodes))
-        assert addresses(fresh) == addresses(captured)
-        query, keys, values = random_layer(4 * NODES)
-        outs = [
-            paged_tree_attention(
-                query, keys, values, batch, 0.2, out=torch.full_like(query, torch.nan)
-            )
-            for batch in (captured, fresh)
-        ]
-        assert torch.equal(*[out[: real * NODES] for out in outs])
-        assert outs[0][: real * NODES].isfinite().all()
-        assert outs[0][real * NODES :].isnan().all()
-        assert captured.is_tree.tolist()[:real] == [n > 1 for n in nodes]
-
-    def test_a_uniform_batch_without_trees_is_told_to_the_graph(
-        self, builder: TreeMetadataBuilder
-    ) -> None:
-        buffers = Buffers()
-        captured = paged(builder.build_for_cudagraph_capture(buffers.batch([(NODES, 0)] * 2)))
-        build(builder, buffers.batch([(NODES, 4), (NODES, 9)]), None)
-        assert not captured.is_tree.any()
-
-    def test_prefill_gets_no_more_parts_than_fit(
-        self, make_config: Callable[[bool], Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(triton_attention, "_splits", lambda shape, batch, *_: 8 // batch)
-        builder, buffers = make_builder(make_config(True)), Buffers()
-        alone = paged(build(builder, buffers.batch([(NODES, 60)]), [NODES]))
-        assert alone.num_splits == 8
-        beside = paged(build(builder, buffers.batch([(NODES, 60), (12, 0)]), [NODES, 1]))
-        assert beside.num_splits == 2
-        one = paged(build(builder, buffers.batch([(NODES, 60), (99, 0)]), [NODES, 1]))
-        assert one.num_splits == 1
-
-
-def random_layer(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, and caches in vLLM's layout."""
-    generator = torch.Generator().manual_seed(rows)
-    query = torch.randn(rows, HEADS, DIM, generator=generator).to(dtype)
-    cache = torch.randn(MOST * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator).to(dtype)
-    keys, values = cache.transpose(1, 2).split(DIM, -1)
-    return query, keys, values
+def builder(target: Path, random_heads: str) -> TreeMetadataBuilder:
+    return make_builder(make_config(target, random_heads))
 
 
 def layer(**changes: Any) -> TreeAttentionImpl:
@@ -450,72 +226,3 @@ class TestCompaction:
 
 def by_slot(cache: Tensor) -> Tensor:
     return cache.float().transpose(1, 2).flatten(0, 1)
-
-
-def platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    found = SimpleNamespace(
-        is_cpu=lambda: name == "cpu", is_cuda=lambda: name == "cuda", device_name=name
-    )
-    monkeypatch.setattr("vllm.platforms.current_platform", found)
-
-
-class TestPlatforms:
-    @pytest.mark.parametrize(("name", "on_v2"), [("cpu", False), ("cpu", True), ("cuda", True)])
-    def test_taken(self, monkeypatch: pytest.MonkeyPatch, name: str, on_v2: bool) -> None:
-        platform(monkeypatch, name)
-        compat.refuse_unsupported_platform(on_v2)
-        assert compat.on_cuda() == (name == "cuda")
-
-    @pytest.mark.parametrize(
-        ("name", "on_v2", "reason"),
-        [
-            ("cuda", False, "V2 model runner.*VLLM_USE_V2_MODEL_RUNNER"),
-            ("rocm", True, "CPU and CUDA.*'rocm'"),
-        ],
-    )
-    def test_refused(
-        self, monkeypatch: pytest.MonkeyPatch, name: str, on_v2: bool, reason: str
-    ) -> None:
-        platform(monkeypatch, name)
-        with pytest.raises(MedusaConfigError, match=reason):
-            compat.refuse_unsupported_platform(on_v2)
-
-    def test_the_worker(self) -> None:
-        assert compat.derives_from(V2_CUDA_WORKER, "vllm.v1.worker.gpu_worker.Worker")
-        assert not compat.derives_from(V2_CUDA_WORKER, "vllm.v1.worker.cpu_worker.CPUWorker")
-        assert compat.derives_from(V2_CUDA_WORKER, "vllm_medusa.worker.v2.with_trees.WithTrees")
-
-
-class TestChoice:
-    def chosen(self, **arguments: Any) -> Any:
-        args = EngineArgs("unused", **arguments)
-        choose_triton_attention(args)
-        choose_triton_attention(args)  # arguments are used for more than one engine
-        return args.attention_backend or args.attention_config.backend
-
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            {},
-            {"attention_backend": "auto"},
-            {"attention_backend": "triton_attn"},
-            {"attention_backend": AttentionBackendEnum.TRITON_ATTN},
-            {"attention_config": {"backend": "TRITON_ATTN"}},
-        ],
-    )
-    def test_triton(self, arguments: dict[str, Any]) -> None:
-        chosen = self.chosen(**arguments)
-        assert str(getattr(chosen, "name", chosen)).upper() == "TRITON_ATTN"
-
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            {"attention_backend": "FLASH_ATTN"},
-            {"attention_backend": AttentionBackendEnum.FLASHINFER},
-            {"attention_config": {"backend": "flex_attention"}},
-            {"attention_config": {"backend_per_kind": {"sliding_window": "FLASH_ATTN"}}},
-        ],
-    )
-    def test_others_are_refused(self, arguments: dict[str, Any]) -> None:
-        with pytest.raises(MedusaConfigError, match=r"FLA?.*TRITON_ATTN|FLEX.*TRITON_ATTN"):
-            self.chosen(**arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from vllm_medusa.config import MedusaConfigError
 # (layers by name, names of one KV cache group, slot of each node int64 [B, N], then of a `Path`:
 # nodes int64 [B, D + 1], num_accepted int64 [B])
 Compact = Callable[[Mapping[str, Any], list[str], Tensor, Tensor, Tensor], None]
+# (layers by name, vLLM's attention groups): before the first request, when the KV cache is there
+WarmUp = Callable[[Mapping[str, Any], Iterable[Any]], None]
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class TreeBackend:
     name: str  # of the member of vLLM's AttentionBackendEnum that it is registered as
     path: str  # of the backend class
     compact: Compact
+    warm_up: WarmUp | None = None  # None: nothing is compiled
 
 
 def tree_backend() -> TreeBackend:
@@ -49,6 +52,7 @@ def tree_backend() -> TreeBackend:
             "TRITON_ATTN",
             "vllm_medusa.worker.triton_attention.TreeAttentionBackend",
             triton_attention.compact_group,
+            triton_attention.warm_up,
         )
     raise MedusaConfigError(
         f"Medusa has no tree attention for {current_platform.device_name!r} yet. Run on CPU or "

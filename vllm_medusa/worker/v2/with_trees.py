@@ -25,6 +25,14 @@ class WithTrees(WorkerBase):
         install()
         super().init_device()
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile our kernels too, before vLLM's warm-up ends and graphs are captured."""
+        from vllm_medusa.worker.v2.warmup import warm_up
+
+        if self.vllm_config.kernel_config.enable_jit_warmup:
+            warm_up(self.model_runner)
+        return super().compile_or_warm_up_model()
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target and the heads; heads in the target's checkpoint are no part of it."""
         with heads_left_out():

@@ -1,0 +1,112 @@
+"""Steps as vLLM's runner lays them out for the Triton attention's metadata builder, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from support.models import COMMON
+from vllm_medusa.scorer.paged import PagedBatch
+from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.worker.step import TreeStep
+from vllm_medusa.worker.triton_metadata import TreeMetadata, TreeMetadataBuilder
+
+TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]])
+NODES = TREE.num_nodes  # 7
+MOST, BLOCK, DIM = 6, 16, 32
+HEADS, KV_HEADS = COMMON["num_attention_heads"], COMMON["num_key_value_heads"]
+
+
+def save_target(folder: Path) -> Path:
+    """The config of a target that is never loaded."""
+    import transformers
+
+    config = transformers.LlamaConfig(**COMMON)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def make_config(target: Path, heads: str | None) -> Any:
+    """An engine's config; with ``heads``, for `TREE`."""
+    asked = {"method": "medusa", "model": heads, "tree": TREE.to_lists()}
+    return EngineArgs(
+        str(target),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_num_seqs=MOST,
+        max_model_len=512,
+        speculative_config=asked if heads else None,
+    ).create_engine_config()
+
+
+def make_builder(config: Any) -> TreeMetadataBuilder:
+    spec = FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.float32
+    )
+    return TreeMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+
+
+class Buffers:
+    """The runner's: written in place from step to step."""
+
+    def __init__(self) -> None:
+        self.query_start_loc = torch.zeros(MOST + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(MOST, dtype=torch.int32)
+        self.block_table = torch.arange(MOST * 8, dtype=torch.int32).view(MOST, 8)
+        self.slot_mapping = torch.zeros(200, dtype=torch.int64)
+
+    def batch(self, requests: list[tuple[int, int]], padded: int = 0) -> CommonAttentionMetadata:
+        """Requests of (rows, context), padded to ``padded`` requests of whole trees."""
+        count, rows = len(requests), [rows for rows, _ in requests]
+        padded = max(padded, count)
+        total = sum(rows)
+        ends = np.cumsum(rows).tolist() + [total] * (padded - count)
+        self.query_start_loc[: padded + 1] = torch.tensor([0, *ends], dtype=torch.int32)
+        self.seq_lens[:count] = torch.tensor([sum(r) for r in requests], dtype=torch.int32)
+        self.seq_lens[count:] = 0
+        return CommonAttentionMetadata(
+            query_start_loc=self.query_start_loc[: padded + 1],
+            query_start_loc_cpu=self.query_start_loc[: padded + 1].clone(),
+            seq_lens=self.seq_lens[:padded],
+            num_reqs=padded,
+            num_actual_tokens=total if padded == count else padded * NODES,
+            max_query_len=max(rows),
+            max_seq_len=int(self.seq_lens.max()),
+            block_table_tensor=self.block_table[:padded],
+            slot_mapping=self.slot_mapping,
+        )
+
+
+def step_of(num_nodes: list[int]) -> TreeStep:
+    total = sum(num_nodes)
+    return TreeStep.build(
+        TreeTensors.from_tree(TREE),
+        np.array(num_nodes, dtype=np.int64),
+        torch.arange(total),
+        torch.zeros(total, dtype=torch.int32),
+    )
+
+
+def build(
+    builder: TreeMetadataBuilder, common: CommonAttentionMetadata, num_nodes: list[int] | None
+) -> TritonAttentionMetadata:
+    """As `TreeModelState` does."""
+    builder.step = None if num_nodes is None else step_of(num_nodes)
+    try:
+        return builder.build(0, common)
+    finally:
+        builder.step = None
+
+
+def paged(metadata: TritonAttentionMetadata) -> PagedBatch:
+    assert isinstance(metadata, TreeMetadata)
+    assert metadata.paged is not None
+    return metadata.paged

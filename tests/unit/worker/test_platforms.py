@@ -1,0 +1,85 @@
+"""Which platforms, workers and attention backends Medusa takes, and what it says of others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.worker import compat
+from vllm_medusa.worker.options import V2_CUDA_WORKER, choose_triton_attention
+
+
+def platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    found = SimpleNamespace(
+        is_cpu=lambda: name == "cpu", is_cuda=lambda: name == "cuda", device_name=name
+    )
+    monkeypatch.setattr("vllm.platforms.current_platform", found)
+
+
+class TestPlatforms:
+    @pytest.mark.parametrize(("name", "on_v2"), [("cpu", False), ("cpu", True), ("cuda", True)])
+    def test_taken(self, monkeypatch: pytest.MonkeyPatch, name: str, on_v2: bool) -> None:
+        platform(monkeypatch, name)
+        compat.refuse_unsupported_platform(on_v2)
+        assert compat.on_cuda() == (name == "cuda")
+
+    @pytest.mark.parametrize(
+        ("name", "on_v2", "reason"),
+        [
+            ("cuda", False, "V2 model runner.*VLLM_USE_V2_MODEL_RUNNER"),
+            ("rocm", True, "CPU and CUDA.*'rocm'"),
+        ],
+    )
+    def test_refused(
+        self, monkeypatch: pytest.MonkeyPatch, name: str, on_v2: bool, reason: str
+    ) -> None:
+        platform(monkeypatch, name)
+        with pytest.raises(MedusaConfigError, match=reason):
+            compat.refuse_unsupported_platform(on_v2)
+
+    def test_the_worker(self) -> None:
+        assert compat.derives_from(V2_CUDA_WORKER, "vllm.v1.worker.gpu_worker.Worker")
+        assert not compat.derives_from(V2_CUDA_WORKER, "vllm.v1.worker.cpu_worker.CPUWorker")
+        assert compat.derives_from(V2_CUDA_WORKER, "vllm_medusa.worker.v2.with_trees.WithTrees")
+
+
+class TestChoice:
+    def chosen(self, **arguments: Any) -> Any:
+        args = EngineArgs("unused", **arguments)
+        choose_triton_attention(args)
+        choose_triton_attention(args)  # arguments are used for more than one engine
+        return args.attention_backend or args.attention_config.backend
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {},
+            {"attention_backend": "auto"},
+            {"attention_backend": "triton_attn"},
+            {"attention_backend": AttentionBackendEnum.TRITON_ATTN},
+            {"attention_config": {"backend": "TRITON_ATTN"}},
+        ],
+    )
+    def test_triton(self, arguments: dict[str, Any]) -> None:
+        chosen = self.chosen(**arguments)
+        assert str(getattr(chosen, "name", chosen)).upper() == "TRITON_ATTN"
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"attention_backend": "FLASH_ATTN"},
+            {"attention_backend": AttentionBackendEnum.FLASHINFER},
+            {"attention_config": {"backend": "flex_attention"}},
+            {"attention_config": {"backend_per_kind": {"sliding_window": "FLASH_ATTN"}}},
+        ],
+    )
+    def test_others_are_refused(self, arguments: dict[str, Any]) -> None:
+        with pytest.raises(MedusaConfigError, match=r"FLA?.*TRITON_ATTN|FLEX.*TRITON_ATTN"):
+            self.chosen(**arguments)

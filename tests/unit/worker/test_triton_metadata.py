@@ -1,0 +1,177 @@
+"""What a step's metadata for the Triton attention holds, and what of it stays where it was."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm")
+from support.triton_steps import (
+    BLOCK,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    MOST,
+    NODES,
+    TREE,
+    Buffers,
+    build,
+    make_builder,
+    make_config,
+    paged,
+    save_target,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
+
+from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, paged_tree_attention
+from vllm_medusa.tree import TreeTensors
+from vllm_medusa.worker import triton_metadata
+from vllm_medusa.worker.triton_metadata import TreeMetadataBuilder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def builder(target: Path, random_heads: str) -> TreeMetadataBuilder:
+    return make_builder(make_config(target, random_heads))
+
+
+@pytest.fixture
+def splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a GPU wanted the keys in 3 parts."""
+    monkeypatch.setattr(triton_metadata, "_splits", lambda *args: 3)
+
+
+def addresses(batch: PagedBatch) -> dict[str, Any]:
+    """Everything that a captured graph holds on to."""
+    kept: dict[str, Any] = {}
+    for field in fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, Tensor):
+            kept[field.name] = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        elif isinstance(value, SplitWorkspace):
+            kept[field.name] = (value.values.data_ptr(), value.lse.data_ptr())
+        else:
+            kept[field.name] = value
+    return kept
+
+
+class TestMetadata:
+    def test_without_medusa_it_is_vllms(self, target: Path, random_heads: str) -> None:
+        config = make_config(target, None)
+        builder = make_builder(config)
+        metadata = build(builder, Buffers().batch([(NODES, 0)]), None)
+        assert type(metadata) is TritonAttentionMetadata
+        stock = TreeMetadataBuilder.__mro__[1]
+        spec = builder.kv_cache_spec
+        assert builder.get_cudagraph_support(config, spec) == stock.get_cudagraph_support(
+            config, spec
+        )
+
+    def test_without_trees_it_is_vllms(self, builder: TreeMetadataBuilder) -> None:
+        metadata = build(builder, Buffers().batch([(5, 0), (1, 9)]), None)
+        assert type(metadata) is TritonAttentionMetadata
+
+    def test_a_step(self, builder: TreeMetadataBuilder) -> None:
+        """A whole tree, a cut one, a plain decode and prefill."""
+        common = Buffers().batch([(NODES, 20), (3, 40), (1, 7), (12, 0)])
+        batch = paged(build(builder, common, [NODES, 3, 1, 1]))
+        assert batch.is_tree.tolist() == [True, True, False, False]
+        assert batch.depths.tolist() == [list(TREE.depths)] * 4
+        tensors = TreeTensors.from_tree(TREE)
+        assert torch.equal(batch.ancestor_bits, tensors.ancestor_bits.expand(4, -1, -1))
+        assert batch.ancestor_bits.stride(0) == batch.depths.stride(0) == 0
+        assert batch.max_query_len == 64  # 12 rows of 2 heads each: the large tile, of 128
+        for own, theirs in (
+            (batch.cu_query_lens, common.query_start_loc),
+            (batch.seq_lens, common.seq_lens),
+            (batch.block_table, common.block_table_tensor),
+        ):
+            assert own.data_ptr() == theirs.data_ptr()
+
+    @pytest.mark.usefixtures("splits")
+    def test_buffers_stay(self, target: Path, random_heads: str) -> None:
+        """Whatever the steps before it, a step of one shape is read from the same places."""
+        builder, buffers = make_builder(make_config(target, random_heads)), Buffers()
+        shape = [(NODES, 20), (NODES, 3)]
+        before = addresses(paged(build(builder, buffers.batch(shape), [NODES, NODES])))
+        build(builder, buffers.batch([(30, 0), (NODES, 5), (1, 1)]), [1, NODES, 1])
+        build(builder, buffers.batch([(30, 0)]), None)
+        after = paged(build(builder, buffers.batch(shape), [NODES, 1]))
+        assert addresses(after) == before
+        assert after.is_tree.tolist() == [True, False]
+        assert after.num_splits == 3
+
+    def test_the_uniform_case_has_full_graphs(
+        self, target: Path, random_heads: str, builder: TreeMetadataBuilder
+    ) -> None:
+        support = builder.get_cudagraph_support(
+            make_config(target, random_heads), builder.kv_cache_spec
+        )
+        assert support == AttentionCGSupport.UNIFORM_BATCH
+
+    @pytest.mark.usefixtures("splits")
+    @pytest.mark.parametrize("real", [4, 3])
+    def test_a_graph_replayed(self, target: Path, random_heads: str, real: int) -> None:
+        """What was built for capture is right for later steps of its size, padded ones too."""
+        builder, buffers = make_builder(make_config(target, random_heads)), Buffers()
+        capture = builder.build_for_cudagraph_capture(buffers.batch([(NODES, 0)] * 4))
+        captured = paged(capture)
+        assert captured.is_tree.all()
+        assert capture.seq_lens.tolist() == [1] * 4
+        assert captured.num_splits == 3
+        build(builder, buffers.batch([(3, 3), (NODES, 8)]), [1, NODES])  # some other step
+
+        requests = [(NODES, 20), (NODES, 3), (NODES, 60), (NODES, 11)][:real]
+        nodes = [NODES, 1, NODES, 1][:real]  # a plain request of as many rows is no tree
+        fresh = paged(build(builder, buffers.batch(requests, padded=4), nodes))
+        assert addresses(fresh) == addresses(captured)
+        query, keys, values = random_layer(4 * NODES)
+        outs = [
+            paged_tree_attention(
+                query, keys, values, batch, 0.2, out=torch.full_like(query, torch.nan)
+            )
+            for batch in (captured, fresh)
+        ]
+        assert torch.equal(*[out[: real * NODES] for out in outs])
+        assert outs[0][: real * NODES].isfinite().all()
+        assert outs[0][real * NODES :].isnan().all()
+        assert captured.is_tree.tolist()[:real] == [n > 1 for n in nodes]
+
+    def test_a_uniform_batch_without_trees_is_told_to_the_graph(
+        self, builder: TreeMetadataBuilder
+    ) -> None:
+        buffers = Buffers()
+        captured = paged(builder.build_for_cudagraph_capture(buffers.batch([(NODES, 0)] * 2)))
+        build(builder, buffers.batch([(NODES, 4), (NODES, 9)]), None)
+        assert not captured.is_tree.any()
+
+    def test_prefill_gets_no_more_parts_than_fit(
+        self, target: Path, random_heads: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(triton_metadata, "_splits", lambda shape, batch, *_: 8 // batch)
+        builder, buffers = make_builder(make_config(target, random_heads)), Buffers()
+        alone = paged(build(builder, buffers.batch([(NODES, 60)]), [NODES]))
+        assert alone.num_splits == 8
+        beside = paged(build(builder, buffers.batch([(NODES, 60), (12, 0)]), [NODES, 1]))
+        assert beside.num_splits == 2
+        one = paged(build(builder, buffers.batch([(NODES, 60), (99, 0)]), [NODES, 1]))
+        assert one.num_splits == 1
+
+
+def random_layer(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, and caches in vLLM's layout."""
+    generator = torch.Generator().manual_seed(rows)
+    query = torch.randn(rows, HEADS, DIM, generator=generator)
+    cache = torch.randn(MOST * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
+    keys, values = cache.transpose(1, 2).split(DIM, -1)
+    return query, keys, values

@@ -1,0 +1,221 @@
+"""A step's metadata for the Triton attention with trees, and the memory that its steps share.
+
+CUDA graphs. vLLM captures full graphs for batches in which every request has as many rows as the
+tree has nodes (`AttentionCGSupport.UNIFORM_BATCH`), and captures them before any tree was drafted.
+So `build_for_cudagraph_capture` builds a batch of whole trees. All that a replay reads lies where
+it lay at capture: vLLM's own buffers (lengths, block table), the tree, and ``is_tree``, which tells
+whose rows are nodes and which `build` writes in place. A request that pads a batch has no rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionMetadata,
+    TritonAttentionMetadataBuilder,
+)
+
+from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, uses_kernel
+from vllm_medusa.scorer.tiles import FEWEST_SPLITS, LARGEST_BLOCK_M
+from vllm_medusa.tree import TreeTensors
+from vllm_medusa.worker.options import EngineOptions, is_medusa
+from vllm_medusa.worker.step import TreeStep
+
+_LENGTH_STEP = 512  # lengths are rounded up to it, so that the number of parts is mostly looked up
+
+
+@dataclass
+class TreeMetadata(TritonAttentionMetadata):
+    """vLLM's metadata of a step in which some request verifies a tree."""
+
+    paged: PagedBatch | None = None  # never None; vLLM's own fields end with defaults
+
+
+class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
+    """Adds the trees to vLLM's metadata; the runner sets `step` around the build."""
+
+    step: TreeStep | None = None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._trees: _StaticTrees | None = None
+        if is_medusa(vllm_config.speculative_config):
+            self._trees = _StaticTrees.of(
+                vllm_config, kv_cache_spec, self.num_heads_q, torch.device(device)
+            )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Full graphs for uniform batches of whole trees; vLLM's own without trees."""
+        if is_medusa(vllm_config.speculative_config):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> TritonAttentionMetadata:
+        """Build vLLM's metadata; with a `step`, for our kernel."""
+        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        trees, step = self._trees, self.step
+        if trees is None:
+            return plain
+        if step is None:
+            if plain.max_query_len == trees.num_nodes:
+                trees.is_tree.zero_()  # a graph of whole trees may be replayed for this batch
+            return plain
+        torch.gt(step.tree.num_nodes, 1, out=trees.is_tree[: step.batch_size])
+        return trees.add_to(plain)
+
+    def empty_batches(self) -> Iterator[PagedBatch]:
+        """One for each kernel that steps with trees will need; there are no rows in them."""
+        return iter(()) if self._trees is None else self._trees.empty_batches()
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> TritonAttentionMetadata:
+        """Build what a graph is captured with: whole trees of the shortest context."""
+        plain = super().build_for_cudagraph_capture(common_attn_metadata)
+        trees = self._trees
+        if trees is None or plain.max_query_len != trees.num_nodes:
+            return plain
+        trees.is_tree.fill_(True)
+        return trees.add_to(plain)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the kernel's work depends on besides the batch: heads of this rank, and dtypes."""
+
+    num_heads: int
+    kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+
+    def splits(self, batch: int, max_query_len: int, max_seq_len: int) -> int:
+        """Into how many parts the keys best go."""
+        return _splits(self, batch, max_query_len, -(-max_seq_len // _LENGTH_STEP) * _LENGTH_STEP)
+
+
+@functools.lru_cache(4096)
+def _splits(shape: _Shape, batch: int, max_query_len: int, max_seq_len: int) -> int:
+    if not uses_kernel(shape.device.type):
+        return 1
+    from vllm_medusa.scorer.launch import choose_splits
+
+    return choose_splits(
+        batch,
+        shape.num_heads,
+        shape.kv_heads,
+        shape.head_size,
+        max_query_len,
+        max_seq_len,
+        shape.dtype,
+        shape.kv_dtype,
+        shape.device,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _StaticTrees:
+    """What all steps of one KV cache group share, on the device and in one place for good."""
+
+    tensors: TreeTensors
+    is_tree: Tensor  # bool [most requests of a step]
+    workspace: SplitWorkspace | None  # None: no step has its keys split
+    shape: _Shape
+
+    @classmethod
+    def of(cls, vllm_config: Any, spec: Any, num_heads: int, device: torch.device) -> _StaticTrees:
+        """Make the buffers; the workspace is as large as the largest step of whole trees needs."""
+        tensors = TreeTensors.from_tree(EngineOptions.of(vllm_config).tree, device)
+        scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+        shape = _Shape(
+            num_heads, spec.num_kv_heads, spec.head_size, model.dtype, spec.dtype, device
+        )
+        most = 0
+        for batch in range(1, scheduler.max_num_seqs + 1):
+            splits = shape.splits(batch, tensors.num_nodes, model.max_model_len)
+            if splits > 1:
+                most = max(most, batch * tensors.num_nodes * num_heads * splits)
+        workspace = SplitWorkspace.allocate(most, spec.head_size, device) if most else None
+        with torch.inference_mode(False):  # else only inference mode could write to it
+            is_tree = torch.zeros(scheduler.max_num_seqs, dtype=torch.bool, device=device)
+        return cls(tensors, is_tree, workspace, shape)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, root included."""
+        return self.tensors.num_nodes
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key head: rows of the kernel for each row of a request."""
+        return self.shape.num_heads // self.shape.kv_heads
+
+    def bound(self, max_query_len: int) -> int:
+        """An upper bound of rows a request that knows two tiles only, for trees and for prefill.
+
+        Else each size of cut trees and of short chunks would be a kernel of its own to compile.
+        """
+        if max_query_len <= self.num_nodes:
+            return self.num_nodes
+        return max(max_query_len, -(-LARGEST_BLOCK_M // self.group))
+
+    def add_to(self, plain: TritonAttentionMetadata) -> TreeMetadata:
+        """The metadata with the trees; ``is_tree`` is written, before or after."""
+        batch = plain.seq_lens.shape[0]  # padding included
+        rows = self.bound(plain.max_query_len)
+        splits = 1
+        if self.workspace is not None:  # prefill may have more rows than it has room for
+            room = self.workspace.max_splits(
+                plain.num_actual_tokens, self.shape.num_heads, self.shape.head_size
+            )
+            splits = min(self.shape.splits(batch, rows, plain.max_seq_len), room)
+        paged = self.batch(
+            plain.query_start_loc, plain.seq_lens, plain.block_table[:batch], rows, splits
+        )
+        return TreeMetadata(**vars(plain), paged=paged)
+
+    def batch(
+        self, cu: Tensor, seq_lens: Tensor, block_table: Tensor, rows: int, splits: int
+    ) -> PagedBatch:
+        """Requests of at most ``rows`` rows, whose keys go in ``splits`` parts."""
+        count = len(seq_lens)
+        return PagedBatch(
+            cu_query_lens=cu,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            is_tree=self.is_tree[:count],
+            ancestor_bits=self.tensors.ancestor_bits.expand(count, -1, -1),
+            depths=self.tensors.depths.expand(count, -1),
+            max_query_len=rows,
+            num_splits=splits,
+            workspace=self.workspace,
+        )
+
+    def empty_batches(self) -> Iterator[PagedBatch]:
+        """One request without rows for each kernel that some step will need.
+
+        A layer called with them, and with `num_nodes` rows, compiles and computes nothing.
+        """
+        zeros = torch.zeros(1, 2, dtype=torch.int32, device=self.is_tree.device)
+        parts, heads = {1}, self.shape.num_heads
+        if self.workspace is not None:
+            most = self.workspace.max_splits(self.num_nodes, heads, self.shape.head_size)
+            merges = (FEWEST_SPLITS << i for i in range(3))  # one kernel each, up to 64
+            parts |= {min(n, most) for n in merges if n == FEWEST_SPLITS or n // 2 < most}
+        for rows, splits in product((self.num_nodes, self.bound(self.num_nodes + 1)), parts):
+            yield self.batch(zeros[0], zeros[0, :1], zeros, rows, splits)
