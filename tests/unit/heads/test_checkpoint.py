@@ -4,7 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_medusa.heads import HeadsError, MedusaHeads, load_heads, peek_heads, save_heads
+from vllm_medusa.heads import (
+    HeadsError,
+    MedusaHeads,
+    load_heads,
+    peek_heads,
+    save_heads,
+    update_config,
+)
 
 HIDDEN, VOCAB = 8, 20
 SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
@@ -372,3 +379,58 @@ def test_a_config_that_is_no_json_leaves_no_file(value, tmp_path):
     with pytest.raises(HeadsError, match="plain JSON"):
         save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB), {"tree": value})
     assert list(Path(tmp_path).iterdir()) == []
+
+
+def test_update_config_keeps_everything_else(tmp_path):
+    save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB), {"tree": [[0]], "theirs": 1})
+    path = tmp_path / "config.json"
+    before = json.loads(path.read_text())
+    path.write_text(json.dumps({"unheard_of": [1], **before}))
+    update_config(tmp_path, tree=[[0], [0, 0]], calibration={"texts": 3}, theirs=None, folder="x")
+    after = json.loads(path.read_text())
+    medusa = {
+        "format_version": 1,
+        "tree": [[0], [0, 0]],
+        "calibration": {"texts": 3},
+        "folder": "x",
+    }
+    assert after == {"unheard_of": [1], **before, "medusa": medusa}
+    assert peek_heads(tmp_path).tree == [[0], [0, 0]]
+
+
+def test_update_config_appends_provenance(tmp_path, random_heads, write):
+    write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"))  # and no config.json
+    for command in ("a", "b"):
+        update_config(tmp_path, provenance={"command": [command]})
+    entries = [{"command": ["a"]}, {"command": ["b"]}]
+    assert peek_heads(tmp_path).config == {"medusa": {"format_version": 1, "provenance": entries}}
+    update_config(tmp_path, provenance=entries[:1])
+    assert peek_heads(tmp_path).config["medusa"]["provenance"] == entries[:1]
+
+
+@pytest.mark.parametrize("value", [object(), float("inf"), b"bytes"])
+def test_update_config_refuses_what_is_not_json(value, tmp_path):
+    save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(HeadsError, match="plain JSON"):
+        update_config(tmp_path, calibration=value)
+    assert (tmp_path / "config.json").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    with pytest.raises(HeadsError, match="no folder"):
+        update_config(tmp_path / "config.json", tree=[[0]])
+
+
+def test_a_config_in_the_hubs_cache_is_replaced_not_written_through(tmp_path):
+    blob = tmp_path / "blob"
+    blob.write_text("{}")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "config.json").symlink_to(blob)
+    update_config(tmp_path / "snapshot", tree=[[0]])
+    assert blob.read_text() == "{}"
+    assert "tree" in (tmp_path / "snapshot" / "config.json").read_text()
+
+
+def test_saved_files_have_the_permissions_of_any_new_file(tmp_path):
+    save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
+    (tmp_path / "other").touch()
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
