@@ -1,10 +1,10 @@
 """A tree as text, for terminals and logs.
 
-root 1.00
-|- 0 0.61
-|  |- 0 0.22
-|  `- 1 0.05
-`- 1 0.12
+root
+|- 0  61.0 %
+|  |- 0  22.4 %
+|  `- 1  5.1 %
+`- 1  12.3 %
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sketch_tree(
 
     def label(path: Path) -> str:
         name = str(path[-1]) if path else "root"
-        return name if chances is None or path not in chances else f"{name} {chances[path]:.2f}"
+        return name if chances is None or not path else f"{name}  {100 * chances[path]:.1f} %"
 
     def below(path: Path, margin: str) -> Iterator[str]:
         for child in children[path]:

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+
+from vllm_medusa.calibration.accuracy import accuracy_table, measure_accuracy, shares
+from vllm_medusa.calibration.observations import NO_LABEL, Observations
+
+HEADS, RANKS = 3, 4
+TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]
+NAMES = ("overall", "spine", "sibling", "walked", "walked_spine", "walked_sibling")
+
+
+def observations(seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(5, 40, 12)
+    ranks = rng.choice([0, 1, 2, 6], (lengths.sum(), HEADS), p=[0.5, 0.2, 0.1, 0.2])
+    offsets = np.cumsum([0, *lengths])
+    for end in offsets[1:4]:  # texts that ended
+        ranks[end - 1, 1:] = NO_LABEL
+        ranks[end - 2, 2:] = NO_LABEL
+    return Observations(
+        ranks=ranks.astype(np.int16),
+        confidences=np.zeros((len(ranks), HEADS, RANKS), np.float16),
+        offsets=offsets,
+        temperatures=np.zeros(12, np.float32),
+        prompts=np.arange(12),
+    )
+
+
+def by_hand(found):
+    """Ranks of each head, sorted into the six cases, by loops over positions and steps."""
+    cases = {(name, head): [] for name in NAMES for head in range(HEADS)}
+    for text in found.texts():
+        rows = [tuple(map(int, row)) for row in text]
+        for row in rows:
+            for head in range(HEADS):
+                before = row[:head]
+                cases["overall", head].append(row[head])
+                if all(rank == 0 for rank in before):
+                    cases["spine", head].append(row[head])
+                elif all(0 <= rank < RANKS for rank in before):
+                    cases["sibling", head].append(row[head])
+        at = 0
+        while at < len(rows):
+            path = ()
+            while True:
+                head = len(path)
+                if not any(node[:-1] == path for node in TREE):
+                    break
+                spine = all(rank == 0 for rank in path)
+                cases["walked", head].append(rows[at][head])
+                name = "walked_spine" if spine else "walked_sibling"
+                cases[name, head].append(rows[at][head])
+                if (*path, rows[at][head]) not in TREE:
+                    break
+                path = (*path, rows[at][head])
+            at += 1 + len(path)
+    return cases
+
+
+def test_every_case_is_counted_as_by_hand():
+    found = observations()
+    accuracy = measure_accuracy(found, TREE)
+    cases = by_hand(found)
+    for place, name in enumerate(NAMES):
+        for head in range(HEADS):
+            ranks = [rank for rank in cases[name, head] if rank != NO_LABEL]
+            assert accuracy.asked[head, place] == len(ranks), (name, head)
+            expected = [ranks.count(r) / len(ranks) if ranks else np.nan for r in range(RANKS)]
+            assert np.allclose(getattr(accuracy, name)[head], expected, equal_nan=True)
+    assert accuracy.asked[1, 5] > 0 and accuracy.asked[2, 5] > 0
+    assert accuracy.to_dict()["accuracy"]["sibling"][0] == [None] * RANKS
+
+
+def test_the_table_of_the_papers_search():
+    ranks = np.array([[0, 1], [0, NO_LABEL], [1, 0], [9, 0]])
+    table = accuracy_table(ranks, 2)
+    assert table.dtype == np.float32
+    assert table.tolist() == [[0.5, 0.25], [pytest.approx(2 / 3), pytest.approx(1 / 3)]]
+    assert accuracy_table(np.full((3, 1), NO_LABEL), 2).tolist() == [[0, 0]]
+    assert shares(np.array([0, NO_LABEL, 1]), 3)[1] == 2

@@ -1,0 +1,155 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_medusa.calibration import CalibrationError
+from vllm_medusa.calibration.collect import FOLDER, collect, find_spans, remove_work
+from vllm_medusa.calibration.observations import NO_LABEL
+from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.training.losses import label_mask
+
+VOCAB, HIDDEN, HEADS, END = 19, 8, 3, 1
+
+
+def text(token_ids, generated, temperature=0.8, key=None):
+    return SimpleNamespace(
+        token_ids=tuple(token_ids),
+        generated=tuple(generated),
+        temperature=temperature,
+        prompt_key=key or str(token_ids[: generated[0][0]]),
+    )
+
+
+def random_texts(count=9):
+    rng = np.random.default_rng(0)
+    texts = []
+    for _ in range(count):
+        ids = rng.integers(2, VOCAB, rng.integers(14, 40)).tolist()
+        middle = len(ids) // 2
+        texts.append(text(ids, [(2, middle - 1), (middle, len(ids))]))
+    return texts
+
+
+class Causal:
+    """Hidden states that depend on all tokens so far, and on nothing after them."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.embedding = torch.randn(VOCAB, HIDDEN)
+        self.lm_head = torch.nn.Linear(HIDDEN, VOCAB)
+        self.calls = 0
+
+    def __call__(self, ids, mask):
+        assert bool((mask[:, 1:] <= mask[:, :-1]).all()), "padding is on the right"
+        self.calls += 1
+        return self.embedding[ids].cumsum(1)
+
+
+def make_heads():
+    torch.manual_seed(1)
+    heads = MedusaHeads(HEADS, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=0.3)
+    return heads
+
+
+def observed(texts, folder, model=None, **options):
+    model = model or Causal()
+    options = {"batch_tokens": 60, "num_ranks": 4, "end_tokens": {END}} | options
+    return collect(texts, make_heads(), model, model.lm_head, folder, **options)
+
+
+def test_positions_are_those_whose_labels_count(tmp_path):
+    """The rule of training, `label_mask`, where all heads have a label."""
+    texts = random_texts()
+    spans = list(find_spans(texts, HEADS, {END}))
+    for number, each in enumerate(texts):
+        mask = label_mask(each.generated, len(each.token_ids), HEADS).all(1)
+        found = [p for t, first, stop in spans if t == number for p in range(first, stop)]
+        assert found == torch.nonzero(mask)[:, 0].tolist()
+    observations, _ = observed(texts, tmp_path)
+    assert (observations.ranks != NO_LABEL).all()
+    assert observations.offsets[-1] == len(observations.ranks)
+    assert observations.num_texts == len(spans)
+
+
+def test_ranks_are_of_the_tokens_that_follow_whatever_the_batches(tmp_path):
+    texts = random_texts()
+    model, heads = Causal(), make_heads()
+    observations, fits = observed(texts, tmp_path, model)
+    alone, _ = observed(texts, tmp_path, model, batch_tokens=1)
+    assert np.array_equal(observations.ranks, alone.ranks)
+    for rows, (number, first, stop) in zip(
+        observations.texts(), find_spans(texts, HEADS, {END}), strict=True
+    ):
+        ids = torch.tensor(texts[number].token_ids)
+        states = model.embedding[ids].cumsum(0)[first:stop]
+        with torch.no_grad():
+            logits = heads.compute_logits(heads(states), model.lm_head)
+        for head in range(HEADS):
+            label = ids[first + head + 2 : stop + head + 2]
+            own = logits[torch.arange(len(label)), head, label]
+            rank = (logits[:, head] > own[:, None]).sum(1)
+            assert np.array_equal(rows[:, head], rank.numpy())
+    assert all(fit is not None and fit.fitted_nll <= fit.nll + 1e-6 for fit in fits)
+
+
+def test_a_text_that_ended_goes_on_to_its_end(tmp_path):
+    ended = text([5, 6, 7, 8, END], [(2, 5)])
+    cut = text([5, 6, 7, 8, 9], [(2, 5)])
+    observations, _ = observed([ended, text(list(range(2, 14)), [(1, 12)])], tmp_path)
+    assert list(find_spans([cut], HEADS, {END})) == [], "three tokens, three heads"
+    assert list(find_spans([ended], HEADS, {END})) == [(0, 1, 3)]
+    first = observations.texts()[0]
+    assert (first == NO_LABEL).tolist() == [[False, False, True], [False, True, True]]
+
+
+def test_samples_of_a_prompt_are_in_the_same_half(tmp_path):
+    ids = list(range(2, 16))
+    texts = [text(ids, [(2, 14)], key=key) for key in ("a", "b", "a", "c", "b")]
+    observations, _ = observed(texts, tmp_path)
+    assert observations.halves() == ([0, 2, 3], [1, 4])
+    with pytest.raises(CalibrationError, match="more prompts"):
+        observed(texts[:1], tmp_path)[0].halves()
+
+
+def test_killed_and_run_again_gives_the_same_and_repeats_nothing(tmp_path):
+    texts = random_texts()
+    whole, fits = observed(texts, tmp_path / "whole", model := Causal())
+    batches = model.calls
+    assert batches > 3
+
+    class Killed(BaseException):
+        pass
+
+    count = 0
+
+    def kill(_):
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise Killed
+
+    first = Causal()
+    with pytest.raises(Killed):
+        observed(texts, tmp_path, first, progress=kill)
+    (tmp_path / FOLDER / "batch-000002.part").write_bytes(b"torn")
+    again = Causal()
+    resumed, resumed_fits = observed(texts, tmp_path, again)
+    assert (first.calls, again.calls) == (2, batches - 2)
+    assert np.array_equal(resumed.ranks, whole.ranks)
+    assert np.array_equal(resumed.confidences, whole.confidences)
+    assert resumed_fits == fits
+    other = Causal()
+    observed(texts, tmp_path, other, depends_on={"heads": "others"})
+    assert other.calls == batches, "nothing of other heads is taken over"
+    remove_work(tmp_path)
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_texts_too_short_for_the_heads_are_refused(tmp_path):
+    with pytest.raises(CalibrationError, match="more than 3 tokens"):
+        observed([text([3, 4, 5, 6], [(1, 4)])], tmp_path)

@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+
+from vllm_medusa.calibration import CalibrationError
+from vllm_medusa.calibration.observations import FILE, Observations
+
+
+def sample(lengths=(3, 5), temperatures=(0.8, np.nan)):
+    total = sum(lengths)
+    return Observations(
+        ranks=np.arange(total * 2, dtype=np.int16).reshape(total, 2),
+        confidences=np.full((total, 2, 3), 0.25, np.float16),
+        offsets=np.cumsum([0, *lengths]).astype(np.int64),
+        temperatures=np.array(temperatures, np.float32),
+        prompts=np.arange(len(lengths)),
+        source={"heads": "abc"},
+    )
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    sample().save(tmp_path)
+    back = Observations.load(tmp_path)
+    for name in ("ranks", "confidences", "offsets", "temperatures", "prompts"):
+        assert np.array_equal(getattr(back, name), getattr(sample(), name), equal_nan=True)
+        assert getattr(back, name).dtype == getattr(sample(), name).dtype
+    assert back.source == {"heads": "abc"}
+    assert [len(text) for text in back.texts()] == [3, 5]
+    assert back.texts([1])[0][0].tolist() == [6, 7]
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "temperatures", "expected"),
+    [
+        ((3, 5), (0.8, np.nan), None),
+        ((5, 3), (0.8, np.nan), 0.8),
+        ((5, 3, 3), (0.0, 0.7, 0.7), 0.7),
+        ((4,), (0.0,), 0.0),
+    ],
+)
+def test_the_temperature_is_that_of_most_positions(lengths, temperatures, expected):
+    assert sample(lengths, temperatures).temperature() == expected
+
+
+def test_absent_and_broken_files_are_told(tmp_path):
+    with pytest.raises(CalibrationError, match="vllm-medusa calibrate TARGET"):
+        Observations.load(tmp_path)
+    sample().save(tmp_path)
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole[:-5])
+    with pytest.raises(CalibrationError, match="calibrate again"):
+        Observations.load(tmp_path)
+    (tmp_path / FILE).write_bytes(whole.replace(b'"format_version":"1"', b'"format_version":"9"'))
+    with pytest.raises(CalibrationError, match="format 9"):
+        Observations.load(tmp_path)

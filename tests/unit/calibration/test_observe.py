@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+import torch
+
+from vllm_medusa.calibration import observe as module
+from vllm_medusa.calibration.observations import MISSED, NO_LABEL
+from vllm_medusa.calibration.observe import SHARPNESS, observe
+from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.proposer import stable_topk
+
+VOCAB, HIDDEN, HEADS, COUNT = 23, 8, 3, 40
+
+
+def make(token_map=None):
+    torch.manual_seed(0)
+    heads = MedusaHeads(HEADS, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_()
+    lm_head = torch.nn.Linear(HIDDEN, VOCAB)
+
+    def scorer(x):  # few distinct values: ties everywhere
+        return (lm_head(x) * 2).round()
+
+    states = torch.randn(COUNT, HIDDEN)
+    labels = torch.randint(0, VOCAB, (COUNT, HEADS))
+    labels[3, 1:] = NO_LABEL
+    return heads, scorer, states, labels
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("elements", [1 << 24, 200], ids=["at once", "in chunks"])
+def test_ranks_are_places_in_the_proposers_order(monkeypatch, mapped, elements):
+    monkeypatch.setattr(module, "_ELEMENTS", elements)
+    token_map = torch.randperm(VOCAB)[:15] if mapped else None
+    heads, scorer, states, labels = make(token_map)
+    closely = torch.arange(COUNT) % 3 == 1
+    with torch.no_grad():
+        logits = heads.compute_logits(heads(states), scorer)  # [n, K, V]
+        seen = observe(heads, states, labels, 5, scorer, closely)
+    order = heads.to_target_ids(stable_topk(logits, logits.shape[2]))
+    probs = logits.softmax(-1)
+    tied = 0
+    for row in range(COUNT):
+        for head in range(HEADS):
+            label = int(labels[row, head])
+            places = order[row, head].tolist()
+            if label == NO_LABEL:
+                expected = NO_LABEL
+            else:
+                expected = places.index(label) if label in places else MISSED
+            assert seen.ranks[row, head] == expected
+            tied += len(set(logits[row, head].tolist())) < logits.shape[2]
+            best = probs[row, head].topk(5).values
+            assert np.allclose(seen.confidences[row, head], best, atol=1e-3)
+    assert tied > 100, "ties are what the order is about"
+    rows = torch.nonzero(closely)[:, 0]
+    assert len(seen.own) == len(rows)
+    for place, row in enumerate(rows.tolist()):
+        for step in (0, 16, 32):
+            expected = (logits[row] * SHARPNESS[step]).logsumexp(-1)
+            assert np.allclose(seen.partition[place, :, step], expected, atol=1e-4)
+        assert np.array_equal(seen.first[place], seen.ranks[row] == 0)
+    assert SHARPNESS[16] == 1

@@ -1,0 +1,266 @@
+"""Observations of many texts: batched, and resumable after a kill at any moment.
+
+Texts are sorted by length and batched; each batch's observations are one file in a folder beside
+the heads, written aside and renamed. The folder names what they depend on, so that a later run goes
+on only where the same is asked for; it disappears when everything is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from torch import Tensor
+
+from vllm_medusa.calibration import CalibrationError
+from vllm_medusa.calibration.confidence import Fit, fit_temperature
+from vllm_medusa.calibration.observations import NO_LABEL, Observations
+from vllm_medusa.calibration.observe import Logits, Seen, observe
+from vllm_medusa.heads.model import MedusaHeads
+
+FOLDER = "calibration.part"  # beside the heads, while calibration runs
+CLOSE_POSITIONS = 4096  # at which temperatures are fitted
+
+HiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids, mask [B, L] -> [B, L, H]
+
+
+class Text(Protocol):
+    """A record: token ids, and the [start, end) spans of them that were generated."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...  # noqa: D102
+    @property
+    def generated(self) -> Sequence[tuple[int, int]]: ...  # noqa: D102
+    @property
+    def temperature(self) -> float | None: ...  # noqa: D102
+    @property
+    def prompt_key(self) -> str: ...  # noqa: D102
+
+
+Span = tuple[int, int, int]  # text, first and last + 1 position
+
+
+def collect(
+    texts: Sequence[Text],
+    heads: MedusaHeads,
+    hidden_states: HiddenStates,
+    lm_head: Logits | None,
+    folder: Path,
+    *,
+    num_ranks: int = 10,
+    end_tokens: Collection[int] = (),
+    batch_tokens: int = 4096,
+    device: torch.device | str = "cpu",
+    depends_on: Mapping[str, Any] | None = None,
+    progress: Callable[[int], object] = lambda positions: None,
+) -> tuple[Observations, list[Fit | None]]:
+    """Observe all texts, and fit each head's temperature.
+
+    Args:
+        texts: records of `vllm_medusa.training.records`, or alike.
+        heads: on ``device``.
+        hidden_states: the target up to its LM head; texts are padded on the right.
+        lm_head: the target's, for heads that store none.
+        folder: the heads' folder, where batches are kept until all are done.
+        num_ranks: R, choices of each head whose confidence is kept.
+        end_tokens: ids after which the target writes nothing.
+        batch_tokens: tokens of a forward pass, padding included (a longer text goes alone).
+        device: where ids and masks are put.
+        depends_on: what the observations depend on besides, as plain JSON values.
+        progress: told the number of positions of every batch done.
+
+    Raises:
+        CalibrationError: no text has a position.
+
+    """
+    spans = list(find_spans(texts, heads.num_heads, end_tokens))
+    total = sum(stop - start for _, start, stop in spans)
+    if total == 0:
+        raise CalibrationError(
+            f"none of the {len(texts)} records has a generated span of more than "
+            f"{heads.num_heads} tokens, as {heads.num_heads} heads need; generate longer texts."
+        )
+    stride = max(1, total // CLOSE_POSITIONS)
+    settings = dict(depends_on or {}) | {
+        "num_ranks": num_ranks,
+        "batch_tokens": batch_tokens,
+        "spans": len(spans),
+        "positions": total,
+    }
+    work = _Work(folder / FOLDER, settings)
+    by_text: dict[int, list[tuple[int, Span]]] = {}
+    for number, span in enumerate(spans):
+        by_text.setdefault(span[0], []).append((number, span))
+    seen: dict[int, Seen] = {}
+    for number, batch in enumerate(_batches(texts, list(by_text), batch_tokens)):
+        members = [pair for text in batch for pair in by_text[text]]
+        parts = work.load(number)
+        if parts is None:
+            parts = _observe_batch(
+                texts, batch, members, heads, hidden_states, lm_head, num_ranks, stride, device
+            )
+            work.save(number, parts)
+        _unpack(parts, members, stride, seen)
+        progress(sum(stop - start for _, (_, start, stop) in members))
+    observations = _join(texts, spans, seen)
+    fits = [
+        fit_temperature(*(_joined(seen, name)[:, head] for name in _CLOSE))
+        for head in range(heads.num_heads)
+    ]
+    return observations, fits
+
+
+def remove_work(folder: Path) -> None:
+    """Remove what `collect` kept, after its result is safe."""
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
+def find_spans(
+    texts: Sequence[Text], num_heads: int, end_tokens: Collection[int] = ()
+) -> Iterator[Span]:
+    """Positions of every generated span that has any (see `observations`)."""
+    for number, text in enumerate(texts):
+        for start, end in text.generated:
+            ended = text.token_ids[end - 1] in end_tokens
+            stop = end - 2 if ended else end - num_heads - 1
+            first = max(start - 1, 0)
+            if stop > first:
+                yield number, first, stop
+
+
+def _batches(
+    texts: Sequence[Text], chosen: Sequence[int], batch_tokens: int
+) -> Iterator[list[int]]:
+    batch: list[int] = []
+    for text in sorted(chosen, key=lambda text: (len(texts[text].token_ids), text)):
+        width = len(texts[text].token_ids)
+        if batch and (len(batch) + 1) * width > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(text)
+    if batch:
+        yield batch
+
+
+def _observe_batch(
+    texts: Sequence[Text],
+    batch: Sequence[int],
+    members: Sequence[tuple[int, Span]],
+    heads: MedusaHeads,
+    hidden_states: HiddenStates,
+    lm_head: Logits | None,
+    num_ranks: int,
+    stride: int,
+    device: torch.device | str,
+) -> Seen:
+    longest = max(len(texts[text].token_ids) for text in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(batch):
+        tokens = torch.tensor(texts[text].token_ids)
+        ids[row, : len(tokens)] = tokens
+        mask[row, : len(tokens)] = 1
+    with torch.inference_mode():
+        states = hidden_states(ids.to(device), mask.to(device))  # [B, L, H]
+    row_of = {text: row for row, text in enumerate(batch)}
+    rows, labels, closely = [], [], []
+    for number, (text, start, stop) in members:
+        rows.append(states[row_of[text], start:stop])
+        labels.append(_labels(texts[text], start, stop, heads.num_heads))
+        closely.append(_closely(number, stop - start, stride))
+    return observe(
+        heads,
+        torch.cat(rows),
+        torch.cat(labels).to(device),
+        num_ranks,
+        lm_head,
+        torch.cat(closely).to(device),
+    )
+
+
+def _labels(text: Text, start: int, stop: int, num_heads: int) -> Tensor:
+    """int64 [T, K]: tokens t + h + 2 of the span that the positions are of."""
+    end = next(end for first, end in text.generated if max(first - 1, 0) == start)
+    index = torch.arange(start, stop)[:, None] + torch.arange(num_heads) + 2
+    ids = torch.tensor(text.token_ids)
+    return torch.where(index < end, ids[index.clamp_max(len(ids) - 1)], NO_LABEL)
+
+
+def _closely(number: int, count: int, stride: int) -> Tensor:
+    """Mark every ``stride``-th position of a span, from another one on in each: bool [count]."""
+    return (torch.arange(count) + number) % stride == 0
+
+
+_CLOSE = ("own", "best", "partition", "first", "labelled")
+
+
+def _unpack(
+    parts: Seen, members: Sequence[tuple[int, Span]], stride: int, seen: dict[int, Seen]
+) -> None:
+    """Give every span of the batch its own rows."""
+    at = close = 0
+    for number, (_, start, stop) in members:
+        end = at + stop - start
+        close_end = close + int(_closely(number, stop - start, stride).sum())
+        seen[number] = Seen(
+            **{
+                field.name: getattr(parts, field.name)[close:close_end]
+                if field.name in _CLOSE
+                else getattr(parts, field.name)[at:end]
+                for field in fields(Seen)
+            }
+        )
+        at, close = end, close_end
+
+
+def _joined(seen: Mapping[int, Seen], name: str) -> Any:
+    return np.concatenate([getattr(seen[number], name) for number in sorted(seen)])
+
+
+def _join(texts: Sequence[Text], spans: Sequence[Span], seen: Mapping[int, Seen]) -> Observations:
+    numbers: dict[str, int] = {}
+    prompts = [numbers.setdefault(texts[text].prompt_key, len(numbers)) for text, _, _ in spans]
+    temperatures = [texts[text].temperature for text, _, _ in spans]
+    return Observations(
+        ranks=_joined(seen, "ranks"),
+        confidences=_joined(seen, "confidences"),
+        offsets=np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int64),
+        temperatures=np.array([np.nan if t is None else t for t in temperatures], np.float32),
+        prompts=np.array(prompts, np.int64),
+    )
+
+
+class _Work:
+    """The folder of finished batches."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.folder = folder
+        text = json.dumps(settings, sort_keys=True)
+        manifest = folder / "depends_on.json"
+        if not manifest.is_file() or manifest.read_text(encoding="utf-8") != text:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            part = manifest.with_suffix(".part")
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, manifest)
+
+    def load(self, number: int) -> Seen | None:
+        path = self._path(number)
+        return Seen(**load_file(path)) if path.is_file() else None
+
+    def save(self, number: int, parts: Seen) -> None:
+        path = self._path(number)
+        part = path.with_suffix(".part")
+        save_file({name: np.ascontiguousarray(a) for name, a in asdict(parts).items()}, part)
+        os.replace(part, path)
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"batch-{number:06}.safetensors"

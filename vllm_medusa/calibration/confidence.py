@@ -1,0 +1,94 @@
+"""Do the heads know how right they are? Reliability, its error, and the temperature that mends it.
+
+A head is calibrated if of the tokens to which it gives probability c a share c is right. The
+expected calibration error (ECE; Guo et al., https://arxiv.org/abs/1706.04599) is the gap between
+the two, averaged over bins of c weighted by their positions. One number for each head, the
+temperature by which its logits are divided, is fitted to the likelihood of the tokens that came.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_medusa.calibration.observe import SHARPNESS
+
+NUM_BINS = 15
+Floats = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Bins of equal width over confidence; empty bins have NaN for means."""
+
+    confidence: Floats  # [B] mean confidence
+    right: Floats  # [B] share that was right
+    count: npt.NDArray[np.int64]  # [B] positions
+
+    @property
+    def ece(self) -> float:
+        """Expected calibration error, from 0 to 1; NaN without positions."""
+        total = self.count.sum()
+        gaps = np.abs(self.confidence - self.right)
+        return float(np.nansum(gaps * self.count) / total) if total else float("nan")
+
+
+def reliability(confidence: Floats, right: Floats, bins: int = NUM_BINS) -> Reliability:
+    """How often tokens of some confidence, [n], were right, bool [n]."""
+    place = np.minimum((confidence * bins).astype(np.int64), bins - 1)
+    count = np.bincount(place, minlength=bins)
+    with np.errstate(invalid="ignore"):
+        return Reliability(
+            np.bincount(place, confidence, bins) / count,
+            np.bincount(place, right, bins) / count,
+            count,
+        )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One head's temperature: logits are to be divided by it."""
+
+    temperature: float
+    nll: float  # nats a token as it is
+    fitted_nll: float
+    ece: float  # of the best token as it is, on the positions that the fit saw
+    fitted_ece: float
+
+
+def fit_temperature(
+    own: Floats, best: Floats, partition: Floats, first: Floats, labelled: Floats
+) -> Fit | None:
+    """Fit one head: [m], [m], [m, G], bool [m], bool [m] of `observe.Seen`; None without labels.
+
+    The likelihood is known on a grid of temperatures from 1/4 to 4; a parabola through the best
+    three gives the one between. At the grid's end the end is taken.
+    """
+    grid = np.log2(np.array(SHARPNESS))
+    known = ~np.isnan(own)
+    if not known.any():
+        return None
+    sharpness = 2.0**grid
+    nll = (partition[known] - own[known, None] * sharpness).mean(0)  # [G]
+    low = int(nll.argmin())
+    at, fitted = float(grid[low]), float(nll[low])
+    if 0 < low < len(grid) - 1:
+        left, middle, right = nll[low - 1 : low + 2]
+        bend = left - 2 * middle + right
+        shift = float(0.5 * (left - right) / bend) if bend > 0 else 0.0
+        at += shift * float(grid[1] - grid[0])
+        fitted = float(middle - 0.25 * (left - right) * shift)
+
+    def ece(power: float) -> float:
+        place = np.clip((power - grid[0]) / (grid[1] - grid[0]), 0, len(grid) - 1)
+        under = min(int(place), len(grid) - 2)
+        share = place - under
+        logs = (1 - share) * partition[labelled, under] + share * partition[labelled, under + 1]
+        confidence = np.exp(np.minimum(best[labelled] * 2.0**power - logs, 0))
+        return reliability(confidence, first[labelled]).ece
+
+    plain = len(grid) // 2  # sharpness 1
+    return Fit(float(2.0**-at), float(nll[plain]), fitted, ece(0.0), ece(at))

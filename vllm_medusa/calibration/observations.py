@@ -1,0 +1,132 @@
+"""What the heads said at every position that decoding could have stood at.
+
+Every generated span is a *text*. Head h (0-based) at position t foretells token t + h + 2, so the
+positions of a span [s, e) run from s - 1, whose own next token is the span's first, on. They end
+where the last head has no label any more; where the span ends with an end token, nothing follows
+that a head could have been right about, and they go on to e - 3, head 0's last label.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from vllm_medusa.calibration import CalibrationError
+
+FILE = "calibration.safetensors"  # beside the heads
+NO_LABEL = -1  # a rank: the text ended before
+MISSED = 32767  # a rank: the heads' vocabulary lacks the token
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Positions of all texts, one text behind the other; N positions, S texts, K heads."""
+
+    ranks: npt.NDArray[np.int16]  # [N, K] of the token that came; `NO_LABEL`, `MISSED`
+    confidences: npt.NDArray[np.float16]  # [N, K, R] probability of each head's R best tokens
+    offsets: npt.NDArray[np.int64]  # [S + 1] first position of each text, and N
+    temperatures: npt.NDArray[np.float32]  # [S] at which it was sampled; NaN: the target didn't
+    prompts: npt.NDArray[np.int64]  # [S] number of its prompt: samples of one prompt share it
+    source: dict[str, Any] = field(default_factory=dict)  # how it was made, plain JSON
+
+    @property
+    def num_heads(self) -> int:
+        """K."""
+        return self.ranks.shape[1]
+
+    @property
+    def num_ranks(self) -> int:
+        """R: choices of each head whose confidence is known."""
+        return self.confidences.shape[2]
+
+    @property
+    def num_texts(self) -> int:
+        """S."""
+        return len(self.temperatures)
+
+    def texts(self, chosen: Sequence[int] | None = None) -> list[npt.NDArray[np.int16]]:
+        """The ranks [T, K] of each chosen text, or of all."""
+        wanted = range(self.num_texts) if chosen is None else chosen
+        return [self.ranks[self.offsets[text] : self.offsets[text + 1]] for text in wanted]
+
+    def halves(self) -> tuple[list[int], list[int]]:
+        """Split the texts by prompts into two halves: every second prompt.
+
+        Raises:
+            CalibrationError: there is one prompt only.
+
+        """
+        first = np.flatnonzero(self.prompts % 2 == 0).tolist()
+        second = np.flatnonzero(self.prompts % 2 == 1).tolist()
+        if not first or not second:
+            raise CalibrationError(
+                f"the {self.num_texts} texts are of one prompt, so none can be held out; calibrate "
+                "on more prompts."
+            )
+        return first, second
+
+    def temperature(self) -> float | None:
+        """The temperature of most positions; None if the target wrote too little of the text."""
+        lengths = np.diff(self.offsets)
+        known = ~np.isnan(self.temperatures)
+        if 2 * lengths[known].sum() < lengths.sum():
+            return None
+        values, group = np.unique(self.temperatures[known], return_inverse=True)
+        return round(float(values[np.bincount(group, lengths[known]).argmax()]), 6)
+
+    def save(self, folder: Path) -> Path:
+        """Write `FILE` into the heads' folder, whole or not at all; its path."""
+        path = folder / FILE
+        part = path.with_name(f"{FILE}.part")
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "ranks": self.ranks,
+            "confidences": self.confidences,
+            "offsets": self.offsets,
+            "temperatures": self.temperatures,
+            "prompts": self.prompts,
+        }
+        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        save_file(arrays, part, {"format_version": str(_FORMAT), "source": json.dumps(self.source)})
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        return path
+
+    @classmethod
+    def load(cls, folder: Path) -> Observations:
+        """Read what `save` wrote.
+
+        Raises:
+            CalibrationError: there is no calibration, or it can't be read.
+
+        """
+        path = folder / FILE
+        if not path.is_file():
+            raise CalibrationError(
+                f"{folder} holds no {FILE}: run `vllm-medusa calibrate TARGET {folder} --data "
+                "RECORDS` first."
+            )
+        try:
+            with safe_open(path, framework="np") as file:
+                meta: Mapping[str, str] = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if meta.get("format_version") != str(_FORMAT):
+                raise CalibrationError(
+                    f"{path} has the format {meta.get('format_version')}, this version reads "
+                    f"{_FORMAT}: calibrate again."
+                )
+            return cls(**arrays, source=json.loads(meta["source"]))
+        except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
+            if isinstance(error, CalibrationError):
+                raise
+            raise CalibrationError(f"{path} can't be read ({error}): calibrate again.") from error

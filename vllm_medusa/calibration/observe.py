@@ -1,0 +1,90 @@
+"""Hidden states and the tokens that came to ranks and confidences, some positions at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vllm_medusa.calibration.observations import MISSED, NO_LABEL
+from vllm_medusa.heads.model import MedusaHeads
+
+Logits = Callable[[Tensor], Tensor]  # [T, H] -> [T, >= V]
+Array = npt.NDArray[Any]
+
+SHARPNESS = tuple(2.0 ** (step / 8) for step in range(-16, 17))  # 1 / temperatures to be tried
+_ELEMENTS = 1 << 24  # logits in memory at a time
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen at n positions, m of which were looked at closely."""
+
+    ranks: Array  # int16 [n, K]
+    confidences: Array  # float16 [n, K, R]
+    own: Array  # float32 [m, K] logit of the token that came; NaN: none, or not in the vocabulary
+    best: Array  # float32 [m, K] the largest logit
+    partition: Array  # float32 [m, K, G] log sum exp of the logits times each of `SHARPNESS`
+    first: Array  # bool [m, K]: the largest logit was the token that came
+    labelled: Array  # bool [m, K]: some token came
+
+
+@torch.inference_mode()
+def observe(
+    heads: MedusaHeads,
+    hidden_states: Tensor,  # [n, H]
+    labels: Tensor,  # int64 [n, K], target ids; NO_LABEL: none
+    num_ranks: int,
+    lm_head: Logits | None = None,
+    closely: Tensor | None = None,  # bool [n]; None: nowhere
+) -> Seen:
+    """Rank the tokens that came among the heads' logits, ties as the proposer breaks them."""
+    count, num_heads = labels.shape
+    labels = draft_labels(labels, heads.token_map, heads.vocab_size)
+    if closely is None:
+        closely = torch.zeros(count, dtype=torch.bool, device=labels.device)
+    size = max(1, _ELEMENTS // (num_heads * heads.draft_vocab_size))
+    parts = []
+    for first in range(0, count, size):
+        rows = slice(first, first + size)
+        logits = heads.compute_logits(heads(hidden_states[rows]), lm_head).float()  # [c, K, V]
+        parts.append(_look(logits, labels[rows], num_ranks, closely[rows]))
+    return Seen(*(torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)))
+
+
+def draft_labels(labels: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor:
+    """Target ids to draft ids; `MISSED` negated for tokens that the draft vocabulary lacks."""
+    if token_map is None:
+        return labels
+    draft = labels.new_full((vocab_size,), -MISSED)
+    draft[token_map] = torch.arange(len(token_map), device=labels.device)
+    return torch.where(labels == NO_LABEL, labels, draft[labels.clamp_min(0)])
+
+
+def _look(logits: Tensor, labels: Tensor, num_ranks: int, closely: Tensor) -> tuple[Tensor, ...]:
+    known = labels >= 0  # [c, K]
+    own = logits.gather(2, labels.clamp_min(0)[..., None])  # [c, K, 1]
+    ids = torch.arange(logits.shape[2], device=logits.device)
+    ranks = (logits > own).sum(-1)
+    equal = logits == own
+    if bool((equal.sum(-1) > 1).any()):  # of equals the lower id comes first
+        ranks = ranks + (equal & (ids < labels[..., None])).sum(-1)
+    ranks = ranks.clamp_max(MISSED - 1)
+    ranks = torch.where(known, ranks, torch.where(labels == NO_LABEL, NO_LABEL, MISSED))
+    best = logits.topk(num_ranks).values  # [c, K, R]
+    confidences = (best - logits.logsumexp(-1, keepdim=True)).exp()
+    close = logits[closely]  # [m, K, V]
+    partition = torch.stack([(close * s).logsumexp(-1) for s in SHARPNESS], -1)  # [m, K, G]
+    return (
+        ranks.to(torch.int16),
+        confidences.to(torch.float16),
+        own[..., 0].masked_fill(~known, torch.nan)[closely],
+        best[..., 0][closely],
+        partition,
+        (ranks == 0)[closely],
+        (labels != NO_LABEL)[closely],
+    )

@@ -1,0 +1,424 @@
+"""`vllm-medusa tree`: the draft tree that suits calibrated heads, written into their config."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from vllm_medusa.cli.calibrate import (
+    check_folder,
+    end_tokens,
+    heads_digest,
+    machine,
+    position_bar,
+)
+from vllm_medusa.cli.generate import at_least_zero, positive
+
+if TYPE_CHECKING:
+    from vllm_medusa.calibration.budgets import Curve, StepCost
+    from vllm_medusa.calibration.measure import Measured
+    from vllm_medusa.calibration.observations import Observations
+
+DEFAULT_BUDGET = 16
+_SKETCHED = 24  # nodes of a tree drawn as text
+
+_DESCRIPTION = """\
+Build the tree that gives calibrated heads the most tokens per verification step for a number of
+draft nodes, and write it into their config.json, best nodes first: serving then uses it without
+being told, and a smaller --num-speculative-tokens is the best part of it."""
+
+_EPILOG = """\
+walk (default) walks the calibration's texts as decoding would, so it knows that a head is less
+often right after its predecessor's second choice. independence is the search of the Medusa paper,
+which multiplies the heads' average accuracies. Both print what they expect (tau, tokens per step);
+"held out" is the tree of the same size built from one half of the prompts, walked on the other."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add this command to the subcommands of `vllm-medusa`."""
+    parser = commands.add_parser(
+        "tree",
+        help="build the tree that suits calibrated heads",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("heads", type=Path, help="the heads' folder, calibrated")
+    tree = parser.add_argument_group("tree")
+    tree.add_argument(
+        "--num-draft-tokens",
+        "-n",
+        type=positive,
+        default=DEFAULT_BUDGET,
+        metavar="N",
+        help=f"nodes, root excluded ({DEFAULT_BUDGET})",
+    )
+    tree.add_argument("--algorithm", choices=("walk", "independence"), default="walk")
+    tree.add_argument("--max-depth", type=positive, metavar="D", help="heads used; absent: all")
+    tree.add_argument(
+        "--max-rank",
+        type=positive,
+        metavar="R",
+        help="choices of each head; absent: all calibrated",
+    )
+    tree.add_argument(
+        "--step-cost",
+        type=Path,
+        metavar="FILE",
+        help="JSON of draft nodes to a step's time, 0 for plain decoding, such as "
+        '{"0": 9.1, "4": 10.2, "16": 14}: take the size that gives most tokens per time',
+    )
+    results = parser.add_argument_group("results")
+    results.add_argument("--draw", type=Path, metavar="FILE", help="a picture: .png, .svg or .pdf")
+    results.add_argument("--output", "-o", type=Path, metavar="FILE", help="the tree as JSON, too")
+    results.add_argument("--dry-run", action="store_true", help="leave the heads' config as it is")
+    measure = parser.add_argument_group("measuring (the tree of N nodes on other prompts)")
+    measure.add_argument(
+        "--measure", type=Path, metavar="FILE", help="prompts, or records whose prompts are used"
+    )
+    measure.add_argument("--target", dest="model", help="the target: a folder or a hub name")
+    measure.add_argument(
+        "--sizes", type=positive, nargs="+", metavar="N", help="draft nodes to measure; absent: N"
+    )
+    measure.add_argument("--max-tokens", type=positive, default=128, help="of each prompt (128)")
+    measure.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
+    measure.add_argument("--samples", type=positive, default=1, help="of each prompt (1)")
+    measure.add_argument(
+        "--temperature", type=at_least_zero, help="absent: the calibration's; 0: greedy"
+    )
+    measure.add_argument("--seed", type=int, default=0, help="text i uses the seed SEED + i (0)")
+    measure.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1")
+    measure.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto"
+    )
+    measure.add_argument("--quantization", choices=("4bit", "8bit"), help="of the target")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status: 0, or 2 for bad input."""
+    console = Console(file=sys.stderr, highlight=False)
+    try:
+        _run(args, console)
+        return 0
+    except (ValueError, OSError) as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        console.print("interrupted; nothing was written")
+        return 130
+
+
+def _run(args: argparse.Namespace, console: Console) -> None:
+    from vllm_medusa.calibration.budgets import ALGORITHMS, Limits, StepCost, curve, usual_sizes
+    from vllm_medusa.calibration.observations import Observations
+    from vllm_medusa.calibration.pictures import check_picture, draw_tree
+    from vllm_medusa.tree.sketch import sketch_tree
+    from vllm_medusa.tree.topology import TokenTree
+    from vllm_medusa.tree.walks import Walks
+
+    observations = Observations.load(args.heads)
+    _check(args, observations)
+    cost = StepCost.load(args.step_cost) if args.step_cost else None
+    if args.draw:
+        check_picture(args.draw)
+    prompts = _prompts(args)
+    limits = Limits(args.num_draft_tokens, args.max_rank or observations.num_ranks, args.max_depth)
+    sizes = list(range(1, limits.num_draft_tokens + 1))
+    with console.status("building trees", spinner="line"):
+        curves = {name: curve(observations, name, limits, sizes) for name in ALGORITHMS}
+    chosen = curves[args.algorithm]
+    out = Console(highlight=False)
+    if len(chosen.paths) < limits.num_draft_tokens:
+        console.print(
+            f"[yellow]{limits.num_draft_tokens} nodes were asked for; {chosen.algorithm} finds "
+            f"{len(chosen.paths)} within depth {args.max_depth or observations.num_heads} and "
+            f"{limits.max_rank} choices a head.[/]",
+            soft_wrap=True,
+        )
+    _print_curves(out, curves, usual_sizes(limits.num_draft_tokens), cost, observations)
+    size = _choose(out, chosen, cost)
+    paths = chosen.paths[:size]
+    walks = Walks(observations.texts())
+    for path in paths:
+        walks.add(path)
+    visits = walks.visits()
+    chances = {path: float(n / visits[0]) for path, n in zip(walks.paths, visits, strict=True)}
+    lines = sketch_tree(paths[:_SKETCHED], chances)
+    more = "" if size <= _SKETCHED else f" (the best {_SKETCHED} of {size})"
+    out.print(
+        f"\nchoices of the heads, and the share of steps that accept them{more}:", soft_wrap=True
+    )
+    out.print("\n".join(lines), markup=False)
+    tau = walks.tau()
+    measured = _measure(args, console, observations, paths, prompts) if prompts else {}
+    _print_measured(out, measured, chosen, observations)
+    if args.draw:
+        title = (
+            f"{args.heads.resolve().name}: {size} draft nodes, {tau:.2f} tokens per step expected"
+            f"\n({chosen.algorithm}; {_origin(observations)})"
+        )
+        draw_tree(args.draw, paths, chances, title)
+        out.print(f"picture: {args.draw}", soft_wrap=True)
+    note = _note(args, observations, chosen, size, measured)
+    tree = TokenTree.from_paths(paths).to_lists()
+    if args.output:
+        _write_json(args.output, {"tree": tree, "source": note})
+        out.print(f"tree: {args.output}", soft_wrap=True)
+    if args.dry_run:
+        out.print("dry run: the heads' config is as it was")
+        return
+    _save(args, tree, note)
+    out.print(f"{args.heads / 'config.json'} has the tree; serving uses it", soft_wrap=True)
+
+
+def _check(args: argparse.Namespace, observations: Observations) -> None:
+    from vllm_medusa.tree.topology import MAX_NODES
+
+    if not args.dry_run:
+        check_folder(args.heads)
+    if args.num_draft_tokens >= MAX_NODES:
+        raise ValueError(
+            f"--num-draft-tokens is {args.num_draft_tokens}; a tree has at most {MAX_NODES - 1}."
+        )
+    for name, value, most, what in (
+        ("--max-depth", args.max_depth, observations.num_heads, "heads"),
+        ("--max-rank", args.max_rank, observations.num_ranks, "calibrated choices (--top-k)"),
+    ):
+        if value is not None and value > most:
+            raise ValueError(f"{name} is {value}; there are {most} {what}. Ask for less.")
+    digest = observations.source.get("heads")
+    if digest is not None and digest != heads_digest(args.heads):
+        raise ValueError(
+            f"the heads in {args.heads} have changed since they were calibrated, so what is known "
+            "of them is no longer true; run `vllm-medusa calibrate` again."
+        )
+    if args.measure and not args.model:
+        raise ValueError(f"--measure {args.measure} needs the target: --target MODEL.")
+    if args.sizes and not args.measure:
+        raise ValueError("--sizes says what to measure; give --measure PROMPTS too.")
+    for path in (args.output, args.draw):
+        if path and not path.parent.is_dir():
+            raise ValueError(f"{path}: the folder {path.parent} doesn't exist; make it first.")
+
+
+def _origin(observations: Observations) -> str:
+    temperature = observations.temperature()
+    wrote = "text not by the target" if temperature is None else f"T = {temperature:g}"
+    return f"{len(observations.ranks)} positions, {wrote}"
+
+
+def _print_curves(
+    out: Console,
+    curves: dict[str, Curve],
+    sizes: Sequence[int],
+    cost: StepCost | None,
+    observations: Observations,
+) -> None:
+    out.print(
+        f"Expected tokens per step (tau), from {_origin(observations)}: on the texts the tree was "
+        "built from, on prompts held out, and as if heads were independent.",
+        soft_wrap=True,
+    )
+    table = Table(box=None, header_style="bold")
+    table.add_column("nodes", justify="right")
+    for name in curves:
+        for column in (f"{name}: tau", "held out", "if indep."):
+            table.add_column(column, justify="right", no_wrap=True)
+    if cost:
+        table.add_column("x plain", justify="right")
+    for size in sizes:
+        row = [str(size)]
+        known: list[float] = []
+        for name, found in curves.items():
+            if size not in found.sizes:
+                row += ["", "", ""]
+                continue
+            at = found.sizes.index(size)
+            heldout = found.heldout[at]
+            row += [_tau(found.walked[at]), _tau(heldout), _tau(found.independent[at])]
+            if name == "walk":
+                known.append(found.walked[at] if heldout is None else heldout)
+        if cost and known and size <= max(cost.times):
+            row.append(f"{cost.speedup(size, known[0]):.2f}")
+        table.add_row(*row)
+    out.print(table)
+    if curves["walk"].heldout[-1] is None:
+        out.print("All texts are of one prompt: nothing could be held out.", style="yellow")
+
+
+def _choose(out: Console, chosen: Curve, cost: StepCost | None) -> int:
+    """How many nodes to take: all, or as many as pay."""
+    if cost is None:
+        return len(chosen.paths)
+    taus = [
+        walked if heldout is None else heldout
+        for walked, heldout in zip(chosen.walked, chosen.heldout, strict=True)
+    ]
+    size, gain = cost.best(chosen.sizes, taus)
+    if size == 0:
+        raise ValueError(
+            "at these step costs no tree is faster than plain decoding; nothing was written. Serve "
+            "without speculation, or measure the costs again."
+        )
+    out.print(f"{size} draft nodes give most tokens per time: {gain:.2f} times plain decoding's")
+    return size
+
+
+def _prompts(args: argparse.Namespace) -> list[list[int]]:
+    """Token ids to decode from, each as often as samples are wanted; none without --measure."""
+    if not args.measure:
+        return []
+    from transformers import AutoTokenizer
+
+    from vllm_medusa.calibration.prompts import prompt_ids
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    found = prompt_ids(args.measure, tokenizer, args.limit)
+    return [ids for ids in found for _ in range(args.samples)]
+
+
+def _measure(
+    args: argparse.Namespace,
+    console: Console,
+    observations: Observations,
+    paths: Sequence[tuple[int, ...]],
+    prompts: list[list[int]],
+) -> dict[int, Measured]:
+    """Tokens per step of real decoding, for every size asked for."""
+    from vllm_medusa.calibration.measure import measure
+    from vllm_medusa.heads import load_heads
+    from vllm_medusa.training.target import Target
+    from vllm_medusa.tree.topology import TokenTree
+
+    temperature = args.temperature
+    if temperature is None:
+        temperature = observations.temperature()
+    if temperature is None:
+        raise ValueError(
+            "the calibration's text was not sampled by the target, so --temperature has to say how "
+            "to decode."
+        )
+    device, dtype = machine(args)
+    target = Target.load(args.model, dtype=dtype, device=device, quantization=args.quantization)
+    heads, _ = load_heads(
+        args.heads,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        dtype=dtype,
+        device=target.device,
+    )
+    sizes = sorted({min(size, len(paths)) for size in args.sizes or [len(paths)]})
+    total = len(sizes) * len(prompts)
+    found = {}
+    with position_bar(console, total) as bar:
+        task = bar.add_task("prompts", total=total)
+        for size in sizes:
+            found[size] = measure(
+                target.model,
+                heads,
+                TokenTree.from_paths(paths[:size]),
+                prompts,
+                max_new_tokens=args.max_tokens,
+                temperature=temperature,
+                seed=args.seed,
+                end_tokens=end_tokens(target),
+                progress=lambda count: bar.advance(task, count),
+            )
+    return found
+
+
+def _print_measured(
+    out: Console, measured: dict[int, Measured], chosen: Curve, observations: Observations
+) -> None:
+    if not measured:
+        return
+    out.print("\nMeasured by decoding the prompts, lossless; how far the estimates were off:")
+    table = Table(box=None, header_style="bold")
+    for name in ("nodes", "steps", "measured", "+-", "expected", "held out", "if indep."):
+        table.add_column(name, justify="right", no_wrap=True)
+    for size, result in measured.items():
+        at = chosen.sizes.index(size)
+        estimates = (chosen.walked[at], chosen.heldout[at], chosen.independent[at])
+        table.add_row(
+            str(size),
+            str(sum(result.steps)),
+            _tau(result.tau),
+            _tau(result.standard_error),
+            *(
+                "-" if value is None else f"{value:.3f} ({100 * (value / result.tau - 1):+.1f} %)"
+                for value in estimates
+            ),
+        )
+    out.print(table)
+
+
+def _note(
+    args: argparse.Namespace,
+    observations: Observations,
+    chosen: Curve,
+    size: int,
+    measured: dict[int, Measured],
+) -> dict[str, Any]:
+    """Where the tree is from, as plain JSON."""
+
+    def per_size(values: Sequence[float | None]) -> list[float | None]:
+        return [None if value is None else round(value, 4) for value in values[:size]]
+
+    return {
+        "algorithm": chosen.algorithm,
+        "max_depth": args.max_depth,
+        "max_rank": args.max_rank or observations.num_ranks,
+        "temperature": observations.temperature(),
+        "positions": len(observations.ranks),
+        "tokens_per_step": per_size(chosen.walked),
+        "tokens_per_step_heldout": per_size(chosen.heldout),
+        "tokens_per_step_if_independent": per_size(chosen.independent),
+        "measured": {
+            str(n): {
+                "tokens_per_step": round(result.tau, 4),
+                "standard_error": _number(result.standard_error),
+                "steps": sum(result.steps),
+                "prompts": len(result.steps),
+            }
+            for n, result in measured.items()
+        },
+    }
+
+
+def _save(args: argparse.Namespace, tree: list[list[int]], note: dict[str, Any]) -> None:
+    from vllm_medusa.calibration.observations import FILE
+    from vllm_medusa.heads.checkpoint import update_config
+    from vllm_medusa.heads.provenance import provenance
+
+    origin = provenance(["vllm-medusa", *sys.argv[1:]], [args.heads / FILE])
+    update_config(
+        args.heads,
+        tree=tree,
+        tree_tokens_per_step=note["tokens_per_step"],
+        tree_source=note,
+        provenance=origin,
+    )
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    os.replace(part, path)
+
+
+def _tau(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.3f}"
+
+
+def _number(value: float) -> float | None:
+    return None if value != value else round(value, 4)
