@@ -68,8 +68,8 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
         require_labels(heldout, args.num_heads, f"held-out records of {args.heldout or args.data}")
     dtype = machine.target_dtype(args.dtype, inputs.dtype, workers.device)
     kept = dtype if args.cache_dtype == "auto" else DTYPES[args.cache_dtype]
-    recipe = _recipe(args, workers)
-    settings = _settings(args, inputs, texts, heldout, recipe, str(dtype), str(kept))
+    recipe = recipe_of(args, workers)
+    settings = settings_of(args, inputs, texts, heldout, recipe, str(dtype), str(kept))
     with TrainingRun(args.output, settings, overwrite=args.overwrite, main=workers.main) as run:
         if run.complete:
             console.print(f"nothing to do; the heads are in {args.output}", soft_wrap=True)
@@ -87,8 +87,8 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
             )
             bytes_left -= states.cached_bytes
             sources.append(states)
-        _build(sources, workers, console)
-        heads = _new_heads(args, inputs, target)
+        build_states(sources, workers, console)
+        heads = make_heads(args, inputs, target)
         measured = sources[0] if heldout is not None else None
         trainer = Medusa1(target, heads, sources[-1], measured, recipe, run, workers)
         with StepProgress(console, "training", trainer.steps) as bar:
@@ -103,7 +103,8 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
     return 0
 
 
-def _recipe(args: argparse.Namespace, workers: Workers) -> Recipe:
+def recipe_of(args: argparse.Namespace, workers: Workers) -> Recipe:
+    """How the heads are trained alone."""
     from vllm_medusa.training import machine
     from vllm_medusa.training.medusa1 import Recipe
     from vllm_medusa.training.optimisation import Optimisation
@@ -127,7 +128,7 @@ def _recipe(args: argparse.Namespace, workers: Workers) -> Recipe:
     )
 
 
-def _settings(
+def settings_of(
     args: argparse.Namespace,
     inputs: Inputs,
     texts: Texts,
@@ -155,7 +156,7 @@ def _settings(
     }
 
 
-def _build(sources: list[HiddenStates], workers: Workers, console: Console) -> None:
+def build_states(sources: list[HiddenStates], workers: Workers, console: Console) -> None:
     """Compute the states that lack, after a look at the disk."""
     if workers.main:
         others = 0
@@ -179,7 +180,8 @@ def _build(sources: list[HiddenStates], workers: Workers, console: Console) -> N
         )
 
 
-def _new_heads(args: argparse.Namespace, inputs: Inputs, target: Target) -> MedusaHeads:
+def make_heads(args: argparse.Namespace, inputs: Inputs, target: Target) -> MedusaHeads:
+    """Heads as the options want them, untrained."""
     from vllm_medusa.training.initial_heads import frequent_tokens, new_heads
 
     token_map = None
