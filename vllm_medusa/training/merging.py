@@ -7,12 +7,10 @@ adapter's folder alone is enough, today or next year.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_medusa.training.lora import LoraError, adaptable_modules, merge
 
@@ -31,13 +29,7 @@ def save_adapter(adapted: PeftModel, folder: Path) -> Path:
     return _publish(part, folder)
 
 
-def merge_adapter(
-    source: str | Path,
-    adapter: str | Path,
-    folder: Path,
-    *,
-    note: Mapping[str, Any] | None = None,
-) -> Path:
+def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path:
     """Write the target ``source`` with ``adapter`` merged into it; returns the folder.
 
     The folder gets the weights in the dtype of the target's files, each sum rounded once, the
@@ -48,7 +40,6 @@ def merge_adapter(
         source: the original target, a folder or a hub name.
         adapter: a folder of `save_adapter`.
         folder: the new model's.
-        note: JSON that goes into the new ``config.json`` under ``"medusa_2"``.
 
     Raises:
         LoraError: the target can't be loaded, is quantised, or the sums are not finite.
@@ -71,10 +62,6 @@ def merge_adapter(
     part = _fresh(folder)
     merged.save_pretrained(part)
     _copy_rest(source, part)
-    if note is not None:
-        config = json.loads((part / "config.json").read_text(encoding="utf-8"))
-        text = json.dumps(config | {"medusa_2": dict(note)}, indent=2) + "\n"
-        (part / "config.json").write_text(text, encoding="utf-8")
     return _publish(part, folder)
 
 

@@ -122,6 +122,14 @@ class QualityMeter:
             self.sums += torch.stack([row.double().sum().cpu() for row in rows])
         self.count += len(positions)
 
+    def packed(self) -> Tensor:
+        """All sums in one fp64 vector [6], which adds up over processes."""
+        return torch.cat([self.sums, torch.tensor([self.count], dtype=torch.float64)])
+
+    def unpack(self, vector: Tensor) -> None:
+        """Take the sums that `packed` gave, from the front of ``vector``."""
+        self.sums, self.count = vector[:5], int(vector[5])
+
     def result(self) -> Quality:
         """Return the means.
 

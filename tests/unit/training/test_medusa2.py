@@ -1,0 +1,248 @@
+"""The joint stage on a tiny random model: what trains, what it gains, and runs that are killed."""
+
+import dataclasses
+import functools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import HIDDEN, VOCAB, save_model
+from torch import Tensor
+
+from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.training import lora
+from vllm_medusa.training.hidden_cache import HiddenStates
+from vllm_medusa.training.joint_recipe import JointRecipe
+from vllm_medusa.training.lora import LoraSettings
+from vllm_medusa.training.medusa1 import NotFiniteError
+from vllm_medusa.training.medusa2 import Medusa2
+from vllm_medusa.training.medusa2_schedule import HeadsWeight
+from vllm_medusa.training.optimisation import Optimisation
+from vllm_medusa.training.records import Record
+from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.training.target import Target
+from vllm_medusa.training.texts import Texts
+from vllm_medusa.training.workers import Workers
+
+K = 2
+POISON = VOCAB - 1  # a token of one record only
+RECIPE = JointRecipe(
+    lora=LoraSettings(rank=4, alpha=8, dropout=0.1),
+    heads_weight=HeadsWeight(0.2),
+    labels="tokens",
+    epochs=2,
+    step_tokens=80,
+    pass_tokens=40,
+    optimisation=Optimisation(learning_rate=4e-3, warmup_steps=2),
+    measure_every=4,
+)
+
+
+def records(count: int, first: int = 0) -> list[Record]:
+    """Texts with few words, so that heads can learn something of them."""
+    found = []
+    for index in range(first, first + count):
+        generator = torch.Generator().manual_seed(index)
+        size = 14 + index % 9
+        ids = torch.randint(3, 9, (size,), generator=generator).tolist()
+        found.append(Record(index, 10 * index, str(index), tuple(ids), ((4, size),), 1.0))
+    return found
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("medusa2"), "Llama", initializer_range=0.1)
+
+
+class Job:
+    """One training in a folder; made anew after it was killed."""
+
+    def __init__(self, source: str, folder: Path, recipe: JointRecipe = RECIPE, **changes: Any):
+        texts = changes.pop("records", records(16))
+        self.target = Target.load(source)
+        self.own = {n: t.clone() for n, t in self.target.model.state_dict().items()}
+        self.run = TrainingRun(folder / "heads", {"recipe": recipe.to_dict()})
+        heldout = HiddenStates(
+            self.target,
+            Texts.of(records(4, 100)),
+            self.run.work,
+            {},
+            dtype=torch.float32,
+            max_bytes=1 << 30,
+        )
+        heldout.build()
+        self.adapted = lora.attach(self.target.model, recipe.lora, seed=recipe.seed)
+        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
+        self.trainer = Medusa2(
+            self.target,
+            self.adapted,
+            self.heads,
+            texts,
+            heldout,
+            recipe,
+            self.run,
+            Workers("cpu"),
+            **changes,
+        )
+        self.trainer.resume()
+
+    def result(self) -> dict[str, Tensor]:
+        trained = self.trainer.adapter | dict(self.heads.named_parameters())
+        return {name: parameter.detach().clone() for name, parameter in trained.items()}
+
+    def log(self) -> list[dict[str, Any]]:
+        return list(self.run.entries())
+
+
+@pytest.fixture(scope="module")
+def whole(source: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Trained without interruption."""
+    job = Job(source, tmp_path_factory.mktemp("whole"))
+    job.trainer.train()
+    return job
+
+
+def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole: Job) -> None:
+    log = whole.log()
+    steps = [entry for entry in log if "lambda_0" in entry]
+    measured = [entry for entry in log if "quality" in entry]
+    assert [entry["step"] for entry in steps] == list(range(1, whole.trainer.steps + 1))
+    assert whole.trainer.steps >= 8 and measured[0]["step"] == 0
+    assert measured[-1]["step"] == whole.trainer.steps
+    weights = [entry["lambda_0"] for entry in steps]
+    assert weights == sorted(weights) and weights[-1] == pytest.approx(0.2)
+
+    first, last = measured[0], measured[-1]
+    assert abs(first["quality"]["kl"]) < 1e-9 and first["quality"]["top1_agreement"] == 1.0
+    assert sum(last["heldout"]["loss"]) < 0.8 * sum(first["heldout"]["loss"])
+    assert 1e-7 < last["quality"]["kl"] < 0.05
+
+    kept = {n.replace(".base_layer.", "."): t for n, t in whole.target.model.state_dict().items()}
+    assert all(torch.equal(kept[name], tensor) for name, tensor in whole.own.items())
+
+
+def test_the_heads_learn_faster_by_the_rate_s_factor(whole: Job) -> None:
+    trained = {id(p): "adapter" for p in whole.trainer.adapter.values()}
+    trained |= {id(p): "heads" for p in whole.heads.parameters()}
+    factors: dict[str, set[float]] = {"adapter": set(), "heads": set()}
+    for group in whole.trainer.optimizer.param_groups:
+        for parameter in group["params"]:
+            factors[trained.pop(id(parameter))].add(group["factor"])
+            assert group["lr"] == pytest.approx(whole.log()[-2]["rate"] * group["factor"])
+    assert factors == {"adapter": {1.0}, "heads": {4.0}} and not trained
+
+
+def killed(work: Callable[[], object]) -> bool:
+    """Run ``work`` in a process of its own; whether a signal 9 ended it."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(120)  # rather than wait for ever
+        try:
+            work()
+        finally:
+            os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 3
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_anywhere_it_ends_with_the_same_bits(
+    source: str, whole: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a step is logged, while a state is half written, and before anything was saved."""
+    moments = iter([0, 3, 5, 7])  # the step that is logged last, if it gets so far
+
+    def first_part(at: int, in_state: bool) -> None:
+        job = Job(source, tmp_path, save_seconds=0.0)
+        save = torch.save
+
+        def torn(state: Any, file: Any) -> None:
+            save(state, file)
+            if state["state"]["step"] >= at:
+                file.truncate(1000)
+                die()
+
+        def report(step: int, _: int, __: dict[str, Any]) -> None:
+            if step >= at and not in_state:
+                die()
+
+        if in_state:
+            monkeypatch.setattr(torch, "save", torn)
+        job.trainer.train(report)
+
+    for number, at in enumerate(moments):
+        assert killed(lambda at=at, n=number: first_part(at, in_state=n % 2 == 1))
+    job = Job(source, tmp_path)
+    assert 4 <= job.trainer.step < whole.trainer.steps  # it goes on, it doesn't start again
+    job.trainer.train()
+    expected, found = whole.result(), job.result()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert job.log() == whole.log()
+
+
+def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(
+    source: str, tmp_path: Path
+) -> None:
+    texts = records(16)
+    bad = texts[11]
+    texts[11] = Record(bad.index, bad.line, "bad", (*bad.token_ids[:6], POISON), ((4, 7),), 1.0)
+    job = Job(source, tmp_path, records=texts)
+    with torch.no_grad():
+        job.target.model.get_input_embeddings().weight[POISON] = torch.nan
+    at = next(i for i, step in enumerate(job.trainer.plan) if 11 in step)
+    with pytest.raises(NotFiniteError, match=rf"step {at + 1} of .*by themselves: 110\. ") as error:
+        job.trainer.train()
+    kept = job.run.folder / "last_good"
+    assert str(kept) in str(error.value)
+    assert (kept / "heads" / "config.json").exists()
+    assert (kept / "adapter" / "adapter_config.json").exists()
+    assert job.trainer.step == at and all(bool(t.isfinite().all()) for t in job.result().values())
+
+
+def test_layers_computed_twice_give_the_same_gradients(source: str, tmp_path: Path) -> None:
+    recipe = JointRecipe(lora=LoraSettings(rank=4), step_tokens=80)
+    results = []
+    for number, checkpointing in enumerate((False, True)):
+        (tmp_path / str(number)).mkdir()
+        job = Job(
+            source,
+            tmp_path / str(number),
+            dataclasses.replace(recipe, checkpointing=checkpointing, steps=2),
+        )
+        calls: list[int] = []
+        note = functools.partial(lambda seen, *_: seen.append(1), calls)
+        job.target.model.model.layers[0].mlp.register_forward_pre_hook(note)
+        job.trainer.train()
+        results.append((len(calls), job.result()))
+    (once, plain), (more, checkpointed) = results
+    assert more > once
+    for name, tensor in plain.items():
+        torch.testing.assert_close(checkpointed[name], tensor, atol=1e-6, rtol=1e-4)
+
+
+def test_held_out_states_of_the_model_in_training_are_refused(source: str, tmp_path: Path) -> None:
+    job = Job(source, tmp_path)
+    texts = Texts.of(records(4, 100))
+    for max_bytes in (0, 1 << 30):
+        states = HiddenStates(
+            job.target, texts, tmp_path, {}, dtype=torch.float32, max_bytes=max_bytes
+        )
+        with pytest.raises(ValueError, match="kept whole, and built"):
+            Medusa2(
+                job.target,
+                job.adapted,
+                job.heads,
+                records(2),
+                states,
+                RECIPE,
+                job.run,
+                Workers("cpu"),
+            )

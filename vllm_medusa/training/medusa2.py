@@ -1,0 +1,305 @@
+"""Medusa-2: heads and target trained together (https://arxiv.org/abs/2401.10774, section 2.2.2).
+
+Its three ingredients: the joint loss (`joint_loss`), whose weight of the heads grows
+(`medusa2_schedule`); a learning rate of the heads that is a multiple of the backbone's; and a
+warm-up stage in which the heads alone are trained, which is Medusa-1 as it stands (`medusa1`).
+
+What trains of the target is a LoRA adapter. Switched off it is the original model, the teacher; its
+hidden states on held-out text, kept since the warm-up, are what quality is measured against.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.heads.checkpoint import save_heads
+from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.training.batches import plan_steps, split_passes
+from vllm_medusa.training.hidden_cache import HiddenStates
+from vllm_medusa.training.initial_heads import draft_lm_head
+from vllm_medusa.training.joint_loss import JointBatch, JointLosses, joint_losses
+from vllm_medusa.training.joint_measure import let_target_go, measure_joint, states_of
+from vllm_medusa.training.joint_recipe import JointRecipe
+from vllm_medusa.training.lora import adapter_parameters, dropping_out
+from vllm_medusa.training.losses import head_weights
+from vllm_medusa.training.medusa1 import NotFiniteError, Report
+from vllm_medusa.training.merging import save_adapter
+from vllm_medusa.training.optimisation import clip_gradients, make_optimizer, set_rate
+from vllm_medusa.training.records import Record
+from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.training.target import Target
+from vllm_medusa.training.workers import Workers
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+class Medusa2:
+    """The joint stage: only the adapter and the heads are given to the optimiser."""
+
+    def __init__(
+        self,
+        target: Target,
+        adapted: PeftModel,
+        heads: MedusaHeads,
+        records: Sequence[Record],
+        heldout: HiddenStates | None,
+        recipe: JointRecipe,
+        run: TrainingRun,
+        workers: Workers,
+        *,
+        save_seconds: float = 60.0,
+    ) -> None:
+        """Prepare training.
+
+        Args:
+            target: holds the model that ``adapted`` wraps.
+            adapted: the model with a fresh adapter (`lora.attach`).
+            heads: heads to go on with, fp32, changed in place.
+            records: the text to train on.
+            heldout: the original model's states on held-out text, all of them kept in files.
+            recipe: how.
+            run: where the state and the log are kept.
+            workers: the processes.
+            save_seconds: time between two states written; the result doesn't depend on it.
+
+        Raises:
+            ValueError: held-out states that would be computed by the model being trained.
+
+        """
+        self.target, self.adapted, self.recipe = target, adapted, recipe
+        self.run, self.workers, self.save_seconds = run, workers, save_seconds
+        self.heads = heads.to(workers.device).requires_grad_(True)
+        self.records = records
+        self.heldout = None if heldout is None else let_target_go(heldout)
+        self.draft_head = draft_lm_head(target, heads)
+        self.adapter = adapter_parameters(adapted)
+        self.optimizer = make_optimizer(
+            [(self.adapter.values(), 1.0), (heads.parameters(), recipe.heads_rate)],
+            recipe.optimisation,
+        )
+        self.decay = head_weights(heads.num_heads, recipe.decay).to(workers.device)
+        self.lengths = [len(record.token_ids) for record in records]
+        self.plan = plan_steps(
+            self.lengths,
+            epochs=recipe.epochs,
+            step_tokens=recipe.step_tokens,
+            seed=recipe.seed,
+            steps=recipe.steps,
+        )
+        self.step = 0
+        if recipe.checkpointing:
+            _checkpoint_layers(target.model)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the joint stage has."""
+        return len(self.plan)
+
+    @property
+    def tokens(self) -> int:
+        """Text tokens of all steps."""
+        return sum(self.lengths[text] for step in self.plan for text in step)
+
+    def resume(self) -> bool:
+        """Take up the run's last state of this stage, if there is one."""
+        state = self.run.load(self.workers.device)
+        if state is None:
+            return False
+        with torch.no_grad():
+            for name, parameter in self.adapter.items():
+                parameter.copy_(state["adapter"][name])
+        self.heads.load_state_dict(state["heads"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        return True
+
+    def train(self, report: Report | None = None) -> None:
+        """Train from `step` to the end; adapter and heads are changed in place.
+
+        Raises:
+            NotFiniteError: see `_stop`; the last good state is kept.
+
+        """
+        if self.step == 0:
+            self._measured(report)
+            self.run.save(self._state())
+        last_save = time.monotonic()
+        while self.step < self.steps:
+            entry = self._one_step()
+            self.step += 1
+            self._log(entry, report)
+            due = self.step % self.recipe.measure_every == 0 or self.step == self.steps
+            if due:
+                self._measured(report)
+            if due or time.monotonic() - last_save > self.save_seconds:
+                self.run.save(self._state())
+                last_save = time.monotonic()
+        self.heads.eval().requires_grad_(False)
+
+    def measure(self) -> dict[str, Any]:
+        """Heads and quality on held-out text as they are now, plain JSON."""
+        assert self.heldout is not None
+        now = states_of(self.target, self.heldout.texts)
+        with self._autocast():
+            found = measure_joint(
+                self.heads,
+                self.draft_head,
+                self.target,
+                self.heldout,
+                now,
+                workers=self.workers,
+                decay=self.recipe.decay,
+                rows=self.recipe.measured_rows,
+            )
+        return found.to_dict()
+
+    def _one_step(self) -> dict[str, Any]:
+        """Gradients of all passes and processes, then one step of the optimiser."""
+        recipe, workers = self.recipe, self.workers
+        texts = self.plan[self.step]
+        passes = split_passes(texts, self.lengths, recipe.pass_tokens)
+        batches = [self._batch(part) for part in passes[workers.rank :: workers.world]]
+        counts = torch.zeros(1 + self.heads.num_heads, dtype=torch.float64)
+        for batch in batches:
+            counts += torch.cat([torch.tensor([batch.counts[0]]), batch.counts[1].cpu()])
+        counts = workers.add_up(counts).clamp(min=1).to(workers.device)
+        weight = recipe.heads_weight.at(self.step, self.steps)
+        factors = (weight * self.decay / counts[1:]).float()
+        sums = torch.zeros_like(counts)
+        self.optimizer.zero_grad(set_to_none=True)
+        with dropping_out(self.adapted, hash((recipe.seed, self.step, workers.rank))):
+            for batch in batches:
+                found = self._losses(batch, 1.0 / float(counts[0]), factors)
+                found.loss.backward()
+                sums += torch.cat([found.lm_sum.view(1), found.head_sums])
+        _share_gradients(workers, [*self.adapter.values(), *self.heads.parameters()])
+        sums = workers.add_up(sums)
+        norm = clip_gradients(self.optimizer, recipe.optimisation.clip)
+        if not bool(torch.isfinite(torch.cat([sums, norm.view(1)])).all()):
+            self._stop(texts, sums, norm)
+        rate = set_rate(self.optimizer, self.step, self.steps, recipe.optimisation)
+        self.optimizer.step()
+        means = sums / counts
+        return {
+            "step": self.step + 1,
+            "loss": float(means[0] + weight * (means[1:] * self.decay).sum()),
+            "lm_loss": float(means[0]),
+            "losses": [round(value, 5) for value in means[1:].tolist()],
+            "lambda_0": weight,
+            "norm": float(norm),
+            "rate": rate,
+            "rows": sum(self.lengths[text] for text in texts),
+        }
+
+    def _batch(self, texts: Sequence[int]) -> JointBatch:
+        return JointBatch.of(
+            [self.records[text] for text in texts],
+            self.heads.num_heads,
+            soft=self.recipe.labels == "soft",
+            device=self.workers.device,
+        )
+
+    def _losses(self, batch: JointBatch, lm_weight: float, factors: Tensor) -> JointLosses:
+        with self._autocast():
+            return joint_losses(
+                self.target,
+                self.adapted,
+                self.heads,
+                self.draft_head,
+                batch,
+                lm_weight=lm_weight,
+                head_weights=factors,
+                distill=self.recipe.lm_loss == "kl",
+            )
+
+    def _measured(self, report: Report | None) -> None:
+        if self.heldout is not None:
+            self._log({"step": self.step, **self.measure()}, report)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.workers.device.type, torch.bfloat16, enabled=self.recipe.bf16, cache_enabled=False
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "adapter": {name: p.detach() for name, p in self.adapter.items()},
+            "heads": self.heads.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def _log(self, entry: dict[str, Any], report: Report | None) -> None:
+        self.run.log(entry)
+        if report is not None:
+            report(self.step, self.steps, entry)
+
+    def _stop(self, texts: Sequence[int], sums: Tensor, norm: Tensor) -> None:
+        """Keep everything as it was before this step, and name the batch.
+
+        Raises:
+            NotFiniteError: always, with the lines whose loss isn't finite by itself, else all lines
+                of the batch.
+
+        """
+        culprits = []
+        with torch.no_grad():
+            for text in texts:
+                found = self._losses(self._batch([text]), 1.0, self.decay)
+                alone = torch.cat([found.lm_sum.view(1), found.head_sums])
+                if not bool(alone.isfinite().all()):
+                    culprits.append(text)
+        lines = sorted({self.records[text].line for text in culprits or texts})
+        kept = self._keep_last_good() if self.workers.main else None
+        what = "by themselves" if culprits else "(none of them by itself)"
+        shown = ", ".join(map(str, lines[:20]))
+        more = f" and {len(lines) - 20} more" if len(lines) > 20 else ""
+        raise NotFiniteError(
+            f"joint step {self.step + 1} of {self.steps}: the target's loss and the heads' are "
+            f"{sums.tolist()}, the gradient's norm {float(norm):.3g}. Lines of this batch {what}: "
+            f"{shown}{more}. "
+            + (f"Heads and adapter of step {self.step} are in {kept}. " if kept else "")
+            + "Try a lower --learning-rate, --precision float32, or drop the lines."
+        )
+
+    def _keep_last_good(self) -> Path | None:
+        parameters = [*self.adapter.values(), *self.heads.parameters()]
+        if not all(bool(parameter.isfinite().all()) for parameter in parameters):
+            return None
+        self.run.save(self._state())
+        kept = self.run.folder / "last_good"
+        save_heads(kept / "heads", self.heads, {"training": {"steps": self.step}})
+        save_adapter(self.adapted, kept / "adapter")
+        return kept
+
+
+def _share_gradients(workers: Workers, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Sum gradients over the processes, all in one message."""
+    if workers.world == 1:
+        return
+    for parameter in parameters:
+        if parameter.grad is None:  # a process without a pass in this step
+            parameter.grad = torch.zeros_like(parameter)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    flat = workers.add_up(torch.cat([grad.flatten() for grad in grads]))
+    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Switch gradient checkpointing on, which transformers ties to a layer's training mode."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} can't be checkpointed; leave that option out")
+    for layer in layers:
+        layer.training = True  # of the layer alone: the dropout in it stays off
