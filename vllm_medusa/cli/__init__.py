@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import vllm_medusa
 from vllm_medusa.cli import (
+    adapt,
     calibrate,
     compare,
     convert,
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate.add_parser(commands)
+    adapt.add_parser(commands)
     distill.add_parser(commands)
     train.add_parser(commands)
     calibrate.add_parser(commands)

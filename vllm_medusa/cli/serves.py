@@ -8,6 +8,7 @@ That takes seconds, where finding it out after training takes hours.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def check(target: str, folder: Path, dtype: str) -> None:
 
     from vllm_medusa.heads import MedusaHeads, save_heads
 
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     config = AutoConfig.from_pretrained(target).get_text_config()
     heads = MedusaHeads(
         1, 1, config.hidden_size, config.vocab_size, shared_lm_head=True, dtype=torch.bfloat16

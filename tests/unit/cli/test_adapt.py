@@ -1,0 +1,104 @@
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_medusa import cli
+from vllm_medusa.cli import adapt_checks
+
+TARGET = Path(__file__).parents[3] / "demo" / "target"
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"<s>def f{i}("}) + "\n" for i in range(9)))
+    return [
+        *("adapt", str(TARGET), "--prompts", str(prompts)),
+        *("--output", str(tmp_path / "heads"), "--work", str(tmp_path / "work")),
+    ]
+
+
+@pytest.fixture
+def refused(arguments: list[str], tmp_path: Path, capfd: Any) -> Any:
+    """Run with changes that must be refused before any stage; returns what is said."""
+
+    def run(*changes: str) -> str:
+        with pytest.raises(SystemExit) as exit:
+            cli.main([*arguments, *changes])
+        assert exit.value.code == 2
+        assert not (tmp_path / "work").exists()
+        return re.sub(r"\s+", " ", capfd.readouterr().err)
+
+    return run
+
+
+def test_bad_lines_are_told_with_their_numbers(refused: Any, tmp_path: Path) -> None:
+    with (tmp_path / "prompts.jsonl").open("ab") as file:
+        file.write(b'{"promt": "a"}\n{"prompt": "\xff"}\n')
+    said = refused()
+    assert "line 10: no key" in said
+    assert "line 11: not UTF-8" in said
+    assert "--on-bad-line skip" in said
+
+
+def test_too_few_prompts(refused: Any, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 20)
+    assert "1 different prompts; at least 2" in refused()
+
+
+@pytest.mark.parametrize("kind", ["file", "foreign"])
+def test_an_output_that_is_something_else_is_left_alone(
+    refused: Any, tmp_path: Path, kind: str
+) -> None:
+    output = tmp_path / "heads"
+    if kind == "file":
+        output.write_text("mine")
+    else:
+        output.mkdir()
+        (output / "mine").touch()
+    said = refused("--overwrite")
+    assert "name" in said.lower()
+    assert output.exists()
+
+
+def test_heads_of_another_adapt_are_left_alone(refused: Any, tmp_path: Path) -> None:
+    output = tmp_path / "heads"
+    output.mkdir()
+    (output / "report.json").write_text('{"key": "another"}')
+    assert "--overwrite" in refused()
+
+
+def test_a_folder_that_is_missing(refused: Any, tmp_path: Path) -> None:
+    assert "no folder nowhere" in refused("--output", "nowhere/heads")
+
+
+def test_a_target_that_is_none(refused: Any, arguments: list[str], tmp_path: Path) -> None:
+    broken = tmp_path / "target"
+    broken.mkdir()
+    arguments[1] = str(broken)
+    assert "no model that can be read" in refused()
+    shutil.copy(TARGET / "config.json", broken)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TARGET / name, broken)
+    assert "weights" in refused()
+
+
+def test_missing_packages_are_named_with_their_extra(
+    refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = adapt_checks.find_spec
+    gone = ("matplotlib", "vllm")
+    monkeypatch.setattr(adapt_checks, "find_spec", lambda n: None if n in gone else known(n))
+    said = refused()
+    assert "matplotlib, vllm" in said or "vllm, matplotlib" in said
+    assert "pip install 'vllm-medusa[cpu,train]'" in said
+
+
+def test_a_disk_that_is_too_small(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(adapt_checks.shutil, "disk_usage", lambda _: usage)
+    assert "GB free" in refused()

@@ -1,0 +1,201 @@
+"""The stages of `vllm-medusa adapt`, and how one's results become the next one's inputs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from vllm_medusa.cli import adapt_report, compare_report
+from vllm_medusa.cli.adapt_checks import Facts
+from vllm_medusa.cli.stages import HERE, WORK, Stage, WorkFolder, write_json
+from vllm_medusa.offline.prompts import PromptError
+from vllm_medusa.offline.results import digest_of
+
+TARGET, PROMPTS = "{target}", "{prompts}"  # as `WorkFolder` places them
+HEADS = ("config.json", "model.safetensors")
+CALIBRATED = (*HEADS, "calibration.safetensors")
+COUNTS, FIGURES, PICTURE = "counts.json", "compare.json", "tree.png"
+RELIABILITY = "calibration.png"
+
+
+class Adaptation:
+    """One run of the command over its work folder."""
+
+    count = 8
+
+    def __init__(
+        self, args: argparse.Namespace, facts: Facts, key: str, work: WorkFolder, console: Console
+    ):
+        """Take the checked command; ``key`` names all that the result depends on."""
+        self.args, self.facts, self.key, self.work, self.console = args, facts, key, work, console
+        self.weights = {"target": facts.target["sha256"]}
+        self.folders: dict[str, Path] = {}
+
+    def run(self) -> int:
+        """Run what is not finished, write the output; 0, or 1 if tokens differ in float32."""
+        self._check()
+        self._distill()
+        self._split()
+        self._train()
+        self._calibrate()
+        self._tree("tree", self.args.num_draft_tokens or max(self.args.budgets))
+        self._compare()
+        self._tree("final-tree", self._fastest())
+        document = adapt_report.collect(self.args, self.facts, self.key, self.work, self.folders)
+        adapt_report.publish(self.args, document, self.folders)
+        figures = document["measured"]
+        self.console.print(compare_report.table(figures))
+        self.console.print(adapt_report.conclusion(document), soft_wrap=True)
+        self.console.print(
+            f"heads and report in {self.args.output}; {escape(str(self.args.work))} is no longer "
+            "needed",
+            soft_wrap=True,
+        )
+        identical = all(row["identical"] for row in figures["rows"])
+        return 0 if identical or figures["dtype"] != "float32" else 1
+
+    def _run(self, stage: Stage, prepare: Any = None) -> None:
+        self.folders[stage.name] = self.work.run(stage, prepare)
+
+    def _check(self) -> None:
+        def empty(here: Path) -> None:
+            shutil.rmtree(here / "heads", ignore_errors=True)
+
+        args = [TARGET, f"{HERE}/heads", self.args.dtype]
+        self._run(Stage("check", args, self.weights, module="vllm_medusa.cli.serves"), empty)
+
+    def _distill(self) -> None:
+        args = self.args
+        command = ["distill", TARGET, "--prompts", PROMPTS]
+        command += ["--output", f"{HERE}/records.jsonl", "--temperature", f"{args.temperature:g}"]
+        command += ["--max-tokens", str(args.max_tokens), "--samples", str(args.samples)]
+        command += ["--seed", str(args.seed), *self._dtype()]
+        for name in ("format", "column", "on_bad_line", "batch"):
+            value = getattr(args, name)
+            if value not in (None, "auto", "refuse"):
+                command += [f"--{name.replace('_', '-')}", str(value)]
+        inputs = self.weights | {"prompts": self.facts.prompts_digest}
+        skips = args.on_bad_line == "skip"  # prompts that vLLM refuses end with status 1
+        accepted = (0, 1) if skips else (0,)
+        self._run(Stage("distill", command, inputs, ["records.jsonl"], accepted=accepted))
+
+    def _split(self) -> None:
+        from vllm_medusa.training.heldout import FILES, split_records
+
+        records = self.folders["distill"] / "records.jsonl"
+
+        def split(here: Path) -> None:
+            counts, bad = split_records(records, here, self.args.heldout_share)
+            if bad and self.args.on_bad_line == "refuse":
+                raise PromptError(f"{records}, line {bad[0].line}: {bad[0].reason}")
+            write_json(here / COUNTS, {"prompts": counts, "left_out": len(bad)})
+            self.console.print(
+                "  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts)
+            )
+
+        inputs = {"records": digest_of(records), "share": str(self.args.heldout_share)}
+        self._run(Stage("split", [], inputs, [*FILES, COUNTS]), split)
+
+    def _train(self) -> None:
+        args, data = self.args, self._of("split")
+        command = ["train", TARGET, "--data", f"{data}/train.jsonl"]
+        command += ["--heldout", f"{data}/calibration.jsonl", "--output", f"{HERE}/heads"]
+        command += ["--method", args.method, "--seed", str(args.seed), *self._dtype()]
+        for name in ("num_heads", "num_layers", "epochs", "learning_rate"):
+            if (value := getattr(args, name)) is not None:
+                command += [f"--{name.replace('_', '-')}", f"{value:g}"]
+        command += shlex.split(args.train_args)
+        self._run(Stage("train", command, self.weights, [f"heads/{name}" for name in HEADS]))
+
+    def _calibrate(self) -> None:
+        command = ["calibrate", self.target, f"{HERE}/heads", *self._dtype()]
+        command += ["--data", f"{self._of('split')}/calibration.jsonl"]
+        command += ["--plot", f"{HERE}/{RELIABILITY}"]
+        inputs = {"heads": self.folders["train"].name}
+        stage = Stage("calibrate", command, inputs, [*_inside(CALIBRATED), RELIABILITY])
+        self._on_heads_of("train", HEADS, stage)
+
+    def _tree(self, name: str, nodes: int) -> None:
+        command = ["tree", f"{HERE}/heads", "--num-draft-tokens", str(nodes)]
+        command += ["--draw", f"{HERE}/{PICTURE}"]
+        # of the calibrated heads both times: neither search knows of the other
+        inputs = {"heads": self.folders["calibrate"].name}
+        stage = Stage(name, command, inputs, [*_inside(CALIBRATED), PICTURE])
+        self._on_heads_of("calibrate", CALIBRATED, stage)
+
+    def _fastest(self) -> int:
+        """The tree's size: what was asked for, or what was fastest, may it be slow."""
+        fixed: int | None = self.args.num_draft_tokens
+        return fixed or int(read_json(self.folders["compare"] / FIGURES)["fastest"])
+
+    def _compare(self) -> None:
+        args = self.args
+        budgets = [args.num_draft_tokens] if args.num_draft_tokens else sorted(set(args.budgets))
+        command = ["compare", self.target, f"{self._of('tree')}/heads"]
+        command += ["--data", f"{self._of('split')}/measurement.jsonl", *self._dtype()]
+        command += ["--budgets", *map(str, budgets), "--temperature", f"{args.temperature:g}"]
+        command += ["--max-tokens", str(args.measure_tokens), "--limit", str(args.measure_prompts)]
+        command += ["--rounds", str(args.rounds), "--seed", str(args.seed)]
+        command += ["--output", f"{HERE}/{FIGURES}"]
+
+        def empty(here: Path) -> None:
+            (here / FIGURES).unlink(missing_ok=True)
+
+        self._run(Stage("compare", command, {}, [FIGURES], accepted=(0, 1)), empty)
+
+    @property
+    def target(self) -> str:
+        """What the heads are served with: the target, or what Medusa-2 made of it."""
+        trained = self.folders["train"] / "heads" / "target"
+        return f"{self._of('train')}/heads/target" if trained.is_dir() else TARGET
+
+    def _of(self, name: str) -> str:
+        """The folder of a stage that was run, as commands name it."""
+        return f"{WORK}/{self.folders[name].name}"
+
+    def _dtype(self) -> list[str]:
+        return [] if self.args.dtype == "auto" else ["--dtype", self.args.dtype]
+
+    def _on_heads_of(self, earlier: str, files: tuple[str, ...], stage: Stage) -> None:
+        """Run a command that changes heads in place on a copy of those of an earlier stage.
+
+        Every attempt starts from the earlier files, so nothing is noted in them twice; what the
+        command keeps beside them to resume stays.
+        """
+        source = self.folders[earlier] / "heads"
+
+        def copy(here: Path) -> None:
+            (here / "heads").mkdir(exist_ok=True)
+            for name in files:
+                part = here / "heads" / f"{name}.part"
+                part.unlink(missing_ok=True)
+                _link(source / name, part)
+                os.replace(part, here / "heads" / name)
+
+        self._run(stage, copy)
+
+
+def _inside(files: tuple[str, ...]) -> list[str]:
+    return [f"heads/{name}" for name in files]
+
+
+def _link(source: Path, place: Path) -> None:
+    """The same file under another name: all here are replaced as a whole, never written into."""
+    try:
+        os.link(source, place)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, place)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    document: dict[str, Any] = json.loads(path.read_bytes())
+    return document
