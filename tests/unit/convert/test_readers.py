@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.one_rank import one_rank
 from support.random_heads import HIDDEN, VOCAB, random_heads
 from torch import nn
 
@@ -75,17 +76,8 @@ def test_tgi_finds_every_name_it_asks_for(num_lm_heads, num_layers, bias, native
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """vLLM's distributed state for one rank."""
-    from vllm import distributed
-    from vllm.config import VllmConfig, set_current_vllm_config
-
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    with set_current_vllm_config(VllmConfig()):
-        distributed.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
-        distributed.ensure_model_parallel_initialized(1, 1)
+    with one_rank(tmp_path_factory.mktemp("ranks") / "store"):
         yield
-    distributed.destroy_model_parallel()
-    distributed.destroy_distributed_environment()
 
 
 @pytest.mark.parametrize(

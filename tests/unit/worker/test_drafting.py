@@ -1,52 +1,76 @@
-"""Which form of heads and proposal a device gets; that engines draft with them is in tests/v2."""
+"""The drafter of vLLM's workers packs the heads that its tree uses, and no others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
-import torch
 
 pytest.importorskip("vllm")
+import torch
+from support.one_rank import one_rank
+from support.random_heads import HIDDEN, VOCAB, random_heads, write
 
-from vllm_medusa import proposer
-from vllm_medusa.heads import MedusaHeads, PackedHeads
-from vllm_medusa.proposer import sharded
-from vllm_medusa.worker import drafting
-from vllm_medusa.worker.drafting import Proposal, arranged
-
-HIDDEN, VOCAB = 16, 40
-CUDA = torch.device("cuda")
-
-
-def random_heads() -> MedusaHeads:
-    torch.manual_seed(0)
-    heads = MedusaHeads(3, 2, HIDDEN, VOCAB)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.normal_(std=0.3)
-    return heads
+from vllm_medusa.config import AcceptanceConfig
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.worker import compat
+from vllm_medusa.worker.drafting import MedusaDrafter
+from vllm_medusa.worker.options import EngineOptions
 
 
-@pytest.mark.parametrize("rows", [None, slice(8, 24)])
-def test_heads(rows: slice | None) -> None:
-    """Both forms give one rank's columns; on a GPU a layer of all heads is one product."""
-    hidden = torch.randn(5, HIDDEN)
-    heads = random_heads()
-    wanted = heads.compute_logits(heads(hidden))[..., rows or slice(None)]
-    packed, stacked = arranged(heads, torch.device("cpu"), rows), arranged(heads, CUDA, rows)
-    assert isinstance(packed, PackedHeads) and stacked is heads
-    assert not any(parameter.requires_grad for parameter in stacked.parameters())
-    for made in (packed, stacked):
-        found = made.compute_logits(made(hidden))
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank(tmp_path_factory.mktemp("ranks") / "store"):
+        yield
 
 
-def test_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from vllm_medusa.proposer import kernel
+@pytest.mark.parametrize("num_lm_heads", [5, 0])
+def test_five_heads_trained_and_three_used_cost_what_three_cost(
+    num_lm_heads: int, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: list[int] = []
+    products: list[int] = []
+    original = compat.packed_linear
 
-    for found, there in ((False, proposer.propose), (True, kernel.propose)):
-        monkeypatch.setattr(drafting, "uses_kernel", lambda device_type, found=found: found)
-        proposal = Proposal.of(CUDA)
-        assert proposal.whole is there
-        home = kernel if found else sharded
-        assert proposal.sharded is home.propose_sharded
+    def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        size = weight.numel()  # read once for each product
+        weights.append(size)
+        product = original(weight, bias)
+
+        def counted(x: torch.Tensor) -> torch.Tensor:
+            products.append(size * x.shape[0])
+            return product(x)
+
+        return counted
+
+    monkeypatch.setattr(compat, "packed_linear", packed_linear)
+    lm_head = torch.randn(VOCAB, HIDDEN)
+    target = SimpleNamespace(compute_logits=lambda rows: rows @ lm_head.T)
+    five = random_heads(5, 2, num_lm_heads=num_lm_heads)
+    three = random_heads(3, 2, num_lm_heads=0)
+    three.layers, three.lm_heads = five.layers[:3], five.lm_heads[:3]
+    costs, drafts = [], []
+    for name, plain in (("five", five), ("three", three)):
+        write(tmp_path / name / "model.safetensors", plain.spelled("vllm"))
+        tree = TokenTree.dense([3, 2, 1])
+        options = EngineOptions(str(tmp_path / name), None, tree, AcceptanceConfig())
+        model = SimpleNamespace(
+            get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB, dtype=torch.float32
+        )
+        config = SimpleNamespace(
+            additional_config={"medusa": options.to_dict()},
+            model_config=model,
+            device_config=SimpleNamespace(device="cpu"),
+        )
+        drafter = MedusaDrafter(config)  # type: ignore[arg-type]
+        drafter.load_model(target)  # type: ignore[arg-type]
+        drafts.append(drafter.propose(torch.randn(4, HIDDEN, generator=torch.manual_seed(0))))
+        costs.append((sum(weights), sum(products)))
+        weights.clear()
+        products.clear()
+    own = 3 * 2 * HIDDEN * HIDDEN + (3 * VOCAB * HIDDEN if num_lm_heads else 0)
+    assert costs == [(own, 4 * own)] * 2
+    assert torch.equal(*drafts)

@@ -1,0 +1,110 @@
+"""Heads of another target: said once, where the options are resolved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch
+from support.random_heads import HIDDEN, VOCAB, random_heads, write
+
+from vllm_medusa.config import MedusaConfig
+from vllm_medusa.heads import target_fingerprint, update_config
+from vllm_medusa.worker import options
+from vllm_medusa.worker.options import resolve
+
+TARGET = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 1}
+
+
+def model_config(folder: Path) -> Any:
+    return SimpleNamespace(
+        model=str(folder),
+        revision=None,
+        get_hidden_size=lambda: HIDDEN,
+        get_vocab_size=lambda: VOCAB,
+    )
+
+
+@pytest.fixture
+def heads(tmp_path: Path) -> str:
+    write(tmp_path / "heads" / "model.safetensors", random_heads(3).spelled("vllm"), {})
+    return str(tmp_path / "heads")
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    weights = {"model.layers.0.mlp.up_proj.weight": torch.ones(4, HIDDEN)}
+    write(tmp_path / "target" / "model.safetensors", weights, TARGET)
+    return tmp_path / "target"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
+    """(level, message) of everything that resolving says; vLLM's own loggers don't propagate."""
+    monkeypatch.setattr(options, "init_logger", logging.getLogger)
+    caplog.set_level(logging.INFO)
+
+    def resolved(heads: str, target: Path) -> list[tuple[str, str]]:
+        caplog.clear()
+        resolve(MedusaConfig(model=heads, tree=[[0]]), model_config(target))
+        return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+    return resolved
+
+
+def test_nothing_is_said_of_heads_without_a_fingerprint(heads, target, said) -> None:
+    assert said(heads, target) == []
+
+
+def test_nothing_is_said_of_the_heads_own_target(heads, target, said) -> None:
+    update_config(heads, target=target_fingerprint(target))
+    assert said(heads, target) == []
+
+
+def test_another_target_is_warned_of(heads, target, said) -> None:
+    update_config(heads, target=target_fingerprint(target))
+    write(target / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": torch.zeros(4, 8)})
+    ((level, message),) = said(heads, target)
+    assert level == "WARNING"
+    assert "were made for another target" in message
+    assert heads in message
+    assert str(target) in message
+
+
+def test_what_can_not_be_compared_is_mentioned(heads, target, said) -> None:
+    update_config(heads, target=target_fingerprint(target))
+    quantised = TARGET | {"quantization_config": {"quant_method": "awq"}}
+    packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(4, 8).int()}
+    write(target / "model.safetensors", packed, quantised)
+    ((level, message),) = said(heads, target)
+    assert level == "INFO"
+    assert "quantised by awq" in message
+
+
+def test_start_up_waits_for_a_comparison_no_longer_than_stated(
+    heads, target, said, monkeypatch
+) -> None:
+    """Weights on a slow disk: reading stops, and the engine starts."""
+    update_config(heads, target=target_fingerprint(target))
+    names = [f"model.layers.{layer}.weight" for layer in range(50)]
+    write(target / "model.safetensors", {name: torch.ones(4, 8) for name in names}, TARGET)
+    from vllm_medusa.heads import fingerprint
+
+    original = fingerprint._runs
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return original(*arguments)
+
+    monkeypatch.setattr(fingerprint, "_runs", slow)
+    monkeypatch.setattr(options, "_SECONDS_TO_COMPARE", 0.1)
+    start = time.perf_counter()
+    ((level, message),) = said(heads, target)
+    assert time.perf_counter() - start < 0.7  # all fifty would take a second
+    assert (level, "took longer than 0.1 s" in message) == ("INFO", True)
