@@ -77,11 +77,13 @@ def test_share_gpt() -> None:
 
 THOUGHT = {"role": "assistant", "content": "<think>hm</think>Yes."}
 USER = {"role": "user", "content": "Is it?"}
-NO_HEADER = "{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}"
 UPPER = chat.CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
 REASONING = chat.CHATML.replace("{% endif %}", "<think>\n{% endif %}")
 RAISING = "{{ raise_exception('only two roles') }}"
 LATE = chat.CHATML.replace("<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role }}\nAnswer: ")
+MOODY = chat.CHATML.replace(
+    "m.content }}", "m.content | upper if messages | length == 2 else m.content }}"
+)
 CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace(
     "{{ m.content }}", "{{ 'Y' if m.role == 'assistant' }}{{ m.content }}"
 )
@@ -94,6 +96,7 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
         (UPPER, [USER, THOUGHT], "doesn't put the assistant's words '<think>hm</think>Yes.'"),
         (REASONING, [USER, {"role": "assistant", "content": "Yes."}], "rewrites what was said"),
         (LATE, [USER, {"role": "assistant", "content": "Yes."}], "doesn't put"),
+        (MOODY, [USER, THOUGHT, USER, THOUGHT], "otherwise when something follows them"),
         (CUT, [USER, {"role": "assistant", "content": "ou"}], "run over into what follows"),
         (RAISING, TALK, "refuses the conversation: only two roles"),
         (None, TALK, "no chat template"),
@@ -106,7 +109,7 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
     ],
 )
 def test_what_can_not_be_masked_is_refused(template: str, talk: Any, reason: str) -> None:
-    with pytest.raises(PromptError, match=None) as error:
+    with pytest.raises(PromptError) as error:
         encode(talk, template)
     assert reason in str(error.value)
 
