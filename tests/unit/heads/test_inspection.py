@@ -1,0 +1,213 @@
+"""Inspection sees what a checkpoint is, what is odd about it, and whether it fits."""
+
+import json
+
+import pytest
+import torch
+
+from vllm_medusa.heads import HeadsError, target_fingerprint, update_config
+from vllm_medusa.heads.inspection import describe_target, inspect_heads
+
+HIDDEN, VOCAB = 8, 20
+
+
+@pytest.fixture
+def target(tmp_path, write):
+    """Write a target; ``changes`` are made to its config."""
+
+    def make(name="target", **changes):
+        tensors = {
+            "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN),
+            "model.layers.0.mlp.up_proj.weight": torch.randn(4, HIDDEN),
+        }
+        config = {"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 1} | changes
+        write(tmp_path / name / "model.safetensors", tensors, config)
+        return tmp_path / name
+
+    return make
+
+
+def verdicts(found):
+    return {check.name: check.verdict for check in found.checks}
+
+
+def test_sizes(tmp_path, random_heads, write):
+    plain = random_heads(3, 2, dtype=torch.bfloat16)
+    path = write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"), {"medusa_num_heads": 3})
+    found = inspect_heads(tmp_path)
+    parameters = 3 * (2 * (HIDDEN * HIDDEN + HIDDEN) + VOCAB * HIDDEN)
+    assert (found.parameters, found.bytes, found.dtypes) == (
+        parameters,
+        2 * parameters,
+        {"bfloat16": 15},
+    )
+    assert found.files == {"medusa_lm_head.pt": path.stat().st_size}
+    assert (found.damage, found.suspicions, found.checks, found.fits) == ([], [], [], True)
+    document = json.loads(json.dumps(found.to_dict()))
+    assert (document["format"], document["num_heads"], document["num_layers"]) == ("v1", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"medusa_num_heads": 2}, "medusa_num_heads 2; the tensors say 3"),
+        ({"num_hidden_layers": 7}, "num_hidden_layers 7; the tensors say 1"),
+        ({"hidden_size": 7}, "hidden_size 7; the tensors say 8"),
+        ({"medusa_fc_bias": False}, "medusa_fc_bias False; the tensors say True"),
+        ({}, "lacks medusa_fc_bias: stock vLLM would drop"),
+        ({"medusa_fc_bias": True, "truncated_vocab_size": 5}, "truncated_vocab_size 5"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors(config, words, tmp_path, random_heads, write):
+    write(tmp_path / "model.safetensors", random_heads().spelled("vllm"), config)
+    found = inspect_heads(tmp_path)
+    assert any(words in text for text in found.suspicions), found.suspicions
+    assert found.fits
+
+
+def test_the_config_of_a_full_model_is_the_models(tmp_path, random_heads, write):
+    tensors = random_heads().spelled("v1", "medusa_head.") | {"model.norm.weight": torch.ones(2)}
+    config = {"num_hidden_layers": 32, "hidden_size": HIDDEN, "vocab_size": VOCAB}
+    write(tmp_path / "model.safetensors", tensors, config)
+    assert inspect_heads(tmp_path).suspicions == []
+
+
+def test_lm_heads_of_zeros(tmp_path, random_heads, write):
+    plain = random_heads()
+    plain.lm_heads[1][0].zero_()
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
+    (text,) = inspect_heads(tmp_path).suspicions
+    assert "LM heads of zeros" in text and text.endswith(": 1.1.weight")
+
+
+def test_one_layer_repeated(tmp_path, random_heads, write):
+    plain = random_heads(3, 2)
+    plain.layers[1][1] = plain.layers[1][0]
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
+    (text,) = inspect_heads(tmp_path).suspicions
+    assert "[ResBlock] * n" in text and "heads [1]" in text
+
+
+@pytest.mark.parametrize("num_lm_heads", [3, 1, 0])
+def test_equal_heads(num_lm_heads, tmp_path, random_heads, write):
+    plain = random_heads(3, num_lm_heads=num_lm_heads)
+    plain.layers[2] = plain.layers[0]
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
+    texts = inspect_heads(tmp_path).suspicions
+    if num_lm_heads == 3:  # each has an LM head of its own
+        assert texts == []
+        plain.lm_heads[2] = plain.lm_heads[0]
+        write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
+        texts = inspect_heads(tmp_path).suspicions
+    (text,) = texts
+    assert text.startswith("heads [0, 2] are equal")
+
+
+def test_untrained_heads(tmp_path, random_heads, write):
+    plain = random_heads(3, num_lm_heads=0)
+    for head in (1, 2):
+        for tensor in plain.layers[head][0]:
+            tensor.zero_()
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
+    (text,) = inspect_heads(tmp_path).suspicions
+    assert "never trained: heads [1, 2]" in text
+
+
+def test_copies_of_one_lm_head(tmp_path, random_heads, write):
+    plain = random_heads()
+    plain.lm_heads = plain.lm_heads[:1] * 3
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
+    (text,) = inspect_heads(tmp_path).suspicions
+    assert "all 3 LM heads are equal" in text
+    update_config(tmp_path, added={"lm_heads": {"from": "one"}})  # a conversion's doing
+    assert inspect_heads(tmp_path).suspicions == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damage(value, tmp_path, random_heads, write):
+    plain = random_heads()
+    plain.layers[1][0][1][3] = value
+    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
+    found = inspect_heads(tmp_path)
+    assert not found.fits
+    assert found.damage == ["'1.0.linear.bias' holds NaN or infinity: the training diverged"]
+
+
+def test_its_own_target(tmp_path, random_heads, write, target):
+    write(tmp_path / "heads" / "model.safetensors", random_heads().spelled("vllm"), {})
+    heads, folder = tmp_path / "heads", target()
+    found = inspect_heads(heads, folder)
+    assert verdicts(found) == {
+        "hidden size": "fits",
+        "vocabulary": "fits",
+        "fingerprint": "unknown",
+    }
+    assert found.fits
+    update_config(heads, target=target_fingerprint(folder), tree=[[0], [0, 0]])
+    found = inspect_heads(heads, folder)
+    assert set(verdicts(found).values()) == {"fits"}
+    assert found.tree.num_draft_tokens == 2
+    found = inspect_heads(heads, target("other"))
+    assert verdicts(found)["fingerprint"] == "does not fit"
+    assert not found.fits
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"hidden_size": 16}, "hidden size"),
+        ({"vocab_size": 21}, "vocabulary"),
+        ({"vocab_size": 19}, "vocabulary"),
+    ],
+)
+def test_a_target_of_other_sizes(changes, name, tmp_path, random_heads, write, target):
+    write(tmp_path / "heads" / "medusa_lm_head.pt", random_heads().spelled("v1"))
+    found = inspect_heads(tmp_path / "heads", target(**changes))
+    assert verdicts(found)[name] == "does not fit"
+    assert not found.fits
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "verdict", "words"),
+    [
+        ({"rows": 24}, {"vocab_size": VOCAB}, "fits", "4 rows of padding"),
+        ({"rows": 24}, {}, "does not fit", "24 tokens; the target has 20"),
+        ({"num_lm_heads": 0}, {}, "fits", "the target's LM head"),
+        ({"rows": 2, "token_map": torch.tensor([5, 19])}, {}, "fits", "2 of the target's 20"),
+        ({"rows": 2, "token_map": torch.tensor([5, 20])}, {}, "does not fit", "do not have"),
+    ],
+)
+def test_vocabularies(options, config, verdict, words, tmp_path, random_heads, write, target):
+    plain = random_heads(**options)
+    write(tmp_path / "heads" / "model.safetensors", plain.spelled("vllm"), config)
+    (check,) = (
+        c for c in inspect_heads(tmp_path / "heads", target()).checks if c.name == "vocabulary"
+    )
+    assert (check.verdict, words in check.text) == (verdict, True), check
+
+
+@pytest.mark.parametrize(
+    ("tree", "verdict", "words"),
+    [
+        ([[0], [0, 0], [0, 0, 0]], "fits", "depth 3 of 3 heads"),
+        ({"chain": 4}, "does not fit", "depth 4, but there are 3 heads"),
+        ([[20]], "does not fit", "rank 20 of 20 tokens"),
+        ([[0, 0]], "does not fit", "is none"),
+        ("no such preset", "does not fit", "is none"),
+    ],
+)
+def test_trees(tree, verdict, words, tmp_path, random_heads, write):
+    config = {"medusa": {"tree": tree}}
+    write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"), config)
+    (check,) = inspect_heads(tmp_path).checks
+    assert (check.verdict, words in check.text) == (verdict, True), check
+    assert inspect_heads(tmp_path).fits is (verdict == "fits")
+
+
+def test_what_holds_no_heads(tmp_path, target):
+    folder = target()
+    with pytest.raises(HeadsError, match="no Medusa head"):
+        inspect_heads(folder)
+    assert describe_target(folder)["num_layers"] == 1
+    assert describe_target(tmp_path / "nothing") is None
+    assert describe_target(tmp_path) is None
