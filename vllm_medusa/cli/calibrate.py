@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from vllm_medusa.cli.generate import at_least_zero, positive, report_bad_lines
+from vllm_medusa.cli.measuring import (
+    add_machine,
+    check_folder,
+    end_tokens,
+    heads_digest,
+    machine,
+    position_bar,
+)
 
 if TYPE_CHECKING:
-    import torch
-
-    from vllm_medusa.calibration.accuracy import Accuracy
-    from vllm_medusa.calibration.confidence import Fit
-    from vllm_medusa.calibration.observations import Observations
     from vllm_medusa.training.records import Record
     from vllm_medusa.training.target import Target
-    from vllm_medusa.tree import TokenTree
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 WALKED_NODES = 63
-_SHOWN_RANKS = 5
 
 _DESCRIPTION = """\
 Measure the heads on text that they were not trained on: how often each choice of each head is
@@ -75,22 +72,10 @@ def add_parser(commands: Any) -> None:
     measuring.add_argument(
         "--tree", help="what walks decode with; absent: the best tree of 63 nodes for these texts"
     )
-    add_machine(parser)
+    computing = parser.add_argument_group("machine")
+    computing.add_argument("--batch-tokens", type=positive, default=4096, help="at a time (4096)")
+    add_machine(computing)
     parser.set_defaults(run=run, prompts=None)
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where and how the target computes."""
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--batch-tokens", type=positive, default=4096, help="at a time (4096)")
-    machine.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1")
-    machine.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="the target computes in; auto: its own on GPUs, float32 on CPUs",
-    )
-    machine.add_argument("--quantization", choices=("4bit", "8bit"), help="of the target")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,6 +97,7 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     from vllm_medusa.calibration.collect import collect, remove_work
     from vllm_medusa.calibration.pictures import check_picture, draw_calibration
     from vllm_medusa.calibration.summary import summarise
+    from vllm_medusa.cli.calibrate_report import report
     from vllm_medusa.config import TreeConfig
     from vllm_medusa.heads import load_heads
     from vllm_medusa.heads.checkpoint import peek_heads, update_config
@@ -182,7 +168,7 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     update_config(args.heads, calibration=summary, provenance=origin)
     remove_work(args.heads)
     which = "the tree given" if args.tree else "the best tree"
-    _report(observations, accuracy, fits, tree, which)
+    report(observations, accuracy, fits, tree, which)
     if args.plot:
         draw_calibration(args.plot, observations, accuracy)
         console.print(f"picture: {args.plot}", soft_wrap=True)
@@ -190,53 +176,6 @@ def _run(args: argparse.Namespace, console: Console) -> None:
         f"saved in {args.heads}; next: vllm-medusa tree {args.heads} --num-draft-tokens N",
         soft_wrap=True,
     )
-
-
-def check_folder(heads: Path) -> None:
-    """Refuse heads that nothing can be saved beside."""
-    if not heads.is_dir():
-        raise ValueError(
-            f"{heads} is no local folder; what is measured is saved beside the heads. Give the "
-            "folder of the heads (download or convert them first)."
-        )
-    if not os.access(heads, os.W_OK):
-        raise ValueError(f"{heads} can't be written to, where the results go; copy the heads.")
-
-
-def heads_digest(folder: Path) -> str:
-    """Tells heads of other weights apart, cheaply; the config may change."""
-    import hashlib
-
-    from vllm_medusa.heads.files import find_checkpoint
-    from vllm_medusa.offline.results import fingerprint
-
-    files = sorted(set(find_checkpoint(folder).files.values()))
-    return hashlib.sha256("".join(fingerprint(file) for file in files).encode()).hexdigest()
-
-
-def machine(args: argparse.Namespace) -> tuple[str, torch.dtype]:
-    """Device and dtype from the command line."""
-    import torch
-
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.dtype != "auto":
-        return device, getattr(torch, args.dtype)
-    if device == "cpu":
-        return device, torch.float32
-    from transformers import AutoConfig
-
-    own = AutoConfig.from_pretrained(args.model).get_text_config().dtype
-    return device, own if own in (torch.bfloat16, torch.float16) else torch.float32
-
-
-def end_tokens(target: Target) -> set[int]:
-    """Ids after which the target writes nothing."""
-    ends = getattr(target.model.generation_config, "eos_token_id", None)
-    if ends is None:
-        ends = target.model.config.get_text_config().eos_token_id
-    return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 def check_ids(records: list[Record], target: Target, args: argparse.Namespace) -> None:
@@ -295,77 +234,3 @@ def _read(args: argparse.Namespace, console: Console) -> list[Record]:
             soft_wrap=True,
         )
     return records
-
-
-def position_bar(console: Console, total: int) -> Progress:
-    """A bar on a terminal, nothing elsewhere."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal or total == 0,
-    )
-
-
-def _report(
-    observations: Observations,
-    accuracy: Accuracy,
-    fits: list[Fit | None],
-    tree: TokenTree,
-    which: str,
-) -> None:
-    from vllm_medusa.calibration.summary import calibration_errors
-    from vllm_medusa.tree.search import walk_tau
-
-    out = Console(highlight=False)
-    temperature = observations.temperature()
-    wrote = "not the target's own" if temperature is None else f"temperature {temperature:g}"
-    out.print(
-        f"{len(observations.ranks)} positions of {observations.num_texts} texts, {wrote}. "
-        f"In %; best choice first.",
-        soft_wrap=True,
-    )
-    shown = min(_SHOWN_RANKS, observations.num_ranks)
-    table = Table(box=None, header_style="bold", title="every position", title_justify="left")
-    for name in ("head", *(f"choice {rank}" for rank in range(shown))):
-        table.add_column(name, justify="right")
-    table.add_column(f"best {observations.num_ranks}", justify="right")
-    for name in ("ECE", "fitted T", "ECE then"):
-        table.add_column(name, justify="right")
-    errors = calibration_errors(observations)
-    for head, row in enumerate(accuracy.overall):
-        fit = fits[head]
-        table.add_row(
-            str(head),
-            *(percent(share) for share in row[:shown]),
-            percent(row.sum()),
-            percent(errors[head][0]),
-            "-" if fit is None else f"{fit.temperature:.2f}",
-            "-" if fit is None else percent(fit.fitted_ece),
-        )
-    out.print(table)
-    table = Table(box=None, header_style="bold", title_justify="left")
-    table.title = "best choice, by the choices accepted before it (steps that asked)"
-    for name in ("head", "everywhere:", "after best", "others", "walked:", "after best", "others"):
-        table.add_column(name, justify="right", no_wrap=True)
-    names = ("overall", "spine", "sibling", "walked", "walked_spine", "walked_sibling")
-    for head in range(observations.num_heads):
-        cells = [percent(getattr(accuracy, name)[head, 0]) for name in names]
-        for place in (4, 5):
-            if asked := accuracy.asked[head, place]:
-                cells[place] += f" ({asked})"
-        table.add_row(str(head), *cells)
-    out.print(table)
-    tau = walk_tau(observations.texts(), tree.paths)
-    out.print(
-        f"walked: where decoding asks, with {which} of {tree.num_draft_tokens} draft nodes "
-        f"({tau:.3f} tokens per step)",
-        soft_wrap=True,
-    )
-
-
-def percent(share: float | None) -> str:
-    """``12.3``, or ``-`` for nothing."""
-    return "-" if share is None or share != share else f"{100 * share:.1f}"

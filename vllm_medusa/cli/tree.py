@@ -12,16 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from vllm_medusa.cli.calibrate import (
-    check_folder,
-    end_tokens,
-    heads_digest,
-    machine,
-    position_bar,
-)
-from vllm_medusa.cli.generate import at_least_zero, positive
+from vllm_medusa.cli import tree_measure
+from vllm_medusa.cli.generate import positive
+from vllm_medusa.cli.measuring import check_folder, heads_digest
+from vllm_medusa.cli.tree_report import origin, print_curves, print_measured
 
 if TYPE_CHECKING:
     from vllm_medusa.calibration.budgets import Curve, StepCost
@@ -81,26 +76,7 @@ def add_parser(commands: Any) -> None:
     results.add_argument("--draw", type=Path, metavar="FILE", help="a picture: .png, .svg or .pdf")
     results.add_argument("--output", "-o", type=Path, metavar="FILE", help="the tree as JSON, too")
     results.add_argument("--dry-run", action="store_true", help="leave the heads' config as it is")
-    measure = parser.add_argument_group("measuring (the tree of N nodes on other prompts)")
-    measure.add_argument(
-        "--measure", type=Path, metavar="FILE", help="prompts, or records whose prompts are used"
-    )
-    measure.add_argument("--target", dest="model", help="the target: a folder or a hub name")
-    measure.add_argument(
-        "--sizes", type=positive, nargs="+", metavar="N", help="draft nodes to measure; absent: N"
-    )
-    measure.add_argument("--max-tokens", type=positive, default=128, help="of each prompt (128)")
-    measure.add_argument("--limit", type=positive, metavar="N", help="only the first N prompts")
-    measure.add_argument("--samples", type=positive, default=1, help="of each prompt (1)")
-    measure.add_argument(
-        "--temperature", type=at_least_zero, help="absent: the calibration's; 0: greedy"
-    )
-    measure.add_argument("--seed", type=int, default=0, help="text i uses the seed SEED + i (0)")
-    measure.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1")
-    measure.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto"
-    )
-    measure.add_argument("--quantization", choices=("4bit", "8bit"), help="of the target")
+    tree_measure.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -131,7 +107,7 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     cost = StepCost.load(args.step_cost) if args.step_cost else None
     if args.draw:
         check_picture(args.draw)
-    prompts = _prompts(args)
+    prompts = tree_measure.read_prompts(args, observations)
     limits = Limits(args.num_draft_tokens, args.max_rank or observations.num_ranks, args.max_depth)
     sizes = list(range(1, limits.num_draft_tokens + 1))
     with console.status("building trees", spinner="line"):
@@ -145,7 +121,7 @@ def _run(args: argparse.Namespace, console: Console) -> None:
             f"{limits.max_rank} choices a head.[/]",
             soft_wrap=True,
         )
-    _print_curves(out, curves, usual_sizes(limits.num_draft_tokens), cost, observations)
+    print_curves(out, curves, usual_sizes(limits.num_draft_tokens), cost, observations)
     size = _choose(out, chosen, cost)
     paths = chosen.paths[:size]
     walks = Walks(observations.texts())
@@ -160,12 +136,12 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     )
     out.print("\n".join(lines), markup=False)
     tau = walks.tau()
-    measured = _measure(args, console, observations, paths, prompts) if prompts else {}
-    _print_measured(out, measured, chosen, observations)
+    measured = tree_measure.measure_tree(args, console, paths, prompts) if prompts else {}
+    print_measured(out, measured, chosen)
     if args.draw:
         title = (
             f"{args.heads.resolve().name}: {size} draft nodes, {tau:.2f} tokens per step expected"
-            f"\n({chosen.algorithm}; {_origin(observations)})"
+            f"\n({chosen.algorithm}; {origin(observations)})"
         )
         draw_tree(args.draw, paths, chances, title)
         out.print(f"picture: {args.draw}", soft_wrap=True)
@@ -202,58 +178,9 @@ def _check(args: argparse.Namespace, observations: Observations) -> None:
             f"the heads in {args.heads} have changed since they were calibrated, so what is known "
             "of them is no longer true; run `vllm-medusa calibrate` again."
         )
-    if args.measure and not args.model:
-        raise ValueError(f"--measure {args.measure} needs the target: --target MODEL.")
-    if args.sizes and not args.measure:
-        raise ValueError("--sizes says what to measure; give --measure PROMPTS too.")
     for path in (args.output, args.draw):
         if path and not path.parent.is_dir():
             raise ValueError(f"{path}: the folder {path.parent} doesn't exist; make it first.")
-
-
-def _origin(observations: Observations) -> str:
-    temperature = observations.temperature()
-    wrote = "text not by the target" if temperature is None else f"T = {temperature:g}"
-    return f"{len(observations.ranks)} positions, {wrote}"
-
-
-def _print_curves(
-    out: Console,
-    curves: dict[str, Curve],
-    sizes: Sequence[int],
-    cost: StepCost | None,
-    observations: Observations,
-) -> None:
-    out.print(
-        f"Expected tokens per step (tau), from {_origin(observations)}: on the texts the tree was "
-        "built from, on prompts held out, and as if heads were independent.",
-        soft_wrap=True,
-    )
-    table = Table(box=None, header_style="bold")
-    table.add_column("nodes", justify="right")
-    for name in curves:
-        for column in (f"{name}: tau", "held out", "if indep."):
-            table.add_column(column, justify="right", no_wrap=True)
-    if cost:
-        table.add_column("x plain", justify="right")
-    for size in sizes:
-        row = [str(size)]
-        known: list[float] = []
-        for name, found in curves.items():
-            if size not in found.sizes:
-                row += ["", "", ""]
-                continue
-            at = found.sizes.index(size)
-            heldout = found.heldout[at]
-            row += [_tau(found.walked[at]), _tau(heldout), _tau(found.independent[at])]
-            if name == "walk":
-                known.append(found.walked[at] if heldout is None else heldout)
-        if cost and known and size <= max(cost.times):
-            row.append(f"{cost.speedup(size, known[0]):.2f}")
-        table.add_row(*row)
-    out.print(table)
-    if curves["walk"].heldout[-1] is None:
-        out.print("All texts are of one prompt: nothing could be held out.", style="yellow")
 
 
 def _choose(out: Console, chosen: Curve, cost: StepCost | None) -> int:
@@ -272,94 +199,6 @@ def _choose(out: Console, chosen: Curve, cost: StepCost | None) -> int:
         )
     out.print(f"{size} draft nodes give most tokens per time: {gain:.2f} times plain decoding's")
     return size
-
-
-def _prompts(args: argparse.Namespace) -> list[list[int]]:
-    """Token ids to decode from, each as often as samples are wanted; none without --measure."""
-    if not args.measure:
-        return []
-    from transformers import AutoTokenizer
-
-    from vllm_medusa.calibration.prompts import prompt_ids
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    found = prompt_ids(args.measure, tokenizer, args.limit)
-    return [ids for ids in found for _ in range(args.samples)]
-
-
-def _measure(
-    args: argparse.Namespace,
-    console: Console,
-    observations: Observations,
-    paths: Sequence[tuple[int, ...]],
-    prompts: list[list[int]],
-) -> dict[int, Measured]:
-    """Tokens per step of real decoding, for every size asked for."""
-    from vllm_medusa.calibration.measure import measure
-    from vllm_medusa.heads import load_heads
-    from vllm_medusa.training.target import Target
-    from vllm_medusa.tree.topology import TokenTree
-
-    temperature = args.temperature
-    if temperature is None:
-        temperature = observations.temperature()
-    if temperature is None:
-        raise ValueError(
-            "the calibration's text was not sampled by the target, so --temperature has to say how "
-            "to decode."
-        )
-    device, dtype = machine(args)
-    target = Target.load(args.model, dtype=dtype, device=device, quantization=args.quantization)
-    heads, _ = load_heads(
-        args.heads,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        dtype=dtype,
-        device=target.device,
-    )
-    sizes = sorted({min(size, len(paths)) for size in args.sizes or [len(paths)]})
-    total = len(sizes) * len(prompts)
-    found = {}
-    with position_bar(console, total) as bar:
-        task = bar.add_task("prompts", total=total)
-        for size in sizes:
-            found[size] = measure(
-                target.model,
-                heads,
-                TokenTree.from_paths(paths[:size]),
-                prompts,
-                max_new_tokens=args.max_tokens,
-                temperature=temperature,
-                seed=args.seed,
-                end_tokens=end_tokens(target),
-                progress=lambda count: bar.advance(task, count),
-            )
-    return found
-
-
-def _print_measured(
-    out: Console, measured: dict[int, Measured], chosen: Curve, observations: Observations
-) -> None:
-    if not measured:
-        return
-    out.print("\nMeasured by decoding the prompts, lossless; how far the estimates were off:")
-    table = Table(box=None, header_style="bold")
-    for name in ("nodes", "steps", "measured", "+-", "expected", "held out", "if indep."):
-        table.add_column(name, justify="right", no_wrap=True)
-    for size, result in measured.items():
-        at = chosen.sizes.index(size)
-        estimates = (chosen.walked[at], chosen.heldout[at], chosen.independent[at])
-        table.add_row(
-            str(size),
-            str(sum(result.steps)),
-            _tau(result.tau),
-            _tau(result.standard_error),
-            *(
-                "-" if value is None else f"{value:.3f} ({100 * (value / result.tau - 1):+.1f} %)"
-                for value in estimates
-            ),
-        )
-    out.print(table)
 
 
 def _note(
@@ -414,10 +253,6 @@ def _write_json(path: Path, document: dict[str, Any]) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(document) + "\n", encoding="utf-8")
     os.replace(part, path)
-
-
-def _tau(value: float | None) -> str:
-    return "-" if value is None or value != value else f"{value:.3f}"
 
 
 def _number(value: float) -> float | None:

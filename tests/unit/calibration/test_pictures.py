@@ -1,0 +1,58 @@
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vllm_medusa.calibration import CalibrationError
+from vllm_medusa.calibration.accuracy import measure_accuracy
+from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.calibration.pictures import _layout, check_picture, draw_calibration, draw_tree
+from vllm_medusa.tree import load_preset
+
+
+def test_no_two_nodes_share_a_place():
+    places = _layout(load_preset("mc_sim_7b_63").paths)
+    assert len(set(places.values())) == len(places) == 64
+    for node, (x, y) in places.items():
+        assert y == -len(node)
+        below = [places[other][0] for other in places if other and other[:-1] == node]
+        assert not below or min(below) <= x <= max(below)
+    for depth in range(5):
+        level = sorted(x for x, y in places.values() if y == -depth)
+        assert all(b - a >= 0.99 for a, b in itertools.pairwise(level))
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_pictures_are_written(tmp_path, suffix):
+    paths = load_preset("mc_sim_7b_63").paths[:9]
+    chances = {(): 1.0} | {path: 0.5 ** (1 + sum(path) + len(path)) for path in paths}
+    file = tmp_path / f"tree{suffix}"
+    draw_tree(file, paths, chances, "a title")
+    assert [f.name for f in tmp_path.iterdir()] == [file.name]
+    if suffix == ".svg":
+        assert file.read_text().rstrip().endswith("</svg>")
+        return
+    with Image.open(file) as image:
+        assert image.width > 500
+        assert len(set(np.asarray(image.convert("L")).ravel().tolist())) > 20
+    rng = np.random.default_rng(0)
+    ranks = (rng.geometric(0.4, (300, 2)) - 1).astype(np.int16)
+    observations = Observations(
+        ranks,
+        rng.random((300, 2, 3)).astype(np.float16),
+        np.array([0, 300]),
+        np.zeros(1),
+        np.zeros(1),
+    )
+    draw_calibration(file, observations, measure_accuracy(observations, [(0,), (1,), (0, 0)]))
+    with Image.open(file) as image:
+        assert image.width > 1500
+
+
+def test_what_no_picture_can_be_is_refused_at_once(tmp_path):
+    with pytest.raises(CalibrationError, match=r"\.png, \.svg"):
+        check_picture(Path("tree.jpeg2"))
+    with pytest.raises(CalibrationError, match="doesn't exist"):
+        check_picture(tmp_path / "nowhere" / "tree.png")

@@ -1,0 +1,113 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vllm_medusa import cli
+from vllm_medusa.calibration.budgets import Limits, build_tree
+from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.cli.measuring import heads_digest
+from vllm_medusa.tree.search import walk_taus
+
+DEMO = Path(__file__).parents[3] / "demo"
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit:
+        cli.main([str(argument) for argument in arguments])
+    return int(exit.value.code or 0)
+
+
+@pytest.fixture
+def heads(tmp_path: Path) -> Path:
+    """Heads with a calibration in which head 1 is right only after the second choice of head 0."""
+    folder = tmp_path / "heads"
+    shutil.copytree(DEMO / "heads", folder)
+    rng = np.random.default_rng(0)
+    ranks = rng.choice([0, 1, 7], (400, 5), p=[0.5, 0.3, 0.2]).astype(np.int16)
+    ranks[:, 1] = np.where(ranks[:, 0] == 1, 0, 7)
+    Observations(
+        ranks=ranks,
+        confidences=np.zeros((400, 5, 4), np.float16),
+        offsets=np.arange(0, 401, 50),
+        temperatures=np.full(8, 0.7, np.float32),
+        prompts=np.arange(8),
+        source={"heads": heads_digest(folder)},
+    ).save(folder)
+    return folder
+
+
+def medusa(heads: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((heads / "config.json").read_text())["medusa"]
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["walk", "independence"])
+def test_the_tree_in_the_config_is_the_algorithms(heads: Path, algorithm: str) -> None:
+    assert run("tree", heads, "-n", 6, "--algorithm", algorithm) == 0
+    observations = Observations.load(heads)
+    expected = build_tree(algorithm, observations.texts(), Limits(6, 4))
+    found = medusa(heads)
+    assert found["tree"] == [list(path) for path in expected]
+    taus = walk_taus(observations.texts(), expected, range(1, 7))
+    assert found["tree_tokens_per_step"] == [round(tau, 4) for tau in taus]
+    assert found["tree_source"]["algorithm"] == algorithm
+    assert found["provenance"][-1]["data"][0]["file"] == "calibration.safetensors"
+    first = {"walk": [1, 0], "independence": [0, 0]}[algorithm]
+    assert found["tree"].index(first) == 2, "independence misleads here"
+
+
+def test_a_dry_run_changes_nothing(heads: Path, capsys: Any) -> None:
+    before = (heads / "config.json").read_bytes()
+    assert run("tree", heads, "--dry-run", "--max-depth", 2, "--max-rank", 2) == 0
+    shown = capsys.readouterr()
+    assert "dry run" in shown.out
+    assert "finds 6 within depth 2 and 2 choices" in " ".join(shown.err.split())
+    assert (heads / "config.json").read_bytes() == before
+
+
+def test_step_costs_choose_the_size(heads: Path, capsys: Any) -> None:
+    costs = heads.parent / "costs.json"
+    costs.write_text('{"0": 10, "3": 10, "12": 30}')
+    assert run("tree", heads, "-n", 12, "--step-cost", costs) == 0
+    assert "3 draft nodes give most" in capsys.readouterr().out
+    assert len(medusa(heads)["tree"]) == 3
+    costs.write_text('{"0": 10, "3": 40}')
+    assert run("tree", heads, "-n", 3, "--step-cost", costs) == 2
+    assert "no tree is faster" in capsys.readouterr().err
+    assert len(medusa(heads)["tree"]) == 3, "as it was"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "256"], "at most 255"),
+        (["--max-depth", "6"], "there are 5 heads"),
+        (["--max-rank", "5"], "there are 4 calibrated choices"),
+        (["--draw", "tree.txt"], "no kind of picture"),
+        (["--output", "nowhere/tree.json"], "doesn't exist"),
+        (["--sizes", "3"], "give --measure"),
+        (["--measure", "prompts.jsonl"], "needs the target"),
+        (["--step-cost", "nothing.json"], "can't be read"),
+    ],
+)
+def test_what_can_not_work_is_refused(
+    heads: Path, capsys: Any, arguments: list[str], message: str
+) -> None:
+    before = (heads / "config.json").read_bytes()
+    assert run("tree", heads, *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert (heads / "config.json").read_bytes() == before
+
+
+def test_heads_that_changed_or_were_never_calibrated(heads: Path, capsys: Any) -> None:
+    weights = heads / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\1")
+    assert run("tree", heads) == 2
+    assert "have changed since they were calibrated" in " ".join(capsys.readouterr().err.split())
+    (heads / "calibration.safetensors").unlink()
+    assert run("tree", heads) == 2
+    assert "vllm-medusa calibrate TARGET" in capsys.readouterr().err
