@@ -91,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("target", type=Path)
     parser.add_argument("heads", type=Path)
-    parser.add_argument("--tree", type=Path, help="JSON of benchmarks.trees, or a list of paths")
+    parser.add_argument("--tree", type=Path, help="JSON of `vllm-medusa tree --output`, or paths")
     parser.add_argument("--nodes", type=int, nargs="+", default=[10], help="draft nodes to cut to")
     parser.add_argument("--chain-depths", type=int, nargs="*", default=[])
     parser.add_argument("--stock-depths", type=int, nargs="*", default=[5])

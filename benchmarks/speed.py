@@ -1,7 +1,7 @@
 """Speed of tree Medusa against plain vLLM, vLLM's own Medusa chain and n-gram speculation.
 
     python -m benchmarks.enlarge demo/target BIG --heads demo/heads
-    python -m benchmarks.trees demo/target demo/heads demo/prompts.jsonl BIG/tree.json --skip 16
+    vllm-medusa tree HEADS --num-draft-tokens 63 --output BIG/tree.json  # demo/heads, calibrated
     python -m benchmarks.speed BIG/target BIG/heads --tree BIG/tree.json
 
 Every arm takes turns with plain vLLM on the same prompts, so that what disturbs the machine
@@ -93,7 +93,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("target", type=Path)
     parser.add_argument("heads", type=Path)
-    parser.add_argument("--tree", type=Path, help="JSON of benchmarks.trees, or a list of paths")
+    parser.add_argument("--tree", type=Path, help="JSON of `vllm-medusa tree --output`, or paths")
     parser.add_argument("--prompt-file", type=Path, default=ROOT / "demo" / "prompts.jsonl")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-prompt-tokens", type=int, default=384)
