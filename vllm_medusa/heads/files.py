@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +31,7 @@ MODEL_FILES = (
     "pytorch_model.bin.index.json",
 )
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_DTYPES = {
+DTYPES = {  # as safetensors calls them
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -45,12 +45,6 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 Fetch = Callable[[list[str]], Path]  # names wanted -> the folder they are then in, if they exist
-
-
-class Sliceable(Protocol):
-    """A tensor of which only the parts that are asked for are read."""
-
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -84,21 +78,6 @@ class CheckpointFiles:
             for name, tensor in _open(file, wanted, header_only=False):
                 assert isinstance(tensor, Tensor)
                 yield name, tensor
-
-    def slices(self, names: Iterable[str]) -> Iterator[tuple[str, TensorSpec, Sliceable]]:
-        """Headers of tensors and what reads parts of them by index, file by file."""
-        for file, wanted in self._by_file(names).items():
-            if file.suffix != ".safetensors":
-                state = _load_pickle(file)
-                _require(file, wanted, state)
-                for name in wanted:
-                    yield name, TensorSpec(tuple(state[name].shape), state[name].dtype), state[name]
-                continue
-            with _safetensors(file) as opened:
-                _require(file, wanted, opened.keys())
-                for name in wanted:
-                    part = opened.get_slice(name)
-                    yield name, _spec(part), part
 
     def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
         files: dict[Path, list[str]] = {}
@@ -229,14 +208,14 @@ def _names(path: Path) -> list[str]:
     if path.suffix == ".safetensors":
         with _safetensors(path) as file:
             return list(file.keys())
-    return list(_load_pickle(path))
+    return list(load_pickle(path))
 
 
 def _open(
     path: Path, names: list[str], header_only: bool
 ) -> Iterator[tuple[str, Tensor | TensorSpec]]:
     if path.suffix != ".safetensors":
-        state = _load_pickle(path)
+        state = load_pickle(path)
         _require(path, names, state)
         for name in names:
             tensor = state[name]
@@ -259,7 +238,7 @@ def _safetensors(path: Path) -> Iterator[Any]:
 
 def _spec(header: Any) -> TensorSpec:
     dtype = header.get_dtype()
-    return TensorSpec(tuple(header.get_shape()), _DTYPES.get(dtype, dtype))
+    return TensorSpec(tuple(header.get_shape()), DTYPES.get(dtype, dtype))
 
 
 def _require(path: Path, names: list[str], present: Iterable[str]) -> None:
@@ -268,7 +247,8 @@ def _require(path: Path, names: list[str], present: Iterable[str]) -> None:
         raise HeadsError(f"{path} lacks {absent[0]!r}, which the checkpoint's index puts there")
 
 
-def _load_pickle(path: Path) -> Mapping[str, Tensor]:
+def load_pickle(path: Path) -> Mapping[str, Tensor]:
+    """A state dict, memory-mapped where its age allows; `HeadsError` for anything else."""
     try:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

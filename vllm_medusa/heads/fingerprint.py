@@ -29,9 +29,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vllm_medusa.heads.files import CheckpointFiles, Sliceable, TensorSpec, find_target
+from vllm_medusa.heads.files import CheckpointFiles, TensorSpec, find_target
 from vllm_medusa.heads.info import HeadsInfo
 from vllm_medusa.heads.model import HeadsError
+from vllm_medusa.heads.samples import Run, open_runs
 
 SCHEME = 1  # raised when the digest of the same weights changes
 _RUN = 64  # neighbouring values
@@ -143,7 +144,7 @@ _SIZES = (
 def _digest(files: CheckpointFiles, deadline: float | None) -> str:
     inside: list[str] = []
     outside: set[str] = set()  # without names: tied tensors are stored under one or the other
-    for name, spec, part in files.slices(_sampled(files.files)):
+    for name, spec, run in open_runs(files, _sampled(files.files)):
         if deadline is not None and time.monotonic() > deadline:
             raise TimeoutError
         if not spec.shape or 0 in spec.shape or (len(spec.shape) == 4 and spec.shape[:2] == (1, 1)):
@@ -151,7 +152,7 @@ def _digest(files: CheckpointFiles, deadline: float | None) -> str:
         match = _IN_LAYER.search(name)
         samples = hashlib.sha256()
         try:
-            for tensor in _runs(spec, part, _RUNS_IN_LAYERS if match else _RUNS_OUTSIDE):
+            for tensor in _runs(spec, run, _RUNS_IN_LAYERS if match else _RUNS_OUTSIDE):
                 kind = torch.float32 if tensor.is_floating_point() else torch.int64
                 samples.update(tensor.to(kind).contiguous().numpy().tobytes())
         except (RuntimeError, TypeError, ValueError) as error:  # a dtype that torch can't convert
@@ -188,13 +189,12 @@ def _sampled(names: Iterable[str]) -> list[str]:
     return kept
 
 
-def _runs(spec: TensorSpec, part: Sliceable, count: int) -> Iterator[Tensor]:
+def _runs(spec: TensorSpec, run: Run, count: int) -> Iterator[Tensor]:
     """``count`` runs of neighbours along the last dimension, evenly spread over all dimensions."""
-    for run in range(count):
-        places = [(2 * run + 1) * size // (2 * count) for size in spec.shape]
-        start = min(places[-1], max(0, spec.shape[-1] - _RUN))
-        index = [slice(place, place + 1) for place in places[:-1]]
-        yield part[(*index, slice(start, start + _RUN))]
+    for number in range(count):
+        places = [(2 * number + 1) * size // (2 * count) for size in spec.shape]
+        places[-1] = min(places[-1], max(0, spec.shape[-1] - _RUN))
+        yield run(places, _RUN)
 
 
 def config_sizes(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from support.random_heads import random_heads, write, write_sharded
 from vllm_medusa.heads import HeadsError, match_target, peek_heads, target_fingerprint
 from vllm_medusa.heads import fingerprint as module
 from vllm_medusa.heads.files import find_target
+from vllm_medusa.heads.samples import open_runs
 
 DEMO = Path(__file__).parents[3] / "demo" / "target"
 LAYERS, HIDDEN, VOCAB = 3, 96, 400
@@ -172,9 +173,9 @@ def test_a_small_part_of_large_weights_is_read(tmp_path, monkeypatch):
     digest(tmp_path)
     assert time.perf_counter() - start < 1.0  # reading 1 GB and hashing it takes longer
     read = [
-        run.numel()
-        for _, spec, part in find_target(tmp_path).slices(header)
-        for run in module._runs(spec, part, 4)
+        values.numel()
+        for _, spec, run in open_runs(find_target(tmp_path), header)
+        for values in module._runs(spec, run, 4)
     ]
     assert read == [64] * 4 * count
 
