@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ class Engine(FakeEngine):
             type(self).steps_left -= 1  # type: ignore[operator]
             if not self.steps_left:
                 raise KeyboardInterrupt
-        return super().step()
+        deltas = super().step()
+        return [replace(d, finish_reason=d.finish_reason and "stop") for d in deltas]
 
     def close(self) -> None: ...
 
@@ -69,17 +71,17 @@ def test_records_and_what_they_come_from(
     options = ("--samples", 3, "--temperature", "0.5,1.0", "--seed", 9, "--top-p", 0.9)
     assert run("-i", prompts, "-o", out, *options, "--max-tokens", 50) == 0
     records, bad = load_records(out)
-    assert bad == [] and len(records) == 18
-    assert [r.request_id for r in records[:4]] == ["p0#0", "p0#1", "p0#2", "1#0"]
-    assert [r.temperature for r in records[:4]] == [0.5, 1.0, 0.5, 0.5]
-    assert [r.index for r in records[:4]] == [0, 2, 4, 6], "two turns: two indices a text"
+    assert bad == [] and len(records) == 21
+    assert [r.request_id for r in records[1:8:2]] == ["p0#0", "p0#1", "p0#2", "1#1"]
+    assert [r.temperature for r in records[1:8:2]] == [0.5, 1.0, 0.5, 1.0]
+    assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices a text"
     ((settings, sampling, extra),) = engine.built
     assert settings.speculative_config is None and extra["seeded"] is True
     assert (sampling.max_tokens, sampling.top_p, sampling.ignore_eos) == (50, 0.9, False)
     generated = sum(r.num_generated for r in records)
     total = sum(len(r.token_ids) for r in records)
     said = " ".join(capfd.readouterr().err.split())
-    assert f"18 records: {total - generated} prompt tokens, {generated} generated" in said
+    assert f"21 records: {total - generated} prompt tokens, {generated} generated" in said
     manifest = json.loads((tmp_path / "r.jsonl.manifest.json").read_text())
     assert manifest["provenance"]["data"][0]["file"] == "prompts.jsonl"
     assert manifest["settings"]["texts"] == {
@@ -109,6 +111,21 @@ def test_an_interrupted_job_goes_on_to_the_same_records(
     content = broken.read_bytes()
     assert run(*options, "-o", broken) == 0
     assert "nothing to do" in capfd.readouterr().err and broken.read_bytes() == content
+
+
+def test_a_divided_conversation_is_whole_after_a_kill_between_its_lines(
+    prompts: Path, tmp_path: Path
+) -> None:
+    """Without a chat template the fake engine's answers read otherwise in the next prompt."""
+    out = tmp_path / "r.jsonl"
+    assert run("-i", prompts, "-o", out, "--batch", 1) == 0
+    whole = lines(out)
+    assert [r["request_id"] for r in whole].count("p0") == 2
+    content = out.read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["index"] for line in content[:2]] == [1, 0]
+    out.write_bytes(content[0])
+    assert run("-i", prompts, "-o", out, "--batch", 1) == 0
+    assert lines(out) == whole
 
 
 @pytest.mark.parametrize(
@@ -152,7 +169,7 @@ def test_prompts_that_can_not_be_run(
     assert "line 7: the prompt has 99 tokens" in capfd.readouterr().err
     assert run(*options, "--on-bad-line", "skip") == 1
     records, bad = load_records(tmp_path / "r.jsonl")
-    assert len(records) == 6
+    assert len(records) == 7
     assert [b.reason for b in bad] == ["no record, but an error: the prompt has 99 tokens"]
 
 
