@@ -1,0 +1,77 @@
+"""The benchmark's arms draft the same tokens, and its numbers are what it says they are."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks import heads_sharding
+from benchmarks.heads_sharding import HEADS, WIDTH, Shape, disagreement, make_arms, shapes, summary
+from vllm_medusa.proposer.sharded import VocabShard, token_ids
+from vllm_medusa.proposer.topk import ranked
+
+VOCAB, HIDDEN, BATCH = 203, 16, 3  # not even: the second rank's half is smaller
+
+
+@pytest.mark.parametrize("kind", ["own", "shared"])
+def test_the_arms_agree(kind: str) -> None:
+    """Both ranks in this process: each arm gathers what the other rank would send."""
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, HEADS, HIDDEN)
+    weights = torch.randn(HEADS if kind == "own" else 1, VOCAB, HIDDEN)
+    half = -(-VOCAB // 2)
+    padded = F.pad(weights, (0, 0, 0, 2 * half - VOCAB))
+    sent: dict[str, list[torch.Tensor]] = {"replicated": [], "split": [], "gathered": []}
+    drafted = []
+    for replay, rank in product((False, True), (0, 1)):  # first to learn what each rank sends
+        running = ""
+
+        def gather(own: torch.Tensor, replay: bool = replay) -> torch.Tensor:
+            if not replay:
+                sent[running].append(own)  # noqa: B023 - called within the same turn
+            return torch.stack(sent[running] if replay else [own, own])  # noqa: B023
+
+        shard = VocabShard.of_rank(rank, half, VOCAB)
+        whole = [partial(F.linear, weight=w) for w in weights]
+        part = [partial(F.linear, weight=w) for w in padded[:, rank * half :][:, :half]]
+        keys = {}
+        for running, arm in make_arms(
+            Shape(kind, VOCAB, HIDDEN, "fp32"), whole, part, shard, gather
+        ).items():
+            keys[running] = arm(x)
+        if replay:
+            drafted += [token_ids(key) for key in keys.values()]
+            assert disagreement(keys) < 1e-6
+    logits = torch.stack([F.linear(x[:, h], weights[h % len(weights)]) for h in range(HEADS)], 1)
+    expected = logits.topk(WIDTH).indices
+    assert len(drafted) == 6 and all(torch.equal(tokens, expected) for tokens in drafted)
+
+
+def test_disagreement_is_seen() -> None:
+    keys = ranked(torch.linspace(-1, 1, 8), torch.arange(8))
+    assert disagreement({"a": keys, "b": keys}) == 0
+    assert disagreement({"a": keys, "b": keys.flip(0)}) > 0.5
+
+
+def test_ratios_are_of_neighbouring_rounds() -> None:
+    seconds = {"replicated": [1.0, 2.0, 4.0, 8.0], "split": [0.5, 1.0, 2.0, 8.0]}
+    got = summary(seconds)
+    assert got["replicated_ms"] == 3000 and got["split_ratio"] == 0.5
+    assert got["split_quartiles"][0] == 0.5 and got["split_quartiles"][1] > 0.5
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    options = {"dtypes": ["bf16"], "vocabs": [32_000], "hidden": [1024, 4096], "memory_gb": 1.0}
+    found = list(shapes(argparse.Namespace(**options)))
+    assert found == [
+        Shape("own", 32_000, 1024, "bf16"),
+        Shape("shared", 32_000, 1024, "bf16"),
+        Shape("shared", 32_000, 4096, "bf16"),
+    ]
+    assert found[0].num_bytes() == 3 * 4 * 32_000 * 1024 * 2
+    assert heads_sharding.RANKS == 2
