@@ -15,8 +15,8 @@ from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB, save_model, save_random_heads
 from support.planted import planted
 from support.reference import assert_chaotic, differing, plain_greedy
-from support.runner import compaction, sized
-from support.spies import mean_accepted, recorded_steps
+from support.runner import compaction, on_v1, sized
+from support.spies import assert_told, mean_accepted, recorded_steps
 from vllm import LLM
 
 pytestmark = pytest.mark.engine
@@ -96,7 +96,7 @@ def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     heads = save_random_heads(tmp_path / "heads", hidden=model.hidden)
     prompts = random_prompts(sized(12, 3), VOCAB, shortest=2, longest=150, seed=3)
     options = {"max_model_len": 256, "max_num_batched_tokens": 2048}
-    with engine(path, **options) as llm:
+    with on_v1(), engine(path, **options) as llm:
         reference = plain_greedy(llm, prompts, TOKENS)
     assert len(reference.prompts) >= sized(9, 2)
     assert_chaotic(reference.outputs, distinct=0.3)  # Gemma has favourites, and still no loops
@@ -110,6 +110,7 @@ def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         unmoved = complete(llm, reference.prompts, greedy(TOKENS))
         assert kv_groups(llm) == model.kv_groups
     assert differing(reference.completions, got) == []
+    assert_told(steps, reference.prompts, got)
     assert sum(moves) > sized(0.7, 0.5) * len(moves) and mean_accepted(steps) > sized(1.5, 1.0)
     assert len(differing(reference.completions, unmoved)) > 0.6 * len(reference.prompts)
 

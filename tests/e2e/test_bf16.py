@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import complete, engine, greedy, medusa, random_prompts
+from support.engines import complete, engine, generate, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import assert_chaotic
@@ -55,11 +55,7 @@ class Plain:
 
 
 def run_plain(llm: LLM, prompts: Prompts) -> Plain:
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        greedy(TOKENS, logprobs=5),
-        use_tqdm=False,
-    )
+    outputs = generate(llm, prompts, greedy(TOKENS, logprobs=5))
     parts = [output.outputs[0] for output in outputs]
     return Plain(prompts, [tuple(p.token_ids) for p in parts], [p.logprobs for p in parts])
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import complete, engine, greedy, medusa, metric, random_prompts
+from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB, save_fitted_heads, save_model
 from support.reference import assert_chaotic
 from support.runner import ON_V2, sized
-from support.spies import accepted_per_step, mean_accepted, recorded_steps, tree_rows
+from support.spies import accepted_per_step, assert_told, mean_accepted, recorded_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM
 
@@ -51,23 +51,13 @@ def assert_agreement(
     llm: LLM, prompts: Prompts, expected: list[DecodeResult], tokens: int
 ) -> float:
     """Same tokens, same accepted drafts in every step and in the metrics; returns their mean."""
-    before = counters(llm)
     with recorded_steps() as steps:
         got = complete(llm, prompts, greedy(tokens))
-    for prompt, completion, result in zip(prompts, got, expected, strict=True):
+    assert_told(steps, prompts, got)
+    for completion, result in zip(got, expected, strict=True):
         assert list(completion.token_ids) == result.token_ids
-        assert accepted_per_step(steps, prompt) == result.accepted_per_step
-    accepted = [n for result in expected for n in result.accepted_per_step]
-    verified = sum(row.num_nodes - 1 for row in tree_rows(steps))
-    counted = [after - start for after, start in zip(counters(llm), before, strict=True)]
-    assert counted == [len(accepted), verified, sum(accepted)]
+        assert list(completion.accepted) == result.accepted_per_step
     return mean_accepted(steps)
-
-
-def counters(llm: LLM) -> list[int]:
-    """VLLM's count of verifications, of drafts verified and of drafts accepted."""
-    names = ("drafts", "draft_tokens", "accepted_tokens")
-    return [metric(llm, f"spec_decode_num_{name}") for name in names]
 
 
 @dataclass

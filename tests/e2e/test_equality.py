@@ -17,8 +17,8 @@ from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
-from support.runner import async_scheduling, sized
-from support.spies import mean_accepted, recorded_steps, tree_rows
+from support.runner import ON_V2, async_scheduling, on_v1, sized
+from support.spies import assert_told, mean_accepted, recorded_steps, tree_rows
 from transformers import AutoTokenizer
 from vllm import LLM
 
@@ -48,8 +48,13 @@ def reference(chaotic_llama: str) -> Reference:
     """At least 210 prompts of 1 to 400 tokens; five on V2."""
     edges = [[7], [8, 9], [10 + i for i in range(400)]]
     prompts = edges + random_prompts(sized(214, 2), VOCAB, seed=11)
-    with engine(chaotic_llama) as llm:
-        return plain_greedy(llm, prompts, TOKENS)
+    with on_v1(), engine(chaotic_llama) as llm:
+        reference = plain_greedy(llm, prompts, TOKENS)
+    if ON_V2:  # plain V2 says so too
+        few = reference.part(1, 2)
+        with engine(chaotic_llama) as llm:
+            assert complete(llm, few.prompts, greedy(TOKENS)) == few.completions
+    return reference
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda p: f"{p[0]}_nodes{'_async' * p[1]}")
@@ -87,6 +92,7 @@ def test_planted_drafts(
             prompts = part.prompts[start : start + batch_size]
             got += complete(llm, prompts, greedy(TOKENS))
     assert differing(part.completions, got) == []
+    assert_told(steps, part.prompts, got)
     assert max(map(len, steps)) == min(batch_size, len(part.prompts))
     assert max(row.num_nodes for row in tree_rows(steps)) == nodes + 1
     assert sum(moves) > sized(0.7, 0.5) * len(moves) > 0
@@ -99,6 +105,7 @@ def test_random_heads(tree_engine: tuple[int, LLM], reference: Reference) -> Non
     with recorded_steps() as steps:
         got = complete(llm, part.prompts, greedy(TOKENS))
     assert differing(part.completions, got) == []
+    assert_told(steps, part.prompts, got)
     assert len(tree_rows(steps)) > 10 * len(part.prompts)
 
 

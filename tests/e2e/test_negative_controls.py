@@ -16,7 +16,7 @@ from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, differing, plain_greedy
-from support.runner import ON_V2, compaction, sized
+from support.runner import ON_V2, compaction, on_v1, sized
 from vllm import LLM
 
 from vllm_medusa.worker import attention
@@ -34,7 +34,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def reference(chaotic_llama: str) -> Reference:
-    with engine(chaotic_llama) as llm:
+    with on_v1(), engine(chaotic_llama) as llm:
         return plain_greedy(
             llm, random_prompts(sized(24, 5), VOCAB, shortest=8, longest=120), TOKENS
         )

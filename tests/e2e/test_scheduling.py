@@ -19,6 +19,7 @@ from support.engines import (
     completion_of,
     drive,
     engine,
+    generate,
     greedy,
     medusa,
     metric,
@@ -27,8 +28,8 @@ from support.engines import (
 from support.models import STOPS, VOCAB
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
-from support.runner import async_scheduling, sized
-from support.spies import mean_accepted, mixed, recorded_steps, tree_rows
+from support.runner import async_scheduling, on_v1, sized
+from support.spies import assert_told, mean_accepted, mixed, recorded_steps, tree_rows
 from torch._dynamo.utils import counters
 from vllm import LLM, SamplingParams
 from vllm.config import CompilationMode
@@ -54,7 +55,7 @@ class Expected:
     stopped: list[Completion]  # with a stop token of each request's own
     short: Reference  # short prompts, SHORT_TOKENS tokens each
     at_limit: Reference  # prompts that leave little room below LIMIT
-    several: list[list[Completion]]  # three seeded samples of the first prompts
+    several: list[list[Completion]]  # V1's three seeded samples of the first prompts
 
 
 def stop_params(free: Reference) -> list[SamplingParams]:
@@ -75,11 +76,7 @@ def several_params(count: int) -> list[SamplingParams]:
 
 
 def sample_several(llm: LLM, prompts: list[Prompt]) -> list[list[Completion]]:
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        several_params(len(prompts)),
-        use_tqdm=False,
-    )
+    outputs = generate(llm, prompts, several_params(len(prompts)))
     return [[completion_of(part) for part in output.outputs] for output in outputs]
 
 
@@ -87,7 +84,7 @@ def sample_several(llm: LLM, prompts: list[Prompt]) -> list[list[Completion]]:
 def expected(chaotic_llama: str) -> Expected:
     lengths = (511, 510, 509, 505, 498, 480, sized(450, 490))
     edge = [[3 + (7 * i + n) % 500 for i in range(n)] for n in lengths]
-    with engine(chaotic_llama, max_model_len=LIMIT) as llm:
+    with on_v1(), engine(chaotic_llama, max_model_len=LIMIT) as llm:
         free = plain_greedy(llm, random_prompts(sized(30, 7), VOCAB, seed=31), TOKENS)
         return Expected(
             free=free,
@@ -139,6 +136,7 @@ def test_chunked_prefill_and_mixed_steps(llm: LLM, expected: Expected) -> None:
     with planted(free.prompts, free.outputs, VOCAB) as moves, recorded_steps() as steps:
         got = complete(llm, free.prompts, greedy(TOKENS))
     assert differing(free.completions, got) == []
+    assert_told(steps, free.prompts, got)
     assert sum(moves) > 0.7 * len(moves) and mean_accepted(steps) > 1.2
     assert sum(row.is_partial_prefill for step in steps for row in step) > sized(20, 5)
     assert len(mixed(steps)) > sized(20, 5)
@@ -150,6 +148,7 @@ def test_trees_are_cut_to_the_budget(llm: LLM, expected: Expected) -> None:
     with planted(short.prompts, short.outputs, VOCAB) as moves, recorded_steps() as steps:
         got = complete(llm, short.prompts, greedy(SHORT_TOKENS))
     assert differing(short.completions, got) == []
+    assert_told(steps, short.prompts, got)
     sizes = [row.num_nodes for row in tree_rows(steps)]
     assert 15 in sizes and sum(1 < size < 15 for size in sizes) > sized(10, 5)
     assert sum(moves) > 0.7 * len(moves)
@@ -165,11 +164,7 @@ def test_prefix_cache_hits_on_compacted_blocks(llm: LLM, expected: Expected) -> 
     rest = [output[done:] for output in free.outputs]
     before = metric(llm, "prefix_cache_hits")
     with planted(prompts, rest, VOCAB):
-        outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
-            greedy(TOKENS - done),
-            use_tqdm=False,
-        )
+        outputs = generate(llm, prompts, greedy(TOKENS - done))
     assert [tuple(output.outputs[0].token_ids) for output in outputs] == rest
     cached = [output.num_cached_tokens for output in outputs]
     assert metric(llm, "prefix_cache_hits") - before == sum(cached) > 0
@@ -195,6 +190,7 @@ def test_requests_end_exactly_at_max_model_len(llm: LLM, expected: Expected) -> 
     with planted(edge.prompts, edge.outputs, VOCAB), recorded_steps() as steps:
         got = complete(llm, edge.prompts, greedy(200))
     assert differing(edge.completions, got) == []
+    assert_told(steps, edge.prompts, got)
     for prompt, completion in zip(edge.prompts, got, strict=True):
         assert len(prompt) + len(completion.token_ids) == LIMIT
         assert completion.finish_reason == "length"

@@ -137,6 +137,7 @@ def test_equals_the_oracle(
     for prompt, outcome, result in zip(prompts, got, expected, strict=True):
         assert list(outcome.tokens) == result.token_ids
         assert accepted_per_step(steps, prompt) == result.accepted_per_step
+        assert list(outcome.completion.accepted) == result.accepted_per_step
     assert mean_accepted(steps) > 0.3
 
 
@@ -156,6 +157,7 @@ def test_all_rules_and_parameters_in_one_batch(llm: LLM, oracle: Any, prompts: P
     for prompt, outcome, result in zip(batch[::2], got[::2], expected, strict=True):
         assert list(outcome.tokens) == result.token_ids
         assert accepted_per_step(steps, prompt) == result.accepted_per_step
+        assert list(outcome.completion.accepted) == result.accepted_per_step
 
 
 def test_accepts_more_than_lossless(llm: LLM, prompts: Prompts) -> None:

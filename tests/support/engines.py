@@ -6,12 +6,13 @@ import gc
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from support.metrics import added, assert_counted, counts, drafted_and_accepted
 from vllm_medusa.worker import compat
 
 Prompt = list[int]
@@ -24,6 +25,8 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     stop_reason: int | str | None
+    drafted: tuple[int, ...] = field(default=(), compare=False)  # of every verification
+    accepted: tuple[int, ...] = field(default=(), compare=False)
 
 
 def start(model: str, speculative_config: dict[str, Any] | None = None, **changes: Any) -> LLM:
@@ -42,6 +45,8 @@ def start(model: str, speculative_config: dict[str, Any] | None = None, **change
     if speculative_config is None:  # an engine with trees has put its attention there for good
         AttentionBackendEnum.CPU_ATTN.clear_override()
         compat.forget_attention_backends()
+    else:
+        options["per_request_spec_decode_metrics"] = "detailed"
     return LLM(model, speculative_config=speculative_config, **options | changes)
 
 
@@ -88,19 +93,33 @@ def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, **options | changes)
 
 
+def generate(
+    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Any]:
+    """Answer requests as ``RequestOutput``; vLLM's metrics must count just what comes out."""
+    before = counts(llm)
+    results = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )
+    assert_counted(added(before, counts(llm)), results)
+    return results
+
+
 def complete(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[Completion]:
     """Generate and keep what must be equal."""
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-    )
-    return [completion_of(output.outputs[0]) for output in outputs]
+    return [completion_of(result.outputs[0]) for result in generate(llm, prompts, params)]
 
 
 def completion_of(output: Any) -> Completion:
     """What is compared, of one of vLLM's ``CompletionOutput``."""
-    return Completion(tuple(output.token_ids), output.finish_reason, output.stop_reason)
+    return Completion(
+        tuple(output.token_ids),
+        output.finish_reason,
+        output.stop_reason,
+        *drafted_and_accepted(output),
+    )
 
 
 def metric(llm: LLM, name: str) -> int:

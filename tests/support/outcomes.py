@@ -11,7 +11,7 @@ import torch
 from vllm import LLM, SamplingParams
 from vllm.v1.sample.sampler import Sampler
 
-from support.engines import Completion, Prompt, completion_of
+from support.engines import Completion, Prompt, completion_of, generate
 from support.runner import ON_V2, sized
 
 if ON_V2:
@@ -40,9 +40,7 @@ def outcomes(
     llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
 ) -> list[Outcome]:
     """Run all requests at once."""
-    results = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], list(params), use_tqdm=False
-    )
+    results = generate(llm, prompts, list(params))
     return [
         Outcome(
             seed=None if param.seed is None else param.seed + number,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vllm import LLM
 
-from support.engines import Completion, Prompt, completion_of, greedy
+from support.engines import Completion, Prompt, completion_of, generate, greedy
 
 # Two runs in fp32 may differ where the best two logits do by rounding errors (about 1e-5 here).
 NEAR_TIE = 1e-3
@@ -35,11 +35,7 @@ class Reference:
 
 def plain_greedy(llm: LLM, prompts: Sequence[Prompt], max_tokens: int) -> Reference:
     """Run plain vLLM; prompts on which even plain vLLM might disagree with itself are dropped."""
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts],
-        greedy(max_tokens, logprobs=2),
-        use_tqdm=False,
-    )
+    outputs = generate(llm, prompts, greedy(max_tokens, logprobs=2))
     kept = [
         (list(prompt), completion_of(output.outputs[0]))
         for prompt, output in zip(prompts, outputs, strict=True)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from support.engines import Completion
 from support.runner import ON_V2
 
 
@@ -136,6 +137,21 @@ def mixed(steps: Sequence[Step]) -> list[Step]:
 def accepted_per_step(steps: Sequence[Step], prompt: Sequence[int]) -> list[int]:
     """How many drafts each verification of one request accepted."""
     return [row.accepted for row in tree_rows(steps) if row.prompt == tuple(prompt)]
+
+
+def assert_told(
+    steps: Sequence[Step], prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+) -> None:
+    """What vLLM tells of each request is what was scheduled and accepted, step by step.
+
+    The async scheduler may have scheduled one step more by the time it learns of a request's end.
+    """
+    for prompt, told in zip(prompts, completions, strict=True):
+        seen = [row for row in tree_rows(steps) if row.prompt == tuple(prompt)]
+        end = len(told.drafted)
+        assert len(seen) - end in (0, 1)
+        assert tuple(row.num_nodes - 1 for row in seen[:end]) == told.drafted
+        assert tuple(row.accepted for row in seen[:end]) == told.accepted
 
 
 def mean_accepted(steps: Sequence[Step]) -> float:
