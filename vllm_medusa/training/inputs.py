@@ -89,7 +89,7 @@ class Inputs:
         return cls(source, fingerprint, name, train, measured, bad)
 
 
-def require_labels(texts: Texts, num_heads: int, name: str, *, soft: bool = False) -> None:
+def require_labels(texts: Texts, num_heads: int, name: str) -> None:
     """Refuse texts in which some head has nothing to learn.
 
     Raises:
@@ -100,8 +100,8 @@ def require_labels(texts: Texts, num_heads: int, name: str, *, soft: bool = Fals
     usable = longest - 1  # heads that have a label in the longest span
     if usable < 1:
         raise DataError(
-            f"{name}: none of {texts.num_records} records has a generated span of 3 tokens or more "
-            "(2 behind its first), so there is nothing to train on. Let the target write longer "
+            f"{name}: none of {texts.num_records} records has a generated span of 2 tokens or "
+            "more, so there is nothing to train on. Let the target write longer "
             "texts (distill --max-tokens)."
         )
     if usable < num_heads:

@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -68,7 +69,7 @@ class TrainingRun:
         self.work = self.folder / "work"
         self.settings = json.loads(json.dumps(settings))
         self._lock: BinaryIO | None = None
-        self._log: BinaryIO | None = None
+        self._log: FileIO | None = None
         check_output(self.output)
         known = self._settings_file.exists()
         if not main:
@@ -114,7 +115,6 @@ class TrainingRun:
         if not self.main:
             return
         assert self._log is not None, "load() opens the log"
-        self._log.flush()
         os.fsync(self._log.fileno())
         path = self.work / "state.pt"
         part = path.with_suffix(".part")
@@ -132,8 +132,6 @@ class TrainingRun:
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """Every line of the log so far."""
-        if self._log is not None:
-            self._log.flush()
         with (self.folder / "log.jsonl").open("rb") as file:
             for line in file:
                 yield json.loads(line)
@@ -148,7 +146,6 @@ class TrainingRun:
     def close(self) -> None:
         """Release the folder; the run can be continued."""
         if self._log is not None:
-            self._log.flush()
             self._log.close()
             self._log = None
         if self._lock is not None:
@@ -162,7 +159,7 @@ class TrainingRun:
     def _open_log(self, size: int) -> None:
         path = self.folder / "log.jsonl"
         path.touch()
-        self._log = path.open("r+b")
+        self._log = path.open("r+b", buffering=0)  # whoever follows the run sees every line
         self._log.truncate(size)
         self._log.seek(size)
 
@@ -180,13 +177,10 @@ class TrainingRun:
     def _throw_away(self) -> None:
         for name in ("config.json", "model.safetensors", "calibration.safetensors"):
             (self.output / name).unlink(missing_ok=True)
-        for path in self.folder.iterdir():
-            if path != self.work:
-                path.unlink()
-        for path in self.work.iterdir():
-            if path.is_dir():
+        for path in [*self.folder.iterdir(), *self.work.iterdir()]:
+            if path.is_dir() and path != self.work:
                 shutil.rmtree(path)
-            elif path.name != "lock":
+            elif path.is_file() and path.name != "lock":
                 path.unlink()
 
     def _check_settings(self) -> None:

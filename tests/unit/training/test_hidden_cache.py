@@ -1,0 +1,176 @@
+"""Cached states are the target's, whatever was killed, bounded or changed before."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import save_model
+from support.records import random_records
+
+from vllm_medusa.training.hidden_cache import CacheError, HiddenStates
+from vllm_medusa.training.records import Record
+from vllm_medusa.training.target import Target
+from vllm_medusa.training.texts import Texts
+
+KEY = {"target": "a"}
+ROW = 64 * 4  # bytes
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return Target.load(save_model(tmp_path_factory.mktemp("target"), "Llama"))
+
+
+@pytest.fixture
+def texts() -> Texts:
+    return Texts.of(random_records(20))
+
+
+def states(target: Target, texts: Texts, folder: Path, **options: Any) -> HiddenStates:
+    settings: dict[str, Any] = {
+        "dtype": torch.float32,
+        "max_bytes": 1 << 30,
+        "shard_bytes": 40 * ROW,
+        "forward_tokens": 64,
+    }
+    return HiddenStates(target, texts, folder, KEY, **settings | options)
+
+
+def everything(texts: Texts) -> list[tuple[int, int, int]]:
+    rows = texts.first_row[1:] - texts.first_row[:-1]
+    return [(span, 0, int(count)) for span, count in enumerate(rows)]
+
+
+def straight(target: Target, texts: Texts) -> torch.Tensor:
+    """Record by record, the definition."""
+    found = []
+    for span, _, rows in everything(texts):
+        record = int(texts.span_record[span])
+        ids = torch.from_numpy(texts.token_ids(record)).long()[None]
+        at = int(texts.span_position[span])
+        found.append(target.hidden_states(ids)[0, at : at + rows])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_states_are_the_targets_cached_or_not(
+    share: float, target: Target, texts: Texts, tmp_path: Path
+) -> None:
+    bound = int(share * texts.num_rows * ROW)
+    kept = states(target, texts, tmp_path, max_bytes=bound)
+    kept.build()
+    on_disk = sum(file.stat().st_size for file in tmp_path.rglob("*.bin"))
+    assert on_disk == kept.cached_bytes <= bound
+    assert (kept.cached_bytes == kept.needed_bytes) == (share > 1)
+    assert (kept.num_shards > 1) == (share > 0)
+    wanted = everything(texts)
+    order = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0)).tolist()
+    parts = list(straight(target, texts).split([rows for _, _, rows in wanted]))
+    torch.testing.assert_close(
+        kept.read([wanted[i] for i in order]),
+        torch.cat([parts[i] for i in order]),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    span = max(range(len(wanted)), key=lambda i: wanted[i][2])
+    torch.testing.assert_close(kept.read([(span, 2, 5)]), parts[span][2:5], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_once(
+    dtype: torch.dtype, target: Target, texts: Texts, tmp_path: Path
+) -> None:
+    full, half = states(target, texts, tmp_path), states(target, texts, tmp_path, dtype=dtype)
+    full.build()
+    half.build()
+    assert half.folder != full.folder and half.cached_bytes * 2 == full.cached_bytes
+    wanted = full.read(everything(texts))
+    assert torch.equal(half.read(everything(texts)), wanted.to(dtype).float())
+
+
+def test_building_goes_on_with_what_lacks(target: Target, texts: Texts, tmp_path: Path) -> None:
+    kept = states(target, texts, tmp_path)
+    kept.build()
+    wanted = kept.read(everything(texts)).clone()
+    shards = sorted(kept.folder.glob("*.bin"))
+    times = {shard: shard.stat().st_mtime_ns for shard in shards}
+    shards[1].unlink()
+    shards[2].write_bytes(shards[2].read_bytes()[:-4])  # a torn copy
+    (kept.folder / "000000.part-1").write_bytes(b"killed here")
+    again = states(target, texts, tmp_path)
+    assert again.missing() == [1, 2]
+    reports: list[tuple[int, int]] = []
+    again.build(lambda done, total: reports.append((done, total)))
+    assert torch.equal(again.read(everything(texts)), wanted)  # bit for bit
+    rebuilt = {shard for shard in shards if shard.stat().st_mtime_ns != times[shard]}
+    assert rebuilt == {shards[1], shards[2]}
+    assert reports[-1][0] == reports[-1][1] < texts.num_rows
+
+
+def test_two_processes_build_half_each(target: Target, texts: Texts, tmp_path: Path) -> None:
+    alone = states(target, texts, tmp_path / "alone")
+    alone.build()
+    first = states(target, texts, tmp_path / "both")
+    first.build(rank=0, world=2)
+    assert first.missing() == list(range(1, first.num_shards, 2))
+    states(target, texts, tmp_path / "both").build(rank=1, world=2)
+    assert not first.missing()
+    assert torch.equal(first.read(everything(texts)), alone.read(everything(texts)))
+
+
+def test_another_target_text_or_plan_is_another_cache(
+    target: Target, texts: Texts, tmp_path: Path
+) -> None:
+    kept = states(target, texts, tmp_path)
+    kept.build()
+    others = [
+        HiddenStates(target, texts, tmp_path, {"target": "b"}, dtype=torch.float32, max_bytes=1),
+        states(target, Texts.of(random_records(20, seed=1)), tmp_path),
+        states(target, texts, tmp_path, shard_bytes=50 * ROW),
+    ]
+    assert len({kept.folder, *(other.folder for other in others)}) == 4
+    assert not states(target, texts, tmp_path).missing()
+
+
+def test_pieces_of_what_is_not_cached_stay_together(
+    target: Target, texts: Texts, tmp_path: Path
+) -> None:
+    pieces = texts.pieces(4)
+    assert states(target, texts, tmp_path).groups(pieces) == list(range(len(pieces)))
+    groups = states(target, texts, tmp_path, max_bytes=0).groups(pieces)
+    records = [texts.record_of(piece) for piece in pieces]
+    assert len(set(groups)) == len(set(records)) == len(set(zip(groups, records, strict=True)))
+
+
+def test_refused_when_the_disk_is_full(
+    target: Target, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = states(target, texts, tmp_path)
+    free = type("Usage", (), {"free": kept.cached_bytes})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    kept.check_space()
+    with pytest.raises(CacheError, match="--cache-gb"):
+        kept.check_space(others=1)
+    assert not any(tmp_path.iterdir())
+    kept.build()
+    kept.check_space(others=kept.cached_bytes)  # what is there needs no space
+
+
+@pytest.fixture
+def broken(target: Target) -> Iterator[Target]:
+    weight = target.model.get_input_embeddings().weight
+    before = weight[77].clone()
+    weight[77] = float("nan")
+    yield target
+    weight[77] = before
+
+
+def test_states_that_are_not_finite_name_their_line(broken: Target, tmp_path: Path) -> None:
+    spans = ((1, 6),)
+    good = Record(0, 4, "a", (3, 4, 5, 6, 7, 8), spans, None)
+    bad = Record(1, 9, "b", (3, 77, 5, 6, 7, 8), spans, None)
+    with pytest.raises(CacheError, match="line 9"):
+        states(broken, Texts.of([good, bad]), tmp_path).build()
+    assert not list(tmp_path.rglob("*.bin"))

@@ -1,0 +1,212 @@
+"""Heads learn, nothing else changes, and a run that was cut ends as if it hadn't been."""
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import save_model
+from support.overfit import OVERFIT, PROMPT, K, greedy_record, overfit, trainer
+
+from vllm_medusa.decode import decode
+from vllm_medusa.training.initial_heads import new_heads
+from vllm_medusa.training.medusa1 import Medusa1, NotFiniteError, Recipe
+from vllm_medusa.training.optimisation import Optimisation
+from vllm_medusa.training.records import Record
+from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.training.target import Target
+from vllm_medusa.tree import TokenTree
+
+SHORT = replace(OVERFIT, epochs=6, batch_rows=40, measure_every=5)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("target")
+    return Target.load(save_model(folder, "Llama", tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="module")
+def records(target: Target) -> list[Record]:
+    return [greedy_record(target, 40, index) for index in range(3)]
+
+
+def weights(made: Medusa1) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in made.heads.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(
+    target: Target, tmp_path: Path
+) -> None:
+    before = copy.deepcopy(target.model.state_dict())
+    record, made = overfit(target, tmp_path / "heads")
+    summary = made.measure()
+    assert [top[0] for top in summary["top"]] == [1.0] * K
+
+    # only the heads were trained: the backbone is bitwise what it was
+    assert all(torch.equal(before[name], t) for name, t in target.model.state_dict().items())
+    assert not any(p.requires_grad or p.grad is not None for p in target.model.parameters())
+    stepped = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
+    assert stepped == {id(p) for p in made.heads.parameters()}
+    assert {id(p) for p in made.optimizer.state} == stepped
+    assert stepped.isdisjoint({id(p) for p in target.model.parameters()})
+
+    # and the chain of all heads is accepted whole: tau is 1 + K
+    tokens = len(record.token_ids) - len(PROMPT)
+    out = decode(
+        target.model,
+        made.heads,
+        TokenTree([(0,) * depth for depth in range(1, K + 1)]),
+        torch.tensor(PROMPT),
+        tokens - K,
+    )
+    assert out.token_ids == list(record.token_ids[len(PROMPT) : -K])
+    assert set(out.accepted_per_step) == {K}
+
+
+@pytest.mark.parametrize("labels", ["tokens", "soft"])
+def test_a_cut_run_ends_with_the_same_weights(
+    labels: str, target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    warm = [replace(record, temperature=0.7) for record in records]
+    recipe = replace(SHORT, labels=labels)
+    with TrainingRun(tmp_path / "whole", {}) as run:
+        whole = trainer(target, warm, run, recipe)
+        whole.train()
+        wanted, log = weights(whole), list(run.entries())
+    assert [line["step"] for line in log if "losses" in line] == list(range(1, whole.steps + 1))
+    assert [line["step"] for line in log if "heldout" in line] == [5, 10, 15]
+
+    for cut in (3, 8):  # before any state was written, and between two
+        for _ in range(2):
+            with TrainingRun(tmp_path / "cut", {}) as run:
+                made = trainer(target, warm, run, recipe)
+
+                def stop(step: int, *_: object, cut: int = cut) -> None:
+                    if step == cut:
+                        raise KeyboardInterrupt
+
+                with pytest.raises(KeyboardInterrupt):
+                    made.train(stop)
+    with TrainingRun(tmp_path / "cut", {}) as run:
+        made = trainer(target, warm, run, recipe)
+        made.train()
+        assert same(weights(made), wanted)
+        assert list(run.entries()) == log
+
+
+def test_micro_batches_and_uncached_states_change_nothing(
+    target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    results = []
+    for name, cached, accumulate in (("a", True, 1), ("b", True, 3), ("c", False, 1)):
+        with TrainingRun(tmp_path / name, {}) as run:
+            made = trainer(
+                target, records, run, replace(SHORT, accumulate=accumulate), cached=cached
+            )
+            if not cached:  # the same order of pieces, to compare
+                made.order.groups = results[0][0].order.groups
+            made.train()
+            results.append((made, [line["loss"] for line in run.entries() if "loss" in line]))
+    for _, losses in results[1:]:
+        assert losses == pytest.approx(results[0][1], rel=1e-4)
+
+
+def test_soft_labels_of_greedy_text_are_its_tokens(
+    target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    found = []
+    for labels in ("tokens", "soft"):
+        with TrainingRun(tmp_path / labels, {}) as run:
+            trainer(target, records, run, replace(SHORT, labels=labels)).train()
+            found.append([line["loss"] for line in run.entries() if "loss" in line])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("lm_heads", ["shared", "own"])
+def test_untrained_heads_give_the_targets_own_logits(lm_heads: str, tmp_path: Path) -> None:
+    path = save_model(tmp_path, "Phi", head_dim=None, tune=lambda m: m.lm_head.bias.normal_())
+    target = Target.load(path)
+    token_map = torch.tensor([4, 9, 300])
+    for rows in (None, token_map):
+        heads = new_heads(target, 2, 2, lm_heads=lm_heads, token_map=rows)
+        states = torch.randn(5, 64)
+        wanted = target.lm_head(states)
+        wanted = wanted if rows is None else wanted[:, rows]
+        logits = heads.compute_logits(heads(states), target.lm_head)
+        torch.testing.assert_close(logits, wanted[:, None].expand(-1, 2, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_own_lm_heads_and_a_small_vocabulary_train_too(
+    target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    seen = torch.tensor(sorted({t for record in records for t in record.token_ids[4:20]}))
+    heads = new_heads(target, K, 1, lm_heads="own", token_map=seen)
+    first = heads.lm_head_weight.detach().clone()
+    with TrainingRun(tmp_path / "own", {}) as run:
+        made = trainer(target, records, run, SHORT, heads=heads)
+        made.train()
+        losses = [line["loss"] for line in run.entries() if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    assert not torch.equal(heads.lm_head_weight, first)
+    assert made.measure()["top"][0][-1] < 1  # tokens outside the draft vocabulary are missed
+
+
+@pytest.fixture
+def poisoned(target: Target, records: list[Record], tmp_path: Path) -> Iterator[Medusa1]:
+    with TrainingRun(tmp_path / "bad", {}) as run:
+        yield trainer(target, records, run, replace(SHORT, batch_rows=3 * 39, epochs=12))
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_its_line(poisoned: Medusa1) -> None:
+    read = poisoned.train_states.read
+
+    def spoilt(wanted: list[tuple[int, int, int]]) -> torch.Tensor:
+        states = read(wanted)
+        at = 0
+        for span, start, stop in wanted:
+            if span == 1 and poisoned.step >= 7:
+                states[at] = float("nan")
+            at += stop - start
+        return states
+
+    poisoned.train_states.read = spoilt  # type: ignore[method-assign]
+    with pytest.raises(NotFiniteError, match=r"by themselves: 2\. The heads of step 7"):
+        poisoned.train()
+    state = poisoned.run.load()
+    assert state is not None and state["step"] == 7
+    assert all(bool(t.isfinite().all()) for t in state["heads"].values())
+    assert (poisoned.run.folder / "last_good" / "model.safetensors").exists()
+
+
+def test_a_rate_that_explodes_stops_too(
+    target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    recipe = replace(SHORT, optimisation=Optimisation(learning_rate=1e36, warmup_steps=0))
+    with (
+        TrainingRun(tmp_path / "bad", {}) as run,
+        pytest.raises(NotFiniteError, match="--learning-rate"),
+    ):
+        trainer(target, records, run, recipe).train()
+
+
+def test_bfloat16_trains_about_as_well(
+    target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    with TrainingRun(tmp_path / "bf16", {}) as run:
+        made = trainer(target, records, run, replace(SHORT, bf16=True))
+        made.train()
+        losses = [line["loss"] for line in run.entries() if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+    assert {p.dtype for p in made.heads.parameters()} == {torch.float32}
+
+
+def test_a_recipe_is_plain_json() -> None:
+    assert json.loads(json.dumps(Recipe().to_dict()))["optimisation"]["clip"] == 1.0

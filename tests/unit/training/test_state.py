@@ -1,0 +1,104 @@
+"""State and log tell of the same steps after any cut, and foreign folders are left alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_medusa.training.state import RunError, TrainingRun, write_json
+
+
+def steps(run: TrainingRun) -> list[int]:
+    return [entry["step"] for entry in run.entries()]
+
+
+def test_log_and_state_are_of_the_same_step(tmp_path: Path) -> None:
+    output = tmp_path / "heads"
+    with TrainingRun(output, {"a": 1}) as run:
+        assert run.load() is None
+        for step in range(5):
+            run.log({"step": step})
+            if step == 2:
+                run.save({"step": 3, "weight": torch.arange(3.0)})
+    with (output / "training/log.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "lo')  # torn by a kill
+    (output / "training/work/state.part").write_bytes(b"torn as well")
+    with TrainingRun(output, {"a": 1}) as run:
+        state = run.load()
+        assert state is not None and state["step"] == 3
+        assert torch.equal(state["weight"], torch.arange(3.0))
+        assert steps(run) == [0, 1, 2]
+        run.log({"step": 3})
+        assert steps(run) == [0, 1, 2, 3]
+    with TrainingRun(output, {"a": 1}) as run:  # no state since
+        run.load()
+        assert steps(run) == [0, 1, 2]
+
+
+def test_another_run_is_refused_and_says_what_changed(tmp_path: Path) -> None:
+    output = tmp_path / "heads"
+    with TrainingRun(output, {"recipe": {"epochs": 3, "seed": 0}, "x": (1, 2)}):
+        pass
+    with TrainingRun(output, {"recipe": {"epochs": 3, "seed": 0}, "x": [1, 2]}):
+        pass
+    with pytest.raises(RunError, match=r"recipe\.epochs was 3 and is now 4.*--overwrite"):
+        TrainingRun(output, {"recipe": {"epochs": 4, "seed": 0}, "x": [1, 2]})
+
+
+def test_overwrite_throws_away_heads_state_and_caches(tmp_path: Path) -> None:
+    output = tmp_path / "heads"
+    with TrainingRun(output, {"a": 1}) as run:
+        run.load()
+        run.save({"step": 1})
+        (run.work / "hidden-x").mkdir()
+        (run.folder / "last_good").mkdir()
+        (output / "config.json").write_text("{}")
+        (output / "mine.txt").write_text("kept")
+    with TrainingRun(output, {"a": 2}, overwrite=True) as run:
+        assert not run.complete and run.load() is None
+        assert sorted(p.name for p in output.iterdir()) == ["mine.txt", "training"]
+        assert [p.name for p in run.work.iterdir()] == ["lock"]
+        assert not (run.folder / "last_good").exists()
+
+
+def test_a_complete_run_has_nothing_to_do(tmp_path: Path) -> None:
+    output = tmp_path / "heads"
+    with TrainingRun(output, {}) as run:
+        run.load()
+        run.save({"step": 1})
+        assert not run.complete
+        (output / "config.json").write_text("{}")
+        run.finish()
+    assert not (output / "training/work").exists()
+    with TrainingRun(output, {}) as run:
+        assert run.complete
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        TrainingRun(tmp_path / "heads", {}),
+        pytest.raises(RunError, match="another process is training"),
+    ):
+        TrainingRun(tmp_path / "heads", {})
+
+
+def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.tex").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for name, reason in (
+        ("full", "no training run"),
+        ("file", "is a file"),
+        ("missing/heads", "no folder"),
+    ):
+        with pytest.raises(RunError, match=reason):
+            TrainingRun(tmp_path / name, {}, overwrite=True)
+    assert (tmp_path / "full/thesis.tex").exists() and not (tmp_path / "full/training").exists()
+
+
+def test_json_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert path.read_text() == '{\n "a": 1\n}\n'
