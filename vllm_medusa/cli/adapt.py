@@ -93,6 +93,13 @@ def add_parser(commands: Any) -> None:
         default="auto",
         help="of the target, in all stages",
     )
+    parser.add_argument(
+        "--engine-args",
+        type=generate.json_object,
+        default={},
+        metavar="JSON",
+        help="more LLM arguments, for distill and compare",
+    )
     parser.set_defaults(run=run)
 
 
@@ -105,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             return _run(args, console)
         except StageFailed as error:
             console.print(f"[bold red]stopped:[/] {escape(str(error))}", soft_wrap=True)
-            console.print("The same command goes on from there.")
+            console.print("Once that is mended, the same command goes on from there.")
             return 130 if error.status == 130 else 2 if error.status == 2 else 1
         except (ValueError, OSError) as error:
             console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from rich.markup import escape
 
 from vllm_medusa.cli import adapt_report, compare_report
 from vllm_medusa.cli.adapt_checks import Facts
+from vllm_medusa.cli.engine_defaults import engine_arguments
 from vllm_medusa.cli.stages import HERE, WORK, Stage, WorkFolder, write_json
-from vllm_medusa.offline.prompts import PromptError
+from vllm_medusa.offline.prompts import Prompt, PromptError, read_prompts
 from vllm_medusa.offline.results import digest_of
 
 TARGET, PROMPTS = "{target}", "{prompts}"  # as `WorkFolder` places them
@@ -24,6 +26,7 @@ HEADS = ("config.json", "model.safetensors")
 CALIBRATED = (*HEADS, "calibration.safetensors")
 COUNTS, FIGURES, PICTURE = "counts.json", "compare.json", "tree.png"
 RELIABILITY = "calibration.png"
+_BATCH = 64  # prompts at a time, distill's own number
 
 
 class Adaptation:
@@ -82,6 +85,10 @@ class Adaptation:
             value = getattr(args, name)
             if value not in (None, "auto", "refuse"):
                 command += [f"--{name.replace('_', '-')}", str(value)]
+        given = engine_arguments(
+            str(args.target), _prompts(args), args.max_tokens, args.batch or _BATCH
+        )
+        command += ["--engine-args", json.dumps(given | args.engine_args)]
         inputs = self.weights | {"prompts": self.facts.prompts_digest}
         skips = args.on_bad_line == "skip"  # prompts that vLLM refuses end with status 1
         accepted = (0, 1) if skips else (0,)
@@ -145,6 +152,8 @@ class Adaptation:
         command += ["--max-tokens", str(args.measure_tokens), "--limit", str(args.measure_prompts)]
         command += ["--rounds", str(args.rounds), "--seed", str(args.seed)]
         command += ["--output", f"{HERE}/{FIGURES}"]
+        if args.engine_args:
+            command += ["--engine-args", json.dumps(args.engine_args)]
 
         def empty(here: Path) -> None:
             (here / FIGURES).unlink(missing_ok=True)
@@ -181,6 +190,12 @@ class Adaptation:
                 os.replace(part, here / "heads" / name)
 
         self._run(stage, copy)
+
+
+def _prompts(args: argparse.Namespace) -> Iterator[Prompt]:
+    for record in read_prompts(args.prompts, args.format, args.column):
+        if isinstance(record, Prompt):
+            yield record
 
 
 def _inside(files: tuple[str, ...]) -> list[str]:

@@ -15,13 +15,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_medusa.cli import compare_report as report
 from vllm_medusa.cli.engine import EngineRefused, EngineSettings, Sampling, medusa_config
+from vllm_medusa.cli.engine_defaults import engine_arguments
 from vllm_medusa.cli.generate import at_least_zero, json_object, positive, report_bad_lines
 from vllm_medusa.offline.budgets import Budget, measure
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
 
 BUDGETS = (4, 8, 16, 32)
 _SHORT = 8  # tokens; a text whose first span starts before that has no prompt of its own
-_SLACK = 64  # positions beyond what the prompts and answers need
 _TEXT_PROMPT = 32  # tokens of such a text that become the prompt
 
 _DESCRIPTION = """\
@@ -103,7 +103,10 @@ def _run(args: argparse.Namespace, console: Console, errors: Console) -> int:
     if args.temperature is not None:
         temperature = args.temperature
     sampling = Sampling(max_tokens=args.max_tokens, temperature=temperature)
-    engine_args = engine_arguments(args, prompts)
+    engine_args = engine_arguments(
+        args.target, prompts, args.max_tokens, args.batch, args.max_model_len, engines=2
+    )
+    engine_args |= args.engine_args
     document = report.opening(args, prompts, temperature, budgets, engine_args)
     console.print(report.setting(document), soft_wrap=True)
     measured = measure_budgets(args, engine_args, prompts, sampling, tree, budgets, errors)
@@ -246,44 +249,3 @@ def measure_budgets(
                 errors.print(f"{budget} draft nodes: {measured[-1].ratio:.2f} times plain vLLM")
         args.dtype = plain.dtype
     return measured
-
-
-def engine_arguments(args: argparse.Namespace, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """What both engines get: comparable rounds, and room for two engines.
-
-    On CPUs they run eagerly, which needs no compiler and starts in seconds; on a GPU each gets less
-    than half of its memory. `--engine-args` goes over all of it.
-    """
-    import torch
-
-    arguments: dict[str, Any] = {"enable_prefix_caching": False}
-    if torch.accelerator.is_available():
-        arguments["gpu_memory_utilization"] = 0.42
-    else:
-        arguments["enforce_eager"] = True
-        if args.max_model_len is None:
-            arguments |= _small_cache(args, max(map(_bound, prompts)) + args.max_tokens)
-    return arguments | args.engine_args
-
-
-def _bound(prompt: Prompt) -> int:
-    """At least as many tokens as the prompt has: a token is a byte or more."""
-    messages = [message["content"] for message in prompt.history]
-    texts = [prompt.text or "", *prompt.turns, *messages]
-    return len(prompt.token_ids) + sum(len(text.encode()) + _SLACK for text in texts)
-
-
-def _small_cache(args: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """A key-value cache for twice the batch, since all of it is memory taken from the start."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(args.target).get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    length = tokens + _SLACK if limit is None else min(limit, tokens + _SLACK)
-    per_token = 2 * config.num_hidden_layers * heads * size * 4  # float32 at most
-    return {
-        "max_model_len": length,
-        "kv_cache_memory_bytes": max(1 << 28, 2 * (args.batch + 1) * length * per_token),
-    }

@@ -7,7 +7,7 @@ import torch
 from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
-from vllm_medusa.cli import compare, compare_report, engine_process
+from vllm_medusa.cli import compare, compare_report, engine_defaults, engine_process
 from vllm_medusa.heads import MedusaHeads, save_heads
 from vllm_medusa.offline.batch import Result, run_batch
 from vllm_medusa.offline.prompts import Prompt
@@ -47,7 +47,7 @@ class Engine(FakeEngine):
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(engine_process, "EngineProcess", Engine)
     monkeypatch.setattr(Engine, "started", [])
-    monkeypatch.setattr(compare, "_small_cache", lambda *_: {"max_model_len": 99})
+    monkeypatch.setattr(engine_defaults, "_small_cache", lambda *_: {"max_model_len": 99})
     heads = MedusaHeads(3, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
     tree = [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]
     save_heads(tmp_path / "heads", heads, {"tree": tree})

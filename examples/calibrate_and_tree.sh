@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The tree that suits heads: measure them on text the target wrote for prompts they were not trained
+# on, then build the tree, print what it will bring and draw it. The heads' config gets the tree.
+#
+#     examples/calibrate_and_tree.sh                       # a copy of the demo's heads
+#     examples/calibrate_and_tree.sh TARGET HEADS PROMPTS.jsonl FOLDER
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${1:-demo/target} heads=${2:-demo/heads} prompts=${3:-demo/prompts.jsonl} out=${4:-.demo/tree}
+medusa=${MEDUSA:-.venv/bin/vllm-medusa}
+mkdir -p "$out"
+cp -rn "$heads" "$out/heads"
+
+$medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
+    --temperature 0.8 --samples 4 --max-tokens 96 --engine-args '{"enforce_eager": true}'
+$medusa calibrate "$target" "$out/heads" --data "$out/records.jsonl" --plot "$out/heads.png"
+$medusa tree "$out/heads" --num-draft-tokens 16 --draw "$out/tree.png"
+
+# Beside plain vLLM, by the size of the tree. (Here on the calibration's prompts; use others.)
+$medusa compare "$target" "$out/heads" --data "$out/records.jsonl" --budgets 4 8 16 --limit 4
