@@ -1,0 +1,119 @@
+"""The whole pipeline as a user starts it, killed once on its way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from vllm_medusa.heads import load_heads
+
+pytestmark = pytest.mark.engine
+
+DEMO = Path(__file__).parents[2] / "demo"
+NODES = 3
+OPTIONS = {
+    "--samples": 2,
+    "--max-tokens": 24,
+    "--num-heads": 2,
+    "--epochs": 2,
+    "--num-draft-tokens": NODES,
+    "--measure-prompts": 2,
+    "--measure-tokens": 16,
+    "--rounds": 1,
+    "--dtype": "float32",
+}
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vllm_medusa.cli", "adapt", str(DEMO / "target")]
+    command += ["--prompts", str(folder / "prompts.jsonl"), "--output", str(folder / "heads")]
+    command += [str(part) for option in OPTIONS.items() for part in option]
+    return subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    _, said = process.communicate(timeout=800)
+    assert process.returncode == 0, said
+    return said
+
+
+def kill_in_stage(process: subprocess.Popen[str], name: str) -> None:
+    """Kill the command itself, by SIGKILL, once the stage has begun; its children have to go."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if f" {name}: vllm-medusa" in line:
+            break
+    else:
+        raise AssertionError(f"{name} never began")
+    children: list[psutil.Process] = []
+    while not children:
+        time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    psutil.wait_procs(children, timeout=20)
+    assert not [child for child in children if child.is_running()]
+
+
+def read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
+    lines = (DEMO / "prompts.jsonl").read_text().splitlines(keepends=True)[:8]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
+    kill_in_stage(start(tmp_path), "train")
+    heads = tmp_path / "heads"
+    assert not heads.exists()
+    said = finish(start(tmp_path))
+    assert "distill: done before" in said
+    assert "All tokens of 2 requests are plain vLLM's" in " ".join(said.split())
+
+    loaded, info = load_heads(heads, hidden_size=256, vocab_size=4096)
+    assert loaded.num_heads == 2
+    medusa = info.config["medusa"]
+    assert len(medusa["tree"]) == NODES
+    assert [entry["command"][1] for entry in medusa["provenance"]] == [
+        *("train", "calibrate", "tree", "adapt")
+    ]
+    report = read(heads / "report.json")
+    (row,) = report["measured"]["rows"]
+    assert row["identical"]
+    assert row["num_draft_tokens"] == NODES
+    assert row["tau"] > 1
+    prompts = report["prompts"]
+    assert [prompts[name] for name in ("trained", "calibrated", "measured")] == [4, 2, 2]
+    page = (heads / "report.md").read_text()
+    pictures = {"accuracy.png", "budgets.png", "calibration.png", "curves.png", "tree.png"}
+    assert {name for name in pictures if f"({name})" in page} == pictures
+    assert pictures <= {path.name for path in heads.iterdir()}
+    assert (heads / "tree.png").read_bytes().startswith(b"\x89PNG")
+
+    # the files that were split have no prompt in common with each other
+    work = tmp_path / "heads.work"
+    (split,) = work.glob("split-*")
+    keys = [
+        {tuple(record["token_ids"][: record["generated"][0][0]]) for record in records}
+        for records in (
+            [json.loads(line) for line in (split / f"{name}.jsonl").read_text().splitlines()]
+            for name in ("train", "calibration", "measurement")
+        )
+    ]
+    assert all(keys)
+    assert not keys[0] & keys[1]
+    assert not keys[0] & keys[2]
+    assert not keys[1] & keys[2]
+    assert "nothing to do" in finish(start(tmp_path))
