@@ -47,7 +47,7 @@ class Uncompacted(Decoder):
 
     def verify(self) -> None:
         """Walk only."""
-        from vllm_medusa.sampler.kernel import target_verdict
+        from vllm_medusa.sampler.launch import target_verdict
 
         target_verdict(self.trees, self.tokens, self.chosen, out=self.verdict)
 

@@ -65,7 +65,7 @@ class Decoder:
         self.layers = LayerCaches.of(self.caches, (0, 2))
         self.batch = self._batch(capacity)
         if self.is_tree:
-            from vllm_medusa.sampler.kernel import empty_verdict
+            from vllm_medusa.sampler.launch import empty_verdict
 
             self.verdict = empty_verdict(count, self.tree.max_depth, device)
             if planted:
@@ -143,7 +143,7 @@ class Decoder:
     def verify(self) -> None:
         """Walk and compact."""
         from vllm_medusa.kv.kernel import compact_layers
-        from vllm_medusa.sampler.kernel import target_verdict
+        from vllm_medusa.sampler.launch import target_verdict
 
         chosen = self.chosen if self.targets is None else self.targets
         target_verdict(self.trees, self.tokens, chosen, out=self.verdict)

@@ -77,14 +77,14 @@ def moved(tree: TreeBatch, device: str) -> TreeBatch:
 
 def walk(nodes: int, batch: int, lab: Lab) -> Record:
     """`target_verdict` against `greedy_verdict`; a changed target must change a verdict."""
-    from vllm_medusa.sampler import greedy_verdict, kernel
+    from vllm_medusa.sampler import greedy_verdict, launch
 
     tree, tokens = random_trees(batch, nodes, nodes)
     targets = torch.randint(0, 3, tokens.shape, generator=torch.Generator().manual_seed(1))
     expected = greedy_verdict(tree, tokens, targets)
     arguments = (moved(tree, lab.device), tokens.to(lab.device))
-    verdict = kernel.target_verdict(*arguments, targets.to(lab.device))
-    other = kernel.target_verdict(*arguments, (targets + 1).to(lab.device))
+    verdict = launch.target_verdict(*arguments, targets.to(lab.device))
+    other = launch.target_verdict(*arguments, (targets + 1).to(lab.device))
     same = _same_path(verdict.path, expected.path) and torch.equal(
         verdict.output_token_ids.cpu(), expected.output_token_ids
     )
@@ -95,7 +95,7 @@ def walk(nodes: int, batch: int, lab: Lab) -> Record:
 
 def path(nodes: int, batch: int, lab: Lab) -> Record:
     """`accept_path` with scores, then `close_path`, against the torch functions."""
-    from vllm_medusa.sampler import accept_path, close_path, kernel
+    from vllm_medusa.sampler import accept_path, close_path, launch
 
     tree, tokens = random_trees(batch, nodes, nodes + 1)
     generator = torch.Generator().manual_seed(2)
@@ -105,15 +105,15 @@ def path(nodes: int, batch: int, lab: Lab) -> Record:
     expected = accept_path(tree, accepted, score)
     closed = close_path(expected, tokens, final)
     there = moved(tree, lab.device)
-    found = kernel.accept_path(there, accepted.to(lab.device), score.to(lab.device))
-    ends = kernel.close_path(found, tokens.to(lab.device), final.to(lab.device))
+    found = launch.accept_path(there, accepted.to(lab.device), score.to(lab.device))
+    ends = launch.close_path(found, tokens.to(lab.device), final.to(lab.device))
     same = torch.equal(ends.output_token_ids.cpu(), closed.output_token_ids)
     return {"passed": same and _same_path(found, expected)}
 
 
 def typical(nodes: int, batch: int, vocab: int, lab: Lab) -> Record:
     """`typical_path` from logits against the torch rule in fp64."""
-    from vllm_medusa.sampler import kernel, typical_path, typical_threshold
+    from vllm_medusa.sampler import launch, typical_path, typical_threshold
 
     tree, tokens = random_trees(batch, nodes, nodes + 2)
     generator = torch.Generator().manual_seed(3)
@@ -125,7 +125,7 @@ def typical(nodes: int, batch: int, vocab: int, lab: Lab) -> Record:
     probs = logits.double().softmax(-1)[rows]
     expected = typical_path(tree, tokens, probs, epsilon.double(), delta.double())
     there = [t.to(lab.device) for t in (tokens, logits, rows, epsilon, delta)]
-    found = kernel.typical_path(moved(tree, lab.device), *there)  # type: ignore[arg-type]
+    found = launch.typical_path(moved(tree, lab.device), *there)  # type: ignore[arg-type]
     bar = typical_threshold(probs, 0.2, 0.5).gather(1, tree.parents.clamp(min=0))
     own = probs.flatten(1).gather(1, tree.parents.clamp(min=0) * vocab + tokens)
     near = (((own / bar - 1).abs() < NEAR) & tree.valid).any(1)

@@ -85,7 +85,7 @@ class Cases:
 
     @pytest.fixture(autouse=True)
     def _kernel(self):
-        from vllm_medusa.sampler import kernel
+        from vllm_medusa.sampler import launch as kernel
 
         self.kernel = kernel
 
@@ -411,7 +411,7 @@ def test_in_a_process_that_interprets():
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_it_compiles_without_a_gpu(capability: int):
     pytest.importorskip("triton")
-    from vllm_medusa.sampler import kernel
+    from vllm_medusa.sampler import launch as kernel
 
     case = make_case(5, 3, 200, 2)
     tree, tokens = case.tree, case.token_ids

@@ -26,9 +26,9 @@ class Rules(NamedTuple):
         """The rules for tensors on ``device``."""
         if not uses_kernel(device.type):
             return cls(greedy_verdict, _typical_path)
-        from vllm_medusa.sampler import kernel
+        from vllm_medusa.sampler import launch
 
-        return cls(kernel.target_verdict, kernel.typical_path)
+        return cls(launch.target_verdict, launch.typical_path)
 
 
 def _typical_path(

@@ -1,0 +1,168 @@
+"""No step with trees asks for a kernel that the warm-up has not compiled.
+
+What a launch would compile is told by Triton itself, for a GPU that isn't there; nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.ahead_of_time import needed
+from support.interpreter import INTERPRETING
+
+pytest.importorskip("vllm")
+pytest.importorskip("triton")
+from support.triton_steps import (
+    BLOCK,
+    DIM,
+    HEADS,
+    KV_HEADS,
+    MOST,
+    NODES,
+    Buffers,
+    build,
+    make_builder,
+    make_config,
+    save_target,
+)
+
+from vllm_medusa.kv import kernel as kv
+from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.proposer import kernel as proposer
+from vllm_medusa.proposer.sharded import VocabShard
+from vllm_medusa.sampler import launch as sampler
+from vllm_medusa.scorer import launch, paged
+from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.worker import triton_attention, triton_metadata
+from vllm_medusa.worker.triton_attention import TreeAttentionImpl
+from vllm_medusa.worker.v2.rules import Rules
+from vllm_medusa.worker.v2.warmup import warm_up_rules
+
+pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+
+LENGTH = 16384
+STEPS = [  # (rows, context) of requests, nodes of each
+    ([(NODES, 20)], [NODES]),
+    ([(NODES, 8000)], [NODES]),
+    ([(NODES, LENGTH - NODES)] * 2, [NODES] * 2),
+    ([(NODES, 700)] * MOST, [NODES] * MOST),
+    ([(3, 4000)], [3]),  # a tree that was cut
+    ([(2, 40), (1, 9000)], [2, 1]),
+    ([(NODES, 20), (1, 7), (9, 0)], [NODES, 1, 1]),
+    ([(NODES, 5000), (90, 0)], [NODES, 1]),
+    ([(NODES, 9000), (170, 40), (1, 8)], [NODES, 1, 1]),
+    ([(NODES, 9000), (3000, 0)], [NODES, 1]),  # whose rows leave no room for parts
+]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (paged, triton_attention, triton_metadata):
+        monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
+    limits = launch.DeviceLimits(132, 227 * 1024)
+    monkeypatch.setattr(launch, "device_limits", lambda device: limits)
+    triton_metadata._splits.cache_clear()
+
+
+def layer(dtype: torch.dtype, **changes: Any) -> Any:
+    options: dict[str, Any] = {
+        "num_heads": HEADS, "head_size": DIM, "scale": 0.3, "num_kv_heads": KV_HEADS,
+        "alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto",
+    }  # fmt: skip
+    impl, scale = TreeAttentionImpl(**options | changes), torch.ones(1)
+    cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * DIM, dtype=dtype)
+    return SimpleNamespace(impl=impl, kv_cache=cache, _k_scale=scale, _v_scale=scale)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_attention(tmp_path: Path, random_heads: str) -> None:
+    config = make_config(save_target(tmp_path), random_heads)
+    config.model_config.max_model_len = LENGTH
+    builder, buffers = make_builder(config), Buffers()
+    buffers.block_table = torch.zeros(MOST, 13, dtype=torch.int32)
+    layers = {
+        "plain": layer(torch.float32),
+        "window": layer(torch.float32, sliding_window=9, sinks=torch.zeros(HEADS)),
+        "fp8": layer(torch.uint8, kv_cache_dtype="fp8", logits_soft_cap=4.0),
+    }
+    group = SimpleNamespace(layer_names=list(layers), get_metadata_builder=lambda: builder)
+    with needed() as compiled:
+        triton_attention.warm_up(layers, [group])
+    parts: set[int] = set()
+    with needed() as used:
+        for requests, nodes in STEPS:
+            metadata: Any = build(builder, buffers.batch(requests), nodes)
+            parts.add(metadata.paged.num_splits)
+            query = torch.zeros(metadata.num_actual_tokens, HEADS + 2 * KV_HEADS, DIM)[:, :HEADS]
+            out = torch.empty(query.shape)
+            for made in layers.values():
+                made.impl.forward(made, query, query, query, made.kv_cache, metadata, out)
+    assert 1 in parts and max(parts) > 32
+    assert used <= compiled
+    assert len(used) >= 3 * 4 + 2  # each layer: two tiles, in parts or not; and merges
+
+
+def many(make: Callable[[int, int], None], nodes: int) -> set[tuple[str, str]]:
+    with needed() as used:
+        for batch in (1, 2, 3, 16):
+            for width in (1, 2, 7, 16, 17, 64, 65, 100, 128, 130, 193, 255, nodes):
+                make(batch, width)
+    return used
+
+
+def test_acceptance() -> None:
+    tensors = TreeTensors.from_tree(TokenTree.dense([15, 16]))
+    rules, vocab, device = Rules(sampler.target_verdict, sampler.typical_path), 501, "cpu"
+    with needed() as compiled:
+        warm_up_rules(rules, tensors, vocab, torch.device(device))
+
+    def step(batch: int, width: int) -> None:
+        tree = TreeBatch.from_static(tensors.prefix(width), torch.ones(batch, dtype=torch.int64))
+        ids = torch.zeros(batch, width, dtype=torch.int64)
+        logits = torch.zeros(batch * width, vocab)
+        rules.walk(tree, ids, ids)
+        rules.typical(tree, ids, logits, ids, torch.ones(batch), torch.ones(batch))
+
+    used = many(step, tensors.num_nodes)
+    assert used <= compiled
+    assert {name for name, _ in used} == {
+        "walk", "accept", "vocabulary", "plausible"
+    }  # fmt: skip
+
+
+def test_compaction() -> None:
+    """One kernel for a cache: vLLM's own warm-up has compacted by then."""
+    caches = LayerCaches.of([torch.zeros(4, 2, BLOCK, 8)], (0, 2))
+
+    def step(batch: int, width: int) -> None:
+        slots = torch.zeros(batch, width, dtype=torch.int64)
+        kv.compact_layers(caches, slots, slots[:, :3], slots[:, 0].contiguous())
+
+    assert len(many(step, 256)) == 1
+
+
+@pytest.mark.parametrize("vocab", [512, 501])
+def test_proposals(vocab: int) -> None:
+    """What two batches compile is enough for all."""
+    tensors = TreeTensors.from_tree(TokenTree.dense([3, 4, 4]))
+    stacked = torch.zeros(3, 40, vocab, dtype=torch.bfloat16)  # as one product for all heads gives
+
+    def step(batch: int, width: int = 0) -> None:
+        logits = stacked[:, :batch].contiguous().transpose(0, 1)
+        proposer.propose(logits, tensors)
+        shard = VocabShard(0, vocab, 2 * vocab)
+        gather = [torch.cat]
+        proposer.propose_sharded(
+            logits, tensors, shard, lambda keys: gather[0]([keys.unsqueeze(0)] * 2)
+        )
+
+    with needed() as compiled:
+        for batch in (1, 16):
+            step(batch)
+    assert many(step, 1) <= compiled
+    assert len(compiled) >= 3
