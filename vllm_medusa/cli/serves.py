@@ -8,7 +8,7 @@ That takes seconds, where finding it out after training takes hours.
 from __future__ import annotations
 
 import argparse
-import logging
+import os
 import sys
 from pathlib import Path
 
@@ -27,8 +27,6 @@ def check(target: str, folder: Path, dtype: str) -> None:
     from vllm import EngineArgs
 
     from vllm_medusa.heads import MedusaHeads, save_heads
-
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     config = AutoConfig.from_pretrained(target).get_text_config()
     heads = MedusaHeads(
         1, 1, config.hidden_size, config.vocab_size, shared_lm_head=True, dtype=torch.bfloat16
@@ -50,6 +48,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         with stderr_to_log():
+            os.dup2(2, 1)  # vLLM's own log
             check(args.target, args.folder, args.dtype)
     except (ValueError, OSError) as error:
         print(f"vLLM would not serve {args.target} with heads: {error}", file=sys.stderr)
