@@ -27,6 +27,7 @@ def check(target: str, folder: Path, dtype: str) -> None:
     from vllm import EngineArgs
 
     from vllm_medusa.heads import MedusaHeads, save_heads
+
     config = AutoConfig.from_pretrained(target).get_text_config()
     heads = MedusaHeads(
         1, 1, config.hidden_size, config.vocab_size, shared_lm_head=True, dtype=torch.bfloat16
