@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TALKS = [Prompt(i, i + 1, f"t{i}", turns=(f"w{9 + i} w7", "w30", f"w{40 + i}")) for i in range(6)]
+TALKS = [Prompt(i, i + 1, f"t{i}", turns=(f"w{9 + i} w7", "w30", f"w{40 + i}")) for i in range(8)]
 
 
 def talkative(folder: Path) -> str:
@@ -79,7 +79,7 @@ def test_spans_are_the_targets_own_words(tmp_path: Path) -> None:
         whole = records(engine, plan, set(), batch=24)
         finished = {r["index"] for r in whole[::3]}
         resumed = records(engine, plan, finished, batch=5)
-        both = Plan(samples=2, temperatures=(0.0,), turns=4, talker=engine.tokenizer)
+        both = Plan(samples=2, temperatures=(0.0,), turns=5, talker=engine.tokenizer)
         talked = records(engine, both, set(), batch=6)
         tokenizer = engine.tokenizer
     finally:
@@ -88,7 +88,7 @@ def test_spans_are_the_targets_own_words(tmp_path: Path) -> None:
     slots = {index // 3 for index in finished if index % 3 == 0}
     expected = {r["index"]: r for r in whole if r["index"] // 3 not in slots}
     assert {r["index"]: r for r in resumed} == expected
-    assert len({tuple(r["token_ids"]) for r in whole}) > 12
+    assert len({tuple(r["token_ids"]) for r in whole}) > 20
     assert any(len(r["generated"]) == 3 for r in whole), "whole conversations"
     assert any(r["index"] % 3 for r in whole), "and some that were divided"
     assert any(len(r["generated"]) > 1 for r in talked)
@@ -102,7 +102,7 @@ def test_spans_are_the_targets_own_words(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(r) + "\n" for r in talked))
     greedy += load_records(path, vocab_size=VOCAB)[0]
     checked = sum(in_its_own_words(model, record) for record in greedy)
-    assert checked == sum(r.num_generated for r in greedy) > 150
+    assert checked == sum(r.num_generated for r in greedy) > 300
     prompts = [outside(tokenizer, record) for record in greedy]
     assert all(text.count("<|im_start|> assistant") >= 1 for text in prompts)
 
