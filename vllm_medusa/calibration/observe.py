@@ -17,7 +17,8 @@ Logits = Callable[[Tensor], Tensor]  # [T, H] -> [T, >= V]
 Array = npt.NDArray[Any]
 
 SHARPNESS = tuple(2.0 ** (step / 8) for step in range(-16, 17))  # 1 / temperatures to be tried
-_ELEMENTS = 1 << 24  # logits in memory at a time
+_ELEMENTS = {"cpu": 1 << 21}  # logits at a time: what caches hold
+_MANY = 1 << 26  # on other devices
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def observe(
     labels = draft_labels(labels, heads.token_map, heads.vocab_size)
     if closely is None:
         closely = torch.zeros(count, dtype=torch.bool, device=labels.device)
-    size = max(1, _ELEMENTS // (num_heads * heads.draft_vocab_size))
+    elements = _ELEMENTS.get(hidden_states.device.type, _MANY)
+    size = max(1, elements // (num_heads * heads.draft_vocab_size))
     parts = []
     for first in range(0, count, size):
         rows = slice(first, first + size)

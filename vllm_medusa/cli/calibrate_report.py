@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from vllm_medusa.calibration.summary import calibration_errors
+from vllm_medusa.cli.measuring import terminal
 from vllm_medusa.tree.search import walk_tau
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def report(
     which: str,
 ) -> None:
     """Print the tables; ``which`` names the tree of the walks."""
-    out = Console(highlight=False)
+    out = terminal()
     temperature = observations.temperature()
     wrote = "not the target's own" if temperature is None else f"temperature {temperature:g}"
     out.print(

@@ -87,3 +87,9 @@ def position_bar(console: Console, total: int) -> Progress:
         console=console,
         disable=not console.is_terminal or total == 0,
     )
+
+
+def terminal() -> Console:
+    """Standard output; a file or pipe gets lines wide enough for every table."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from vllm_medusa.cli import tree_measure
 from vllm_medusa.cli.generate import positive
-from vllm_medusa.cli.measuring import check_folder, heads_digest
+from vllm_medusa.cli.measuring import check_folder, heads_digest, terminal
 from vllm_medusa.cli.tree_report import origin, print_curves, print_measured
 
 if TYPE_CHECKING:
@@ -81,11 +81,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return its exit status: 0, or 2 for bad input."""
+    """Run the command and return its exit status: 0, 1 if no tree pays, 2 for bad input."""
     console = Console(file=sys.stderr, highlight=False)
     try:
-        _run(args, console)
-        return 0
+        return _run(args, console)
     except (ValueError, OSError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 2
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         return 130
 
 
-def _run(args: argparse.Namespace, console: Console) -> None:
+def _run(args: argparse.Namespace, console: Console) -> int:
     from vllm_medusa.calibration.budgets import ALGORITHMS, Limits, StepCost, curve, usual_sizes
     from vllm_medusa.calibration.observations import Observations
     from vllm_medusa.calibration.pictures import check_picture, draw_tree
@@ -113,7 +112,7 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     with console.status("building trees", spinner="line"):
         curves = {name: curve(observations, name, limits, sizes) for name in ALGORITHMS}
     chosen = curves[args.algorithm]
-    out = Console(highlight=False)
+    out = terminal()
     if len(chosen.paths) < limits.num_draft_tokens:
         console.print(
             f"[yellow]{limits.num_draft_tokens} nodes were asked for; {chosen.algorithm} finds "
@@ -121,8 +120,15 @@ def _run(args: argparse.Namespace, console: Console) -> None:
             f"{limits.max_rank} choices a head.[/]",
             soft_wrap=True,
         )
-    print_curves(out, curves, usual_sizes(limits.num_draft_tokens), cost, observations)
+    print_curves(out, curves, chosen, usual_sizes(limits.num_draft_tokens), cost, observations)
     size = _choose(out, chosen, cost)
+    if size == 0:
+        out.print(
+            "At these step costs no tree is faster than plain decoding: serve without speculation, "
+            "or measure the costs again. The heads' config is as it was.",
+            soft_wrap=True,
+        )
+        return 1
     paths = chosen.paths[:size]
     walks = Walks(observations.texts())
     for path in paths:
@@ -139,9 +145,11 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     measured = tree_measure.measure_tree(args, console, paths, prompts) if prompts else {}
     print_measured(out, measured, chosen)
     if args.draw:
+        heldout = chosen.heldout[size - 1]
+        elsewhere = "" if heldout is None else f" ({heldout:.2f} on prompts held out)"
         title = (
             f"{args.heads.resolve().name}: {size} draft nodes, {tau:.2f} tokens per step expected"
-            f"\n({chosen.algorithm}; {origin(observations)})"
+            f"{elsewhere}\n{chosen.algorithm}; {origin(observations)}"
         )
         draw_tree(args.draw, paths, chances, title)
         out.print(f"picture: {args.draw}", soft_wrap=True)
@@ -152,9 +160,10 @@ def _run(args: argparse.Namespace, console: Console) -> None:
         out.print(f"tree: {args.output}", soft_wrap=True)
     if args.dry_run:
         out.print("dry run: the heads' config is as it was")
-        return
+        return 0
     _save(args, tree, note)
     out.print(f"{args.heads / 'config.json'} has the tree; serving uses it", soft_wrap=True)
+    return 0
 
 
 def _check(args: argparse.Namespace, observations: Observations) -> None:
@@ -184,7 +193,7 @@ def _check(args: argparse.Namespace, observations: Observations) -> None:
 
 
 def _choose(out: Console, chosen: Curve, cost: StepCost | None) -> int:
-    """How many nodes to take: all, or as many as pay."""
+    """How many nodes to take: all, or as many as pay, which may be none."""
     if cost is None:
         return len(chosen.paths)
     taus = [
@@ -193,10 +202,7 @@ def _choose(out: Console, chosen: Curve, cost: StepCost | None) -> int:
     ]
     size, gain = cost.best(chosen.sizes, taus)
     if size == 0:
-        raise ValueError(
-            "at these step costs no tree is faster than plain decoding; nothing was written. Serve "
-            "without speculation, or measure the costs again."
-        )
+        return 0
     out.print(f"{size} draft nodes give most tokens per time: {gain:.2f} times plain decoding's")
     return size
 

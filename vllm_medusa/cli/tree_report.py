@@ -24,11 +24,12 @@ def origin(observations: Observations) -> str:
 def print_curves(
     out: Console,
     curves: dict[str, Curve],
+    chosen: Curve,
     sizes: Sequence[int],
     cost: StepCost | None,
     observations: Observations,
 ) -> None:
-    """What trees of ``sizes`` are worth, by both algorithms."""
+    """What trees of ``sizes`` are worth, by both algorithms; speed is of the chosen one's."""
     out.print(
         f"Expected tokens per step (tau), from {origin(observations)}: on the texts the tree was "
         "built from, on prompts held out, and as if heads were independent.",
@@ -44,14 +45,14 @@ def print_curves(
     for size in sizes:
         row = [str(size)]
         known: list[float] = []
-        for name, found in curves.items():
+        for found in curves.values():
             if size not in found.sizes:
                 row += ["", "", ""]
                 continue
             at = found.sizes.index(size)
             heldout = found.heldout[at]
             row += [_tau(found.walked[at]), _tau(heldout), _tau(found.independent[at])]
-            if name == "walk":
+            if found is chosen:
                 known.append(found.walked[at] if heldout is None else heldout)
         if cost and known and size <= max(cost.times):
             row.append(f"{cost.speedup(size, known[0]):.2f}")

@@ -1,0 +1,127 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from vllm_medusa import cli
+from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.heads import peek_heads
+
+DEMO = Path(__file__).parents[3] / "demo"
+TARGET = str(DEMO / "target")
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit:
+        cli.main([str(argument) for argument in arguments])
+    return int(exit.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four texts that the demo's target wrote, two of each of two prompts."""
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    for prompt in ([0, 523, 287, 2510, 10, 548], [0, 882, 1120, 1892, 201]):
+        texts = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=24,
+            num_return_sequences=2,
+            do_sample=True,
+            temperature=0.8,
+            top_k=0,
+        )
+        for ids in texts.tolist():
+            spans = [[len(prompt), len(ids)]]
+            rows.append({"token_ids": ids, "generated": spans, "temperature": 0.8})
+    path = tmp_path_factory.mktemp("records") / "records.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def heads(tmp_path: Path) -> Path:
+    folder = tmp_path / "heads"
+    shutil.copytree(DEMO / "heads", folder)
+    return folder
+
+
+def test_from_records_to_a_tree_that_serving_uses(heads: Path, records: Path, capsys: Any) -> None:
+    plot, drawn, out = (heads.parent / name for name in ("plot.png", "tree.png", "tree.json"))
+    before = json.loads((heads / "config.json").read_text())
+    assert run("calibrate", TARGET, heads, "--data", records, "--plot", plot) == 0
+    shown = capsys.readouterr().out
+    for words in ("4 texts", "temperature 0.8", "ECE", "after best", "tokens per step"):
+        assert words in shown
+    assert plot.stat().st_size > 10_000
+    observations = Observations.load(heads)
+    assert observations.num_texts == 4 and observations.prompts.tolist() == [0, 0, 1, 1]
+    config = json.loads((heads / "config.json").read_text())
+    summary = config["medusa"]["calibration"]
+    assert summary["positions"] == len(observations.ranks) > 60
+    assert summary["temperature"] == 0.8
+    assert len(summary["accuracy"]["overall"]) == 5
+    assert summary["source"]["data"][0]["file"] == "records.jsonl"
+    assert len(summary["source"]["target"]["sha256"]) == 64
+    entry = config["medusa"]["provenance"][-1]
+    assert entry["data"] == summary["source"]["data"]
+    assert config["medusa"]["tree"] == before["medusa"]["tree"], "that is `tree`'s to write"
+
+    arguments = ["tree", heads, "-n", 9, "--draw", drawn, "--output", out]
+    assert run(*arguments, "--measure", records, "--target", TARGET, "--max-tokens", 16) == 0
+    shown = capsys.readouterr().out
+    for words in ("held out", "if indep.", "Measured by decoding", "root", "serving uses it"):
+        assert words in shown
+    assert drawn.stat().st_size > 10_000
+    tree = peek_heads(heads).tree
+    assert tree is not None and len(tree) == 9 and tree == json.loads(out.read_text())["tree"]
+    medusa = json.loads((heads / "config.json").read_text())["medusa"]
+    assert medusa["tree_source"]["measured"]["9"]["prompts"] == 2
+    assert len(medusa["tree_tokens_per_step"]) == 9 == len(medusa["tree_source"]["tokens_per_step"])
+    assert medusa["calibration"] == summary
+
+
+def test_text_of_unknown_origin_is_taken_with_a_warning(
+    heads: Path, records: Path, tmp_path: Path, capsys: Any
+) -> None:
+    rows = [json.loads(line) | {"temperature": None} for line in records.read_text().splitlines()]
+    path = tmp_path / "foreign.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert run("calibrate", TARGET, heads, "--data", path, "--tree", '{"chain": 2}') == 0
+    captured = capsys.readouterr()
+    assert "2 of 2 texts don't say at which temperature" in " ".join(captured.err.split())
+    assert "not the target's own" in captured.out
+    summary = json.loads((heads / "config.json").read_text())["medusa"]["calibration"]
+    assert summary["temperature"] is None and summary["walked_with"] == [[0], [0, 0]]
+    assert run("tree", heads, "-n", 2, "--measure", records, "--target", TARGET) == 2
+    assert "--temperature" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "0.3"], "it has 0.8"),
+        (["--plot", "plot.jpeg2"], "no kind of picture"),
+        (["--top-k", "5000"], "score 4096 tokens"),
+        (["--tree", '{"chain": 9}'], "there are 5 heads"),
+        (["--max-text-tokens", "7"], "4 bad lines"),
+    ],
+)
+def test_what_can_not_work_is_refused(
+    heads: Path, records: Path, capsys: Any, arguments: list[str], message: str
+) -> None:
+    before = (heads / "config.json").read_bytes()
+    assert run("calibrate", TARGET, heads, "--data", records, *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert (heads / "config.json").read_bytes() == before
+    assert not (heads / "calibration.safetensors").exists()
+
+
+def test_heads_must_lie_in_a_folder(records: Path, capsys: Any) -> None:
+    assert run("calibrate", TARGET, "someone/heads", "--data", records) == 2
+    assert "no local folder" in capsys.readouterr().err
