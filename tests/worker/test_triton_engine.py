@@ -20,16 +20,7 @@ if INTERPRETING:
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
-from support.engines import (
-    complete,
-    engine,
-    greedy,
-    medusa,
-    metric,
-    random_prompts,
-    start,
-    stop,
-)
+from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.models import VOCAB, save_model
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
@@ -91,13 +82,16 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> Attended:
     return seen
 
 
+def worker_of(llm: LLM) -> Any:
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.model_executor.driver_worker.worker
+
+
 @pytest.fixture
 def proposed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The trees that the proposer's kernel drafted, each equal to torch's."""
     seen: list[Tensor] = []
-    core: Any = llm.llm_engine.engine_core
-    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
-    drafter = runner.speculator.drafter
+    drafter = worker_of(llm).model_runner.speculator.drafter
     assert drafter.proposal == (kernel.propose, kernel.propose_sharded)
 
     def whole(logits: Tensor, tree: TreeTensors, token_map: Tensor | None) -> Tensor:
@@ -129,6 +123,23 @@ def no_compaction(patch: pytest.MonkeyPatch) -> None:
 Setting = tuple[str, Reference]  # a model, and what plain vLLM says
 
 
+def check_warm_up(worker: Any) -> None:
+    """It calls the kernel with batches of no rows, in parts and not; eager engines leave it out."""
+    warmed: list[PagedBatch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        attend = triton_attention.paged_tree_attention
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            warmed.append(args[3])
+            return attend(*args, **kwargs)
+
+        patch.setattr(triton_attention, "paged_tree_attention", spy)
+        patch.setattr(worker.vllm_config.kernel_config, "enable_jit_warmup", True)
+        worker.compile_or_warm_up_model()
+    assert {batch.num_splits > 1 for batch in warmed} == {False, True}
+    assert not any(batch.cu_query_lens.any() for batch in warmed)
+
+
 class Cases:
     architecture: str
     window: int | None = None
@@ -151,21 +162,12 @@ class Cases:
 
     @pytest.fixture(scope="class")
     def llm(self, setting: Setting, random_heads: str) -> Iterator[LLM]:
-        warmed: list[PagedBatch] = []
-        attend = triton_attention.paged_tree_attention
-
-        def spy(*args: Any, **kwargs: Any) -> Any:
-            warmed.append(args[3])
-            return attend(*args, **kwargs)
-
-        with triton_attention_on_cpu():
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(triton_attention, "paged_tree_attention", spy)
-                llm = start(setting[0], medusa(random_heads, TREE), **SMALL)
-            assert {batch.num_splits > 1 for batch in warmed} == {False, True}
-            assert not any(batch.cu_query_lens.any() for batch in warmed)
+        with (
+            triton_attention_on_cpu(),
+            engine(setting[0], medusa(random_heads, TREE), **SMALL) as llm,
+        ):
+            check_warm_up(worker_of(llm))
             yield llm
-            stop(llm)
 
     def test_same_tokens(
         self, llm: LLM, setting: Setting, attended: Attended, proposed: list[Tensor]
