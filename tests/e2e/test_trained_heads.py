@@ -1,0 +1,38 @@
+"""Heads that the package trained until they know a text are accepted whole by a real vLLM."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.engines import complete, engine, greedy, medusa
+from support.models import save_model
+from support.overfit import PROMPT, K, overfit
+
+from vllm_medusa.training.export import round_to, save_trained
+from vllm_medusa.training.target import Target
+
+pytestmark = pytest.mark.engine
+
+
+def test_tau_is_its_maximum_on_a_text_known_by_heart(tmp_path: Path) -> None:
+    target = Target.load(save_model(tmp_path / "target", "Llama", tie_word_embeddings=True))
+    record, made = overfit(target, tmp_path / "run")
+    round_to(made.heads, torch.bfloat16)
+    assert [top[0] for top in made.measure()["top"]] == [1.0] * K
+    save_trained(
+        tmp_path / "heads",
+        made.heads,
+        target.path,
+        dtype=torch.bfloat16,
+        training={},
+        target={},
+        provenance={},
+    )
+    steps = 10
+    count = 1 + steps * (1 + K)  # the prompt's own token, then whole steps
+    chain = [[0] * depth for depth in range(1, K + 1)]
+    config = medusa(str(tmp_path / "heads"), chain)
+    with engine(str(target.path), config, max_model_len=128) as llm:
+        (found,) = complete(llm, [list(PROMPT)], greedy(count))
+    assert list(found.token_ids) == list(record.token_ids[len(PROMPT) :][:count])
+    assert list(found.accepted) == [K] * steps
