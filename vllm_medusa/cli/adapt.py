@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from rich.markup import escape
 
 from vllm_medusa.cli import compare, generate
 from vllm_medusa.cli.adapt_checks import AdaptError, Facts, check, written_by_adapt
-from vllm_medusa.cli.adapt_stages import PROMPTS, TARGET, Adaptation
+from vllm_medusa.cli.adapt_stages import PROMPTS, TARGET, Adaptation, train_command
 from vllm_medusa.cli.generate import at_least_zero, positive
 from vllm_medusa.cli.stages import StageFailed, WorkFolder
 
@@ -74,7 +75,10 @@ def add_parser(commands: Any) -> None:
     for name, (kind, words) in _TRAIN.items():
         training.add_argument(name, type=kind, help=words)
     training.add_argument(
-        "--train-args", default="", metavar="TEXT", help="more of train's options, as one text"
+        "--train-args",
+        default="",
+        metavar="TEXT",
+        help="more of train's options, as in --train-args='--labels tokens'",
     )
     tree = parser.add_argument_group("tree and measuring (tree, compare)")
     tree.add_argument(
@@ -126,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
+    _check_options(args)
     facts = check(args, console)
     key = key_of(args, facts)
     existing = written_by_adapt(args.output)
@@ -140,6 +145,33 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     places = {TARGET: args.target, PROMPTS: str(args.prompts)}
     with WorkFolder(args.work, console, Adaptation.count, places) as work:
         return Adaptation(args, facts, key, work, console).run()
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse what a later stage would refuse.
+
+    Raises:
+        ValueError: an option, or two together, can't be.
+
+    """
+    from vllm_medusa.cli import build_parser, train
+    from vllm_medusa.tree.topology import MAX_NODES
+
+    if not 0 < args.heldout_share <= 0.5:
+        raise AdaptError(
+            f"--heldout-share is {args.heldout_share:g}; use more than 0, at most 0.5."
+        )
+    for size in filter(None, (args.num_draft_tokens, *args.budgets)):
+        if size >= MAX_NODES:
+            raise AdaptError(f"a tree of {size} draft nodes; at most {MAX_NODES - 1} are possible.")
+    training = build_parser().parse_args(train_command(args, "."))  # a wrong option ends here
+    importlib.import_module(train.METHODS[training.method]).check(training)
+    for name in ("max_tokens", "measure_tokens"):
+        if getattr(args, name) < training.num_heads + 2:
+            raise AdaptError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; {training.num_heads} heads "
+                f"need answers of at least {training.num_heads + 2} tokens."
+            )
 
 
 def key_of(args: argparse.Namespace, facts: Facts) -> str:

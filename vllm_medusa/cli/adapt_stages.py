@@ -20,6 +20,7 @@ from vllm_medusa.cli.engine_defaults import engine_arguments
 from vllm_medusa.cli.stages import HERE, WORK, Stage, WorkFolder, write_json
 from vllm_medusa.offline.prompts import Prompt, PromptError, read_prompts
 from vllm_medusa.offline.results import digest_of
+from vllm_medusa.training.heldout import FILES, split_records
 
 TARGET, PROMPTS = "{target}", "{prompts}"  # as `WorkFolder` places them
 HEADS = ("config.json", "model.safetensors")
@@ -80,7 +81,7 @@ class Adaptation:
         command = ["distill", TARGET, "--prompts", PROMPTS]
         command += ["--output", f"{HERE}/records.jsonl", "--temperature", f"{args.temperature:g}"]
         command += ["--max-tokens", str(args.max_tokens), "--samples", str(args.samples)]
-        command += ["--seed", str(args.seed), *self._dtype()]
+        command += ["--seed", str(args.seed), *_dtype(args)]
         for name in ("format", "column", "on_bad_line", "batch"):
             value = getattr(args, name)
             if value not in (None, "auto", "refuse"):
@@ -95,8 +96,6 @@ class Adaptation:
         self._run(Stage("distill", command, inputs, ["records.jsonl"], accepted=accepted))
 
     def _split(self) -> None:
-        from vllm_medusa.training.heldout import FILES, split_records
-
         records = self.folders["distill"] / "records.jsonl"
 
         def split(here: Path) -> None:
@@ -112,18 +111,11 @@ class Adaptation:
         self._run(Stage("split", [], inputs, [*FILES, COUNTS]), split)
 
     def _train(self) -> None:
-        args, data = self.args, self._of("split")
-        command = ["train", TARGET, "--data", f"{data}/train.jsonl"]
-        command += ["--heldout", f"{data}/calibration.jsonl", "--output", f"{HERE}/heads"]
-        command += ["--method", args.method, "--seed", str(args.seed), *self._dtype()]
-        for name in ("num_heads", "num_layers", "epochs", "learning_rate"):
-            if (value := getattr(args, name)) is not None:
-                command += [f"--{name.replace('_', '-')}", f"{value:g}"]
-        command += shlex.split(args.train_args)
+        command = train_command(self.args, self._of("split"))
         self._run(Stage("train", command, self.weights, [f"heads/{name}" for name in HEADS]))
 
     def _calibrate(self) -> None:
-        command = ["calibrate", self.target, f"{HERE}/heads", *self._dtype()]
+        command = ["calibrate", self.target, f"{HERE}/heads", *_dtype(self.args)]
         command += ["--data", f"{self._of('split')}/calibration.jsonl"]
         command += ["--plot", f"{HERE}/{RELIABILITY}"]
         inputs = {"heads": self.folders["train"].name}
@@ -147,7 +139,7 @@ class Adaptation:
         args = self.args
         budgets = [args.num_draft_tokens] if args.num_draft_tokens else sorted(set(args.budgets))
         command = ["compare", self.target, f"{self._of('tree')}/heads"]
-        command += ["--data", f"{self._of('split')}/measurement.jsonl", *self._dtype()]
+        command += ["--data", f"{self._of('split')}/measurement.jsonl", *_dtype(self.args)]
         command += ["--budgets", *map(str, budgets), "--temperature", f"{args.temperature:g}"]
         command += ["--max-tokens", str(args.measure_tokens), "--limit", str(args.measure_prompts)]
         command += ["--rounds", str(args.rounds), "--seed", str(args.seed)]
@@ -170,9 +162,6 @@ class Adaptation:
         """The folder of a stage that was run, as commands name it."""
         return f"{WORK}/{self.folders[name].name}"
 
-    def _dtype(self) -> list[str]:
-        return [] if self.args.dtype == "auto" else ["--dtype", self.args.dtype]
-
     def _on_heads_of(self, earlier: str, files: tuple[str, ...], stage: Stage) -> None:
         """Run a command that changes heads in place on a copy of those of an earlier stage.
 
@@ -190,6 +179,21 @@ class Adaptation:
                 os.replace(part, here / "heads" / name)
 
         self._run(stage, copy)
+
+
+def train_command(args: argparse.Namespace, data: str) -> list[str]:
+    """The command of the stage, with the texts in the folder ``data``."""
+    command = ["train", TARGET, "--data", f"{data}/{FILES[0]}"]
+    command += ["--heldout", f"{data}/{FILES[1]}", "--output", f"{HERE}/heads"]
+    command += ["--method", args.method, "--seed", str(args.seed), *_dtype(args)]
+    for name in ("num_heads", "num_layers", "epochs", "learning_rate"):
+        if (value := getattr(args, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", f"{value:g}"]
+    return command + shlex.split(args.train_args)
+
+
+def _dtype(args: argparse.Namespace) -> list[str]:
+    return [] if args.dtype == "auto" else ["--dtype", args.dtype]
 
 
 def _prompts(args: argparse.Namespace) -> Iterator[Prompt]:

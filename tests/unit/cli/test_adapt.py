@@ -102,3 +102,20 @@ def test_a_disk_that_is_too_small(refused: Any, monkeypatch: pytest.MonkeyPatch)
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(adapt_checks.shutil, "disk_usage", lambda _: usage)
     assert "GB free" in refused()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--heldout-share", "0.6"], "--heldout-share is 0.6"),
+        (["--budgets", "8", "5000"], "5000 draft nodes"),
+        (["--num-heads", "9", "--max-tokens", "10"], "at least 11 tokens"),
+        (["--learning-rate", "nan"], "--learning-rate"),
+        (["--train-args=--no-such-option 3"], "--no-such-option"),
+        (["--train-args=--keep-cache"], "--keep-cache needs --cache"),
+    ],
+)
+def test_options_that_a_later_stage_would_refuse(
+    refused: Any, options: list[str], words: str
+) -> None:
+    assert words in refused(*options)
