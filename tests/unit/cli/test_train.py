@@ -1,0 +1,197 @@
+"""`vllm-medusa train` as a user runs it: checked first, killed, gone on with, distributed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.models import save_model
+
+from vllm_medusa.cli import main
+from vllm_medusa.heads import load_heads
+
+Data = tuple[str, Path]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    """A target, and records of random tokens as the target would have sampled them."""
+    folder = tmp_path_factory.mktemp("data")
+    target = save_model(folder / "target", "Qwen2", tie_word_embeddings=True, head_dim=None)
+    generator = torch.Generator().manual_seed(0)
+    with (folder / "records.jsonl").open("w") as file:
+        for index in range(24):
+            ids = torch.randint(3, 512, (40,), generator=generator).tolist()
+            line = {"index": index, "token_ids": ids, "generated": [[6, 20], [22, 40]]}
+            file.write(json.dumps(line | {"temperature": 0.7}) + "\n")
+    return target, folder / "records.jsonl"
+
+
+def arguments(data: Data, output: Path, *more: str) -> list[str]:
+    return [
+        *("train", data[0], "--data", str(data[1]), "--output", str(output)),
+        *("--device", "cpu", "--precision", "float32", "--heldout-share", "0.1"),
+        *("--num-heads", "2", "--batch-tokens", "32", "--epochs", "4", "--measure-every", "8"),
+        *more,
+    ]
+
+
+def status(command: list[str]) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    return int(end.value.code or 0)
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "vllm_medusa.cli", *command],
+        env={**os.environ, **environment, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def kill_when(process: subprocess.Popen[str], there: Callable[[], bool]) -> None:
+    while not there():
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def trained(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("trained") / "heads"
+    assert status(arguments(data, output)) == 0
+    return output
+
+
+def test_the_heads_say_where_they_come_from(trained: Path, data: Data) -> None:
+    heads, info = load_heads(trained, hidden_size=64, vocab_size=512)
+    assert heads.num_heads == 2 and heads.shared_lm_head and info.dtype == torch.bfloat16
+    about = json.loads((trained / "config.json").read_text())["medusa"]
+    assert about["target"]["hidden_size"] == 64 and len(about["target"]["sha256"]) == 64
+    assert about["training"]["recipe"]["optimisation"]["learning_rate"] > 0
+    assert len(about["training"]["heldout"]["top"]) == 2
+    assert about["provenance"][0]["data"][0]["file"] == "records.jsonl"
+    assert sorted(path.name for path in (trained / "training").iterdir()) == [
+        *("curves.png", "log.jsonl", "run.json")
+    ]
+    assert (trained / "training/curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_killed_while_caching_and_while_training_it_ends_the_same(
+    data: Data, trained: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "heads"
+    command = arguments(data, output)
+    work = output / "training/work"
+    kill_when(start(command), lambda: any(work.glob("hidden-*/key.json")))
+    assert not (work / "state.pt").exists()
+    kill_when(start(command), (work / "state.pt").exists)
+    assert not (output / "config.json").exists() and any(work.glob("hidden-*/*.bin"))
+    assert status(command) == 0
+    wanted, got = (load_file(folder / "model.safetensors") for folder in (trained, output))
+    assert wanted.keys() == got.keys()
+    assert all(torch.equal(wanted[name], got[name]) for name in wanted)
+    logs = [(folder / "training/log.jsonl").read_text() for folder in (trained, output)]
+    assert logs[0] == logs[1]
+    assert not work.exists()
+
+
+def test_the_same_command_again_has_nothing_to_do(
+    data: Data, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (trained / "model.safetensors").stat().st_mtime_ns
+    assert status(arguments(data, trained)) == 0
+    assert "nothing to do" in capsys.readouterr().err
+    assert status(arguments(data, trained, "--seed", "9")) == 2
+    assert "recipe.seed was 0 and is now 9" in " ".join(capsys.readouterr().err.split())
+    assert (trained / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_two_processes_train_as_one(data: Data, trained: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        start(arguments(data, tmp_path / "heads"), RANK=rank, LOCAL_RANK=rank, **shared)
+        for rank in "01"
+    ]
+    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    logs = []
+    for folder in (trained, tmp_path / "heads"):
+        lines = (folder / "training/log.jsonl").read_text().splitlines()
+        logs.append([json.loads(line) for line in lines])
+    assert len(logs[0]) == len(logs[1])
+    for one, two in zip(*logs, strict=True):
+        assert one["step"] == two["step"]
+        if "losses" in one:
+            assert one["losses"] == pytest.approx(two["losses"], rel=1e-3)
+        else:
+            assert one["heldout"]["labels"] == two["heldout"]["labels"]
+            assert one["heldout"]["loss"] == pytest.approx(two["heldout"]["loss"], rel=1e-3)
+
+
+def test_refused_before_anything_is_made(
+    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, records = data
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.tex").write_text("x")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(records.read_text() + '{"token_ids": [1, 600], "generated": [[0, 2]]}\nx\n')
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"token_ids": [4, 5, 6, 7], "generated": [[1, 2]]}\n' * 3)
+    brief = tmp_path / "brief.jsonl"
+    brief.write_text('{"token_ids": [4, 5, 6, 7], "generated": [[1, 3]]}\n' * 3)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    whole = ("--heldout-share", "0")
+    for source, file, output, more, reason in (
+        (target, records, full, (), "no training run"),
+        (target, records, tmp_path / "a/b", (), "no folder"),
+        (target, tmp_path / "none.jsonl", tmp_path / "new", (), "no such file"),
+        (target, bad, tmp_path / "new", (), "line 25: token_ids[1] is 600"),
+        (target, bad, tmp_path / "new", (), "line 26: not JSON"),
+        (target, short, tmp_path / "new", whole, "2 tokens or more"),
+        (target, brief, tmp_path / "new", whole, "Train --num-heads 1"),
+        (target, short, tmp_path / "new", (), "--heldout-share 0"),
+        (target, empty, tmp_path / "new", whole, "no usable records"),
+        (str(tmp_path), records, tmp_path / "new", (), str(tmp_path)),
+        (target, records, tmp_path / "new", ("--keep-cache",), "--keep-cache needs --cache"),
+    ):
+        command = arguments((source, file), output, *more)
+        assert status(command) == 2, reason
+        assert reason in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "new").exists() and not (full / "training").exists()
+    assert status(arguments(data, tmp_path / "new", "--decay", "1.5")) == 2
+    assert status(arguments((target, bad), tmp_path / "new", "--on-bad-line", "skip")) == 0
+    assert "skipping 2 bad lines" in capsys.readouterr().err
+
+
+def test_a_cache_can_be_kept_bounded_and_used_again(
+    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = ("--cache", str(tmp_path / "cache"), "--keep-cache", "--epochs", "1")
+    cache += ("--num-heads", "1", "--lm-heads", "own", "--draft-vocab", "300")
+    assert status(arguments(data, tmp_path / "a", *cache, "--cache-gb", "0.0001")) == 0
+    assert "computed in every epoch" in " ".join(capsys.readouterr().err.split())
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.bin")}
+    assert files and sum(file.stat().st_size for file in files) <= 100_000
+    assert status(arguments(data, tmp_path / "b", *cache, "--cache-gb", "0.0001")) == 0
+    assert files == {file: file.stat().st_mtime_ns for file in files}
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert a["token_map"].shape == (300,)
