@@ -125,11 +125,16 @@ def check(args: argparse.Namespace) -> None:
 
 def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: Console) -> int:
     """Train heads alone, then with the target; returns the exit status."""
+    from vllm_medusa.heads.checkpoint import peek_heads
     from vllm_medusa.training import machine
     from vllm_medusa.training.inputs import require_labels
+    from vllm_medusa.training.medusa2_result import clear_results
     from vllm_medusa.training.state import TrainingRun
     from vllm_medusa.training.texts import Texts
 
+    if args.start_heads is not None:
+        info = peek_heads(args.start_heads)
+        args.num_heads, args.num_layers = info.num_heads, info.num_layers
     texts, heldout = Texts.of(inputs.train), Texts.of(inputs.heldout)
     require_labels(texts, args.num_heads, str(args.data))
     require_labels(heldout, args.num_heads, f"held-out records of {args.heldout or args.data}")
@@ -149,6 +154,8 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
         if run.complete:
             console.print(f"nothing to do; the heads are in {args.output}", soft_wrap=True)
             return _verdict(args.output, console)
+        if workers.main:
+            clear_results(args.output)  # of a run that --overwrite throws away
         job = Medusa2Job(args, inputs, workers, console, run, settings, dtype)
         job.measure_original(heldout)
         if not (run.work / "state.pt").exists():

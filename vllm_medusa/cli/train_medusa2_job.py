@@ -47,6 +47,7 @@ class Medusa2Job:
         settings: dict[str, Any],
         dtype: Any,
     ) -> None:
+        from vllm_medusa.training.lora import adaptable_modules
         from vllm_medusa.training.target import Target
 
         self.args, self.inputs, self.workers, self.console = args, inputs, workers, console
@@ -54,6 +55,8 @@ class Medusa2Job:
         self.target: Target | None = Target.load(
             inputs.source, dtype=dtype, device=workers.device, quantization=args.quantization
         )
+        adaptable_modules(self.target.model, args.lora_modules)  # refused before the warm-up
+        self._check_space(self.target)
         self.heads = self._first_heads(self.target)
         self.heldout: HiddenStates | None = None
         self.trained_steps: dict[str, int] = {}
@@ -177,6 +180,19 @@ class Medusa2Job:
         assert self.target is not None
         key = {name: self.settings[name] for name in ("target", "dtype", "quantization")}
         return HiddenStates(self.target, texts, folder, key, dtype=self.dtype, max_bytes=max_bytes)
+
+    def _check_space(self, target: Target) -> None:
+        """Refuse to start what the disk can't hold in the end: the merged model."""
+        from vllm_medusa.training.hidden_cache import DTYPES
+
+        stored = DTYPES.get(self.inputs.dtype or "", self.dtype)
+        wanted = sum(p.numel() for p in target.model.parameters()) * stored.itemsize
+        free = shutil.disk_usage(self.run.work).free
+        if wanted > free:
+            raise ValueError(
+                f"the new target takes {wanted / 1e9:.1f} GB, and {self.run.output} has "
+                f"{free / 1e9:.1f} GB free. Name another disk by --output."
+            )
 
     def _first_heads(self, target: Target) -> MedusaHeads:
         if self.args.start_heads is None:

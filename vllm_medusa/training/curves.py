@@ -10,7 +10,7 @@ _SMOOTHED = 50  # points of a curve
 
 
 def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") -> None:
-    """Draw ``log.jsonl``'s entries to a PNG file (matplotlib)."""
+    """Draw ``log.jsonl``'s entries to a PNG file (matplotlib); of Medusa-2 what was lost, too."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,7 +19,9 @@ def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") 
     lines = list(entries)
     steps = [line for line in lines if "losses" in line]
     measured = [line for line in lines if "heldout" in line]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    kept = [line for line in measured if "quality" in line]
+    count = 3 if kept else 2
+    figure, (left, right, *more) = plt.subplots(1, count, figsize=(5.5 * count, 4))
     num_heads = len(steps[0]["losses"]) if steps else 0
     width = max(1, len(steps) // _SMOOTHED)
     windows = [steps[i : i + width] for i in range(0, len(steps), width)]
@@ -37,7 +39,14 @@ def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") 
             right.plot(at, share, style, marker="o", markersize=3, color=color, label=name)
     left.set(xlabel="step", ylabel="loss, nats (dots: held out)", title="loss")
     right.set(xlabel="step", ylabel="share of labels", title="held-out accuracy", ylim=(0, 1))
-    for axes in (left, right):
+    for axes in more:
+        at = [line["step"] for line in kept]
+        kl = [line["quality"]["kl"] for line in kept]
+        axes.plot(at, kl, marker="o", markersize=3, label="KL(original || new), nats a token")
+        ratio = [line["quality"]["perplexity_ratio"] - 1 for line in kept]
+        axes.plot(at, ratio, ":", marker="o", markersize=3, label="perplexity after / before - 1")
+        axes.set(xlabel="step", title="what the target lost, held out")
+    for axes in (left, right, *more):
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)

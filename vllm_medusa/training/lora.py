@@ -61,7 +61,10 @@ def adaptable_modules(model: Any, chosen: Sequence[str] = ()) -> list[str]:
             an adapter already.
 
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError as error:
+        raise LoraError("Medusa-2 needs peft: pip install 'vllm-medusa[train]'") from error
     from transformers.pytorch_utils import Conv1D
 
     kind = type(model).__name__
@@ -105,12 +108,9 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
         LoraError: see `adaptable_modules`; or peft has no adapter for one of the layers.
 
     """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise LoraError("Medusa-2 needs peft: pip install 'vllm-medusa[train]'") from error
-
     names = adaptable_modules(model, settings.modules)
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
