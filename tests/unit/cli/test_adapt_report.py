@@ -1,0 +1,138 @@
+import argparse
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_medusa.cli import adapt_report
+from vllm_medusa.cli.adapt_checks import Facts, written_by_adapt
+from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads
+
+TREE = [[0], [1], [0, 0]]
+
+
+def row(nodes: int, ratio: float, tau: float) -> dict[str, Any]:
+    return {
+        "num_draft_tokens": nodes,
+        "tau": tau,
+        "steps": 10,
+        "plain_steps": 15,
+        "ratio": ratio,
+        "ratios": [ratio - 0.1, ratio, ratio + 0.1],
+        "requests": 4,
+        "identical": True,
+        "differing_requests": 0,
+        "differences": [],
+    }
+
+
+class Made:
+    """Folders as the stages leave them."""
+
+    def __init__(self, folder: Path, rows: list[dict[str, Any]], fastest: int):
+        names = ("train", "calibrate", "tree", "final-tree", "split", "compare")
+        self.folders = {name: folder / name for name in names}
+        for path in self.folders.values():
+            path.mkdir()
+        heads = MedusaHeads(2, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
+        source = {"tokens_per_step": [1.3, 1.5, 1.6], "tokens_per_step_heldout": [1.2, None, 1.5]}
+        training = {"heldout": {"top": [[0.5, 0.7], [0.25, 0.4]], "labels": [90, 80]}}
+        for name, tree in (("tree", [*TREE, [2]]), ("final-tree", TREE)):
+            more = {"tree": tree, "tree_source": source, "training": training}
+            save_heads(self.folders[name] / "heads", heads, more)
+            (self.folders[name] / "heads" / "calibration.safetensors").write_bytes(b"observations")
+        for place in ("final-tree/tree.png", "calibrate/calibration.png"):
+            (folder / place).write_bytes(b"picture")
+        curves = self.folders["train"] / "heads" / "training"
+        curves.mkdir(parents=True)
+        (curves / "curves.png").write_bytes(b"picture")
+        counts = {"prompts": [10, 4, 4], "left_out": 0}
+        (self.folders["split"] / "counts.json").write_text(json.dumps(counts))
+        machine = {"cpu": "c", "cores": 2, "memory_gb": 8, "load_average_at_start": 0, "gpus": []}
+        measured = {
+            "dtype": "float32",
+            "temperature": 0.7,
+            "batch": 1,
+            "rounds": 3,
+            "prompts": 4,
+            "data": "measurement.jsonl",
+            "max_tokens": 9,
+            "machine": machine,
+            "engine_args": {"enforce_eager": True},
+            "rows": rows,
+            "fastest": fastest,
+        }
+        (self.folders["compare"] / "compare.json").write_text(json.dumps(measured))
+        self.args = argparse.Namespace(
+            target="target",
+            output=folder / "heads",
+            method="medusa-1",
+            seed=3,
+            prompts=folder / "prompts.jsonl",
+            dtype="auto",
+            temperature=0.7,
+            num_draft_tokens=None,
+        )
+        self.args.prompts.touch()
+        self.work: Any = SimpleNamespace(commands={"train": "vllm-medusa train"}, seconds={})
+        self.work.seconds["train"] = 12.0
+
+    def document(self, key: str = "key") -> dict[str, Any]:
+        facts = Facts({"sha256": "f" * 64}, 18, "a" * 64)
+        return adapt_report.collect(self.args, facts, key, self.work, self.folders)
+
+    def publish(self, key: str = "key") -> Path:
+        adapt_report.publish(self.args, self.document(key), self.folders)
+        output: Path = self.args.output
+        return output
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return Made(tmp_path, [row(1, 1.2, 1.25), row(3, 1.4, 1.5)], fastest=3)
+
+
+def test_the_output_is_heads_that_know_how_they_fared(made: Made) -> None:
+    output = made.publish()
+    info = peek_heads(output)
+    assert info.tree == TREE
+    medusa = info.config["medusa"]
+    assert medusa["measured"]["fastest"] == 3
+    assert medusa["measured"]["machine"]["cpu"] == "c"
+    assert (output / "calibration.safetensors").read_bytes() == b"observations"
+    assert written_by_adapt(output) == "key"
+    page = (output / "report.md").read_text()
+    for words in (
+        "Fastest on this machine: 3 draft nodes, 1.40 times plain vLLM.",
+        "The first 3 nodes of the tree became the heads' own.",
+        "| **3** | **1.50** |",
+        "| 1 | t + 3 | 0.250 | 0.400 | 0.400 |",
+        "1 nodes 1.20 (-4 %); 3 nodes 1.50 (+0 %)",
+        f"vllm-medusa serve target --speculative-model {output}",
+        "10 prompts of prompts.jsonl",
+        "neither trained nor calibrated on",
+        "without torch.compile",
+        "seed 3, float32",
+    ):
+        assert words in page, words
+
+
+def test_a_second_run_replaces_the_first_whole(made: Made) -> None:
+    output = made.publish("one")
+    (output / "stray").touch()
+    made.publish("two")
+    assert written_by_adapt(output) == "two"
+    assert not (output / "stray").exists()
+    assert [path.name for path in output.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_no_gain_is_said_and_the_size_asked_for_is_kept(tmp_path: Path) -> None:
+    made = Made(tmp_path, [row(3, 0.8, 1.5)], fastest=3)
+    made.args.num_draft_tokens = 3
+    said = adapt_report.conclusion(made.document())
+    assert "No tree is faster than plain vLLM on this machine" in said
+    assert "0.80 times" in said
+    assert "the 3 draft nodes that were asked for" in said
