@@ -26,6 +26,7 @@ DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
 V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
+_SHOWN_LOGGER = "vllm.medusa"  # below vLLM's, whose handlers are not on names of our own
 _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the target's weights
 
 
@@ -195,7 +196,7 @@ def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:
         heads=source,
     )
     if match.warning:
-        logger = init_logger(__name__)
+        logger = init_logger(_SHOWN_LOGGER)
         (logger.warning if match.verdict == "different" else logger.info)("%s", match.warning)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,17 +46,24 @@ def target(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    """(level, message) of everything that resolving says; vLLM's own loggers don't propagate."""
-    monkeypatch.setattr(options, "init_logger", logging.getLogger)
-    caplog.set_level(logging.INFO)
+def said() -> Iterator[Any]:
+    """(level, message) of everything that resolving says where vLLM's log is shown."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = records.append  # type: ignore[method-assign]
+    shown = logging.getLogger("vllm")
+    level = shown.level
+    shown.addHandler(handler)
+    shown.setLevel(logging.INFO)  # the tests run with less
 
     def resolved(heads: str, target: Path) -> list[tuple[str, str]]:
-        caplog.clear()
+        records.clear()
         resolve(MedusaConfig(model=heads, tree=[[0]]), model_config(target))
-        return [(record.levelname, record.getMessage()) for record in caplog.records]
+        return [(record.levelname, record.getMessage()) for record in records]
 
-    return resolved
+    yield resolved
+    shown.setLevel(level)
+    shown.removeHandler(handler)
 
 
 def test_nothing_is_said_of_heads_without_a_fingerprint(heads, target, said) -> None:
