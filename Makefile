@@ -7,6 +7,8 @@ VENV ?= .venv
 DEMO := .demo
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# Every test has one thread, so two files run side by side; a file's tests share its engines.
+PYTEST_WORKERS ?= 2
 DEMO_ARGS ?=
 export VENV
 
@@ -31,7 +33,7 @@ $(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safet
 		--num-layers 12 --intermediate-size 8192
 
 test: setup lint  ## all checks: ruff, mypy, the whole test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: setup  ## ruff and mypy only
 	$(BIN)/ruff check .
