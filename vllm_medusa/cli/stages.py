@@ -148,7 +148,7 @@ class WorkFolder:
         here.mkdir(exist_ok=True)
         if prepare is not None:
             prepare(here)
-        start = time.monotonic()
+        start, status = time.monotonic(), 0
         if arguments:
             status = run_logged(
                 [sys.executable, "-m", stage.module, *arguments], here / LOG, self.console.file
@@ -157,7 +157,7 @@ class WorkFolder:
                 raise StageFailed(stage.name, status, here / LOG)
         missing = [name for name in stage.outputs if not (here / name).is_file()]
         if missing:
-            raise StageFailed(f"{stage.name} left no {missing[0]} and", 0, here / LOG)
+            raise StageFailed(f"{stage.name} left no {missing[0]} and", status, here / LOG)
         self.seconds[stage.name] = time.monotonic() - start
         write_json(
             here / DONE,
