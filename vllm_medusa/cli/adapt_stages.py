@@ -112,7 +112,10 @@ class Adaptation:
 
     def _train(self) -> None:
         command = train_command(self.args, self._of("split"))
-        self._run(Stage("train", command, self.weights, [f"heads/{name}" for name in HEADS]))
+        outputs = _inside(HEADS)
+        if self.args.method == "medusa-2":
+            outputs.append("heads/target/config.json")
+        self._run(Stage("train", command, self.weights, outputs))
 
     def _calibrate(self) -> None:
         command = ["calibrate", self.target, f"{HERE}/heads", *_dtype(self.args)]
