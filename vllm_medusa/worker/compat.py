@@ -7,9 +7,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from vllm.logger import init_logger
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.heads import Linear
+
+logger = init_logger("vllm.medusa")  # below vLLM's own, whose handlers are not on other names
 
 
 def refuse_unsupported_platform(on_v2: bool) -> None:

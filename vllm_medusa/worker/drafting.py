@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 from vllm_medusa.heads import MedusaHeads, PackedHeads, load_heads
 from vllm_medusa.proposer import propose
@@ -17,8 +16,6 @@ from vllm_medusa.scorer.paged import uses_kernel
 from vllm_medusa.tree import TreeTensors
 from vllm_medusa.worker import compat, sharding
 from vllm_medusa.worker.options import EngineOptions
-
-logger = init_logger(__name__)
 
 
 class Proposal(NamedTuple):
@@ -91,7 +88,13 @@ class MedusaDrafter:
         if shard is not None and not heads.shared_lm_head:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
         self.heads = arranged(heads, self.device, rows)
-        logger.info("Loaded %s; the tree has %d draft nodes.", info, self.tree.num_nodes - 1)
+        compat.logger.info(
+            "Loaded %d of %d Medusa heads (format %s); the tree has %d draft nodes.",
+            heads.num_heads,
+            info.num_heads,
+            info.format,
+            self.tree.num_nodes - 1,
+        )
 
     @torch.inference_mode()
     def propose(self, hidden_states: Tensor) -> Tensor:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.logger import init_logger
-
-logger = init_logger(__name__)
+from vllm_medusa.worker.compat import logger
 
 MOST_TOKENS = 2048
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm.logger import init_logger
-
 from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, TreeConfig
 from vllm_medusa.heads import HeadsInfo, match_target, peek_heads
 from vllm_medusa.plugin import version_problem
@@ -26,7 +24,6 @@ DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
 V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
-_SHOWN_LOGGER = "vllm.medusa"  # below vLLM's, whose handlers are not on names of our own
 _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the target's weights
 
 
@@ -196,8 +193,8 @@ def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:
         heads=source,
     )
     if match.warning:
-        logger = init_logger(_SHOWN_LOGGER)
-        (logger.warning if match.verdict == "different" else logger.info)("%s", match.warning)
+        show = compat.logger.warning if match.verdict == "different" else compat.logger.info
+        show("%s", match.warning)
 
 
 def _choose_worker(parallel_config: Any, ours: str) -> None:
@@ -232,7 +229,7 @@ def choose_triton_attention(engine_args: Any) -> None:
         )
     if config.backend is None:
         engine_args.attention_backend = AttentionBackendEnum.TRITON_ATTN
-    init_logger(__name__).warning_once(
+    compat.logger.warning_once(
         "Medusa's tree attention for CUDA was verified through Triton's interpreter on CPUs only, "
         "not on a GPU. Compare its greedy output with plain vLLM's before you rely on it."
     )
