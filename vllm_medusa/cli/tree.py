@@ -16,11 +16,11 @@ from rich.markup import escape
 from vllm_medusa.cli import tree_measure
 from vllm_medusa.cli.generate import positive
 from vllm_medusa.cli.measuring import check_folder, heads_digest, terminal
-from vllm_medusa.cli.tree_report import origin, print_curves, print_measured
+from vllm_medusa.cli.tree_report import origin, print_curves, print_measured, print_spread
 
 if TYPE_CHECKING:
     from vllm_medusa.calibration.budgets import Curve, StepCost
-    from vllm_medusa.calibration.measure import Measured
+    from vllm_medusa.calibration.measured import Measured
     from vllm_medusa.calibration.observations import Observations
 
 DEFAULT_BUDGET = 16
@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, console: Console) -> int:
     from vllm_medusa.calibration.budgets import ALGORITHMS, Limits, StepCost, curve, usual_sizes
+    from vllm_medusa.calibration.measured import walked_by_prompt
     from vllm_medusa.calibration.observations import Observations
     from vllm_medusa.calibration.pictures import check_picture, draw_tree
     from vllm_medusa.tree.sketch import sketch_tree
@@ -130,6 +131,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         )
         return 1
     paths = chosen.paths[:size]
+    walked = walked_by_prompt(observations, paths)
+    print_spread(out, size, walked)
     walks = Walks(observations.texts())
     for path in paths:
         walks.add(path)
@@ -141,19 +144,18 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         f"\nchoices of the heads, and the share of steps that accept them{more}:", soft_wrap=True
     )
     out.print("\n".join(lines), markup=False)
-    tau = walks.tau()
     measured = tree_measure.measure_tree(args, console, paths, prompts) if prompts else {}
     print_measured(out, measured, chosen)
     if args.draw:
         heldout = chosen.heldout[size - 1]
         elsewhere = "" if heldout is None else f" ({heldout:.2f} on prompts held out)"
         title = (
-            f"{args.heads.resolve().name}: {size} draft nodes, {tau:.2f} tokens per step expected"
-            f"{elsewhere}\n{chosen.algorithm}; {origin(observations)}"
+            f"{args.heads.resolve().name}: {size} draft nodes, {walked.tau:.2f} tokens per step "
+            f"expected{elsewhere}\n{chosen.algorithm}; {origin(observations)}"
         )
         draw_tree(args.draw, paths, chances, title)
         out.print(f"picture: {args.draw}", soft_wrap=True)
-    note = _note(args, observations, chosen, size, measured)
+    note = _note(args, observations, chosen, size, walked, measured)
     tree = TokenTree.from_paths(paths).to_lists()
     if args.output:
         _write_json(args.output, {"tree": tree, "source": note})
@@ -212,6 +214,7 @@ def _note(
     observations: Observations,
     chosen: Curve,
     size: int,
+    walked: Measured,
     measured: dict[int, Measured],
 ) -> dict[str, Any]:
     """Where the tree is from, as plain JSON."""
@@ -226,6 +229,7 @@ def _note(
         "temperature": observations.temperature(),
         "positions": len(observations.ranks),
         "tokens_per_step": per_size(chosen.walked),
+        "standard_error": _number(walked.standard_error),
         "tokens_per_step_heldout": per_size(chosen.heldout),
         "tokens_per_step_if_independent": per_size(chosen.independent),
         "measured": {

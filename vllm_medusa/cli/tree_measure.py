@@ -13,7 +13,7 @@ from vllm_medusa.cli.generate import at_least_zero, positive
 from vllm_medusa.cli.measuring import add_machine, end_tokens, machine, position_bar
 
 if TYPE_CHECKING:
-    from vllm_medusa.calibration.measure import Measured
+    from vllm_medusa.calibration.measured import Measured
     from vllm_medusa.calibration.observations import Observations
 
 
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_prompts(args: argparse.Namespace, observations: Observations) -> list[list[int]]:
-    """Token ids to decode from, each as often as samples are wanted; none without --measure.
+    """Token ids to decode from; none without --measure.
 
     Sets ``args.temperature`` where the calibration says it.
     """
@@ -60,8 +60,7 @@ def read_prompts(args: argparse.Namespace, observations: Observations) -> list[l
     from vllm_medusa.calibration.prompts import prompt_ids
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    found = prompt_ids(args.measure, tokenizer, args.limit)
-    return [ids for ids in found for _ in range(args.samples)]
+    return prompt_ids(args.measure, tokenizer, args.limit)
 
 
 def measure_tree(
@@ -86,10 +85,10 @@ def measure_tree(
         device=target.device,
     )
     sizes = sorted({min(size, len(paths)) for size in args.sizes or [len(paths)]})
-    total = len(sizes) * len(prompts)
+    total = len(sizes) * len(prompts) * args.samples
     found = {}
     with position_bar(console, total) as bar:
-        task = bar.add_task("prompts", total=total)
+        task = bar.add_task("texts", total=total)
         for size in sizes:
             found[size] = measure(
                 target.model,
@@ -99,6 +98,7 @@ def measure_tree(
                 max_new_tokens=args.max_tokens,
                 temperature=args.temperature,
                 seed=args.seed,
+                samples=args.samples,
                 end_tokens=end_tokens(target),
                 progress=lambda count: bar.advance(task, count),
             )

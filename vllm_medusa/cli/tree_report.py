@@ -10,7 +10,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from vllm_medusa.calibration.budgets import Curve, StepCost
-    from vllm_medusa.calibration.measure import Measured
+    from vllm_medusa.calibration.measured import Measured
     from vllm_medusa.calibration.observations import Observations
 
 
@@ -60,6 +60,17 @@ def print_curves(
     out.print(table)
     if curves["walk"].heldout[-1] is None:
         out.print("All texts are of one prompt: nothing could be held out.", style="yellow")
+
+
+def print_spread(out: Console, size: int, walked: Measured) -> None:
+    """How far the expectation may be off for other prompts."""
+    error = walked.standard_error
+    if error == error:
+        out.print(
+            f"{size} nodes: tau {walked.tau:.3f} +- {error:.3f} (standard error over "
+            f"{len(walked.steps)} prompts): expect so much difference on others like them.",
+            soft_wrap=True,
+        )
 
 
 def print_measured(out: Console, measured: dict[int, Measured], chosen: Curve) -> None:

@@ -5,12 +5,15 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_medusa.calibration.collect import collect
-from vllm_medusa.calibration.measure import Measured, measure
+from vllm_medusa.calibration.measure import measure
+from vllm_medusa.calibration.measured import Measured, walked_by_prompt
+from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.prompts import prompt_ids
 from vllm_medusa.decode import decode
 from vllm_medusa.heads import load_heads
@@ -76,16 +79,29 @@ def test_what_is_measured_is_what_the_oracle_counts(demo):
     model, heads = demo
     prompts = [[0, 45, 300, 12], [0, 882, 771, 290]]
     found = measure(
-        model, heads, TREE, prompts, max_new_tokens=12, temperature=0.8, seed=5, end_tokens={1}
+        model, heads, TREE, prompts, max_new_tokens=12, temperature=0.8, seed=5, samples=2
     )
-    for number, ids in enumerate(prompts):
+    results = []
+    for number, prompt in enumerate([0, 0, 1, 1]):
         generator = torch.Generator().manual_seed(5 + number)
-        result = decode(
-            model, heads, TREE, torch.tensor(ids), 12, temperature=0.8, generator=generator,
-            eos_token_id=1,
-        )  # fmt: skip
-        assert found.steps[number] == len(result.accepted_per_step)
-        assert found.accepted[number] == sum(result.accepted_per_step)
+        ids = torch.tensor(prompts[prompt])
+        result = decode(model, heads, TREE, ids, 12, temperature=0.8, generator=generator)
+        results.append(result.accepted_per_step)
+    pairs = [results[0] + results[1], results[2] + results[3]]
+    assert found == Measured(tuple(map(sum, pairs)), tuple(map(len, pairs)))
+
+
+def test_walks_are_summed_by_prompt():
+    right, wrong = [0, 0], [5, 5]
+    observations = Observations(
+        ranks=np.array([right, wrong, wrong, wrong, wrong, right, wrong], np.int16),
+        confidences=np.zeros((7, 2, 1), np.float16),
+        offsets=np.array([0, 2, 5, 7]),
+        temperatures=np.zeros(3, np.float32),
+        prompts=np.array([0, 1, 0]),
+    )
+    found = walked_by_prompt(observations, [(0,)])
+    assert found == Measured((2, 0), (2, 3))
 
 
 def test_tau_and_its_error():
