@@ -216,19 +216,19 @@ def _possible_scales(config: Any) -> list[float]:
 
 def _bitsandbytes(quantization: str, dtype: torch.dtype) -> Any:
     """Transformers' settings for 4-bit or 8-bit weights."""
-    from importlib.util import find_spec
-
     from transformers import BitsAndBytesConfig
 
     if quantization not in QUANTIZATIONS:
         raise TargetError(
             f"quantization {quantization!r} is not allowed; use one of {', '.join(QUANTIZATIONS)}."
         )
-    if find_spec("bitsandbytes") is None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except (ImportError, RuntimeError, OSError) as error:
         raise TargetError(
-            f"{quantization} weights need bitsandbytes, which isn't installed: pip install "
-            "bitsandbytes, or leave the quantization out."
-        )
+            f"{quantization} weights need bitsandbytes, which can't be used here ({error}): pip "
+            "install bitsandbytes, or leave the quantization out."
+        ) from error
     if quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

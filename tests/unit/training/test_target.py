@@ -1,5 +1,6 @@
 """What the LM head sees and what it makes of it, against the model's own logits."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,15 @@ def test_refused_where_there_is_no_model(tmp_path: Path) -> None:
 def test_quantisation_by_an_unknown_name(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="one of 4bit, 8bit"):
         Target.load(save_model(tmp_path, "Llama"), quantization="3bit")
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+def test_quantisation_needs_bitsandbytes(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(TargetError, match="pip install bitsandbytes"):
+        Target.load(tmp_path, quantization=quantization)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
