@@ -21,7 +21,7 @@ def markdown(document: dict[str, Any]) -> str:
         f"standard library, and after them {tokens['plain']} tokens of the library itself (plain) "
         f"or {tokens['self-distilled']} of the target's at temperature "
         f"{setting['temperature']:g} (self-distilled); {setting['heads']} heads of one layer, "
-        f"{setting['epochs']} epochs, seed {setting['seed']}. Measured on the target's texts for "
+        f"{setting['epochs']} epochs of steps of {setting['batch_tokens']} tokens, seed {setting['seed']}. Measured on the target's texts for "
         f"{setting['heldout_prompts']} prompts of other files. tau: tokens per verification step "
         f"in vLLM {machine['vllm']}, seeded sampling at the same temperature, "
         f"{setting['tokens']} tokens each, one tree of {len(setting['tree'])} draft nodes for all; "

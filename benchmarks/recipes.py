@@ -89,6 +89,7 @@ def make_heads(args: argparse.Namespace, arm: Arm, files: dict[str, Path]) -> tu
         *("train", str(args.target), "--data", str(files[arm.text])),
         *("--heldout", str(files["heldout"]), "--output", str(output)),
         *("--num-heads", str(args.heads), "--epochs", str(args.epochs), "--seed", str(args.seed)),
+        *("--batch-tokens", str(args.batch_tokens)),
         *arm.options,
     )
     merged = output / "target"
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-tokens", type=int, default=256, help="a step (256)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -127,7 +129,10 @@ def main() -> None:
         "command": " ".join(["python -m benchmarks.recipes", *sys.argv[1:]]),
         "machine": describe_machine(),
         "setting": {
-            **{n: getattr(args, n) for n in ("temperature", "heads", "epochs", "seed", "tokens")},
+            **{
+                n: getattr(args, n)
+                for n in ("temperature", "heads", "epochs", "batch_tokens", "seed", "tokens")
+            },
             "target": args.target.name,
             "train_prompts": args.prompts,
             "heldout_prompts": len(records),

@@ -54,9 +54,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("target", help="a folder or a hub name")
-    files = parser.add_argument_group("files")
     generate.add_files(parser, "folder for the heads and their report")
-    files.add_argument("--work", type=Path, help="folder for records, logs... (OUTPUT.work)")
     texts = parser.add_argument_group("texts (distill)")
     texts.add_argument("--samples", type=positive, default=1, help="of each prompt (1)")
     texts.add_argument("--max-tokens", type=positive, default=512, help="of each answer (512)")
@@ -90,6 +88,7 @@ def add_parser(commands: Any) -> None:
     tree.add_argument("--measure-tokens", type=positive, default=128, help="of an answer (128)")
     tree.add_argument("--measure-prompts", type=positive, default=32, help="at most (32)")
     tree.add_argument("--rounds", type=positive, default=3, help="of the measurement (3)")
+    parser.add_argument("--work", type=Path, help="folder for records, logs... (OUTPUT.work)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--dtype",
