@@ -13,6 +13,7 @@ it is a time, so a busy machine gives the same figures. Texts and heads are made
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -146,9 +147,12 @@ def main() -> None:
     }
     for arm in ARMS:
         target, heads = make_heads(args, arm, files)
-        row = {"recipe": arm.name, "text": arm.text, "options": list(arm.options)}
-        row |= knowledge(target, heads, original, at) | speculation(target, heads, at)
-        document["rows"].append(row)
+        kept = heads / "measured.json"  # a run that was interrupted goes on behind it
+        if not kept.exists():
+            row: dict[str, Any] = {"recipe": arm.name, "text": arm.text, "options": [*arm.options]}
+            row |= knowledge(target, heads, original, at) | speculation(target, heads, at)
+            write_json(kept, row)
+        document["rows"].append(row := json.loads(kept.read_text()))
         print(report.line(row), file=sys.stderr, flush=True)
     write_json(results / "recipes.json", document)
     (results / "recipes.md").write_text(report.markdown(document))
