@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _GROUP = 128  # ids in a group: fastest or near it for 32k and 152k tokens, k about 10
-_DIRECT = 16384  # up to this vocabulary making all keys is as fast
+_DIRECT = 4096  # up to this vocabulary making all keys is as fast, whatever the number of rows
 _NAN = 0x7FC00000  # as float32 bits
 _LAST = torch.iinfo(torch.int64).min
 
