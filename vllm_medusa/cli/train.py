@@ -106,12 +106,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="soft: the target's distribution over each token (default); tokens: the text's own",
     )
     training.add_argument("--decay", type=_decay, default=0.8, help="head k weighs DECAY^k (0.8)")
-    training.add_argument("--epochs", type=positive, help="passes over the texts")
-    training.add_argument("--batch-tokens", type=positive, metavar="N", help="tokens a step")
+    training.add_argument("--epochs", type=positive, help="passes over the texts (3)")
+    training.add_argument(
+        "--batch-tokens",
+        type=positive,
+        metavar="N",
+        help="tokens a step (256 to 4096: about 1500 steps)",
+    )
     training.add_argument(
         "--accumulate", type=positive, default=1, metavar="N", help="micro-batches a step (1)"
     )
-    training.add_argument("--learning-rate", type=_positive_number, help="the heads' peak")
+    training.add_argument(
+        "--learning-rate",
+        type=_positive_number,
+        help="the heads' peak (1e-3; more for targets narrower than 1280)",
+    )
     training.add_argument("--warmup-steps", type=int, default=50, help="at most a tenth (50)")
     training.add_argument("--weight-decay", type=at_least_zero, default=0.0)
     training.add_argument("--clip", type=_positive_number, default=1.0, help="gradient norm (1.0)")

@@ -68,7 +68,7 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
         require_labels(heldout, args.num_heads, f"held-out records of {args.heldout or args.data}")
     dtype = machine.target_dtype(args.dtype, inputs.dtype, workers.device)
     kept = dtype if args.cache_dtype == "auto" else DTYPES[args.cache_dtype]
-    recipe = recipe_of(args, workers)
+    recipe = recipe_of(args, workers, inputs, texts)
     settings = settings_of(args, inputs, texts, heldout, recipe, str(dtype), str(kept))
     with TrainingRun(args.output, settings, overwrite=args.overwrite, main=workers.main) as run:
         if run.complete:
@@ -103,22 +103,22 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
     return 0
 
 
-def recipe_of(args: argparse.Namespace, workers: Workers) -> Recipe:
-    """How the heads are trained alone."""
+def recipe_of(args: argparse.Namespace, workers: Workers, inputs: Inputs, texts: Texts) -> Recipe:
+    """How the heads are trained alone; what isn't given follows from the target and the texts."""
     from vllm_medusa.training import machine
-    from vllm_medusa.training.medusa1 import Recipe
+    from vllm_medusa.training.medusa1 import Recipe, usual_batch, usual_rate
     from vllm_medusa.training.optimisation import Optimisation
 
-    default = Recipe()
+    epochs = args.epochs or Recipe.epochs
     return Recipe(
         labels=args.labels,
         decay=args.decay,
-        epochs=args.epochs or default.epochs,
-        batch_rows=args.batch_tokens or default.batch_rows,
+        epochs=epochs,
+        batch_rows=args.batch_tokens or usual_batch(texts.num_labels * epochs),
         accumulate=args.accumulate,
         bf16=machine.use_bf16(args.precision, workers.device),
         optimisation=Optimisation(
-            learning_rate=args.learning_rate or default.optimisation.learning_rate,
+            learning_rate=args.learning_rate or usual_rate(inputs.fingerprint["hidden_size"]),
             warmup_steps=args.warmup_steps,
             weight_decay=args.weight_decay,
             clip=args.clip,

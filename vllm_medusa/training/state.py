@@ -72,8 +72,8 @@ class TrainingRun:
         self._log: FileIO | None = None
         check_output(self.output)
         known = self._settings_file.exists()
+        self.complete = not overwrite and (self.output / "config.json").exists()
         if not main:
-            self.complete = False
             return
         self.work.mkdir(parents=True, exist_ok=True)
         self._take_lock()
@@ -87,7 +87,6 @@ class TrainingRun:
         except BaseException:
             self.close()
             raise
-        self.complete = (self.output / "config.json").exists()
 
     def __enter__(self) -> TrainingRun:
         return self
