@@ -48,7 +48,20 @@ ARMS = (
     Arm("Medusa-1, plain text", "plain", ("--labels", "tokens")),
     Arm("Medusa-1, self-distilled", "self-distilled", ("--labels", "tokens")),
     Arm("Medusa-1, self-distilled, soft labels", "self-distilled", ("--labels", "soft")),
-    Arm("Medusa-2, self-distilled", "self-distilled", ("--labels", "soft", "--method", "medusa-2")),
+    Arm(
+        "Medusa-2, self-distilled, soft labels",
+        "self-distilled",
+        (
+            "--labels",
+            "soft",
+            "--method",
+            "medusa-2",
+            "--joint-epochs",
+            "1",
+            "--joint-tokens",
+            "512",
+        ),
+    ),
 )
 
 
@@ -86,10 +99,12 @@ def make_heads(args: argparse.Namespace, arm: Arm, files: dict[str, Path]) -> tu
             target = Target.load(args.target)
             save_heads(output, new_heads(target, args.heads, 1))
         return args.target, output
+    joint = "medusa-2" in arm.options  # its last pass over the text is the joint one
+    epochs = args.epochs - joint
     vllm_medusa(
         *("train", str(args.target), "--data", str(files[arm.text])),
         *("--heldout", str(files["heldout"]), "--output", str(output)),
-        *("--num-heads", str(args.heads), "--epochs", str(args.epochs), "--seed", str(args.seed)),
+        *("--num-heads", str(args.heads), "--epochs", str(epochs), "--seed", str(args.seed)),
         *("--batch-tokens", str(args.batch_tokens)),
         *arm.options,
     )
