@@ -48,8 +48,8 @@ def markdown(document: dict[str, Any]) -> str:
     lines += [
         "",
         f"Accuracies over {labels} labels (a standard error of at most "
-        f"{0.5 / labels**0.5:.3f}); Medusa-1 does not touch the target. Medusa-2's last epoch is the "
-        "joint one, so all recipes make as many passes over as many tokens.",
+        f"{0.5 / labels**0.5:.3f}); Medusa-1 does not touch the target. Medusa-2's last epoch is "
+        "the joint one, so all recipes make as many passes over as many tokens.",
     ]
     return "\n".join(lines) + "\n"
 
