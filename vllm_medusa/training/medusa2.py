@@ -93,7 +93,7 @@ class Medusa2:
             seed=recipe.seed,
             steps=recipe.steps,
         )
-        self.step = 0
+        self.step, self._fresh = 0, True
         if recipe.checkpointing:
             _checkpoint_layers(target.model)
 
@@ -117,7 +117,7 @@ class Medusa2:
                 parameter.copy_(state["adapter"][name])
         self.heads.load_state_dict(state["heads"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        self.step, self._fresh = state["step"], False
         return True
 
     def train(self, report: Report | None = None) -> None:
@@ -127,7 +127,7 @@ class Medusa2:
             NotFiniteError: see `_stop`; the last good state is kept.
 
         """
-        if self.step == 0:
+        if self._fresh:
             self._measured(report)
             self.run.save(self._state())
         last_save = time.monotonic()

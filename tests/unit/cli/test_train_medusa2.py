@@ -1,0 +1,216 @@
+"""`vllm-medusa train --method medusa-2` from records to a new target, on a tiny random model."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import HIDDEN, VOCAB, save_model
+from transformers import AutoModelForCausalLM
+
+from vllm_medusa.cli import main
+from vllm_medusa.heads import load_heads
+from vllm_medusa.heads.fingerprint import target_fingerprint
+from vllm_medusa.training.medusa2_result import DEGRADED, MODEL
+from vllm_medusa.training.merging import merge_adapter
+from vllm_medusa.training.records import load_records, split_heldout
+
+K = 2
+OPTIONS = (
+    *("--num-heads", str(K), "--epochs", "6", "--batch-tokens", "64", "--learning-rate", "2e-2"),
+    *("--labels", "tokens", "--precision", "float32", "--save-dtype", "float32"),
+    *("--lora-rank", "4", "--heads-weight", "0.2", "--joint-tokens", "60", "--pass-tokens", "40"),
+    *("--backbone-rate", "2e-3", "--measure-every", "3", "--device", "cpu"),
+)
+LOOSE = ("--max-kl", "1", "--max-perplexity-ratio", "2")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = save_model(tmp_path_factory.mktemp("m2"), "Llama", initializer_range=0.1)
+    AutoModelForCausalLM.from_pretrained(folder).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "records.jsonl"
+    with path.open("w") as file:
+        for index in range(14):
+            generator = torch.Generator().manual_seed(index)
+            ids = torch.randint(3, 9, (15 + index % 5,), generator=generator).tolist()
+            row = {"index": index, "token_ids": [index + 20, *ids], "generated": [[3, len(ids)]]}
+            file.write(json.dumps(row | {"temperature": 1.0}) + "\n")
+    return path
+
+
+def train(source: str, data: Path, output: Path, *more: str) -> int | str | None:
+    command = ["train", source, "--method", "medusa-2", "--data", str(data)]
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--output", str(output), "--heldout-share", "0.2", *OPTIONS, *more])
+    return end.value.code
+
+
+def told(output: Path) -> dict[str, Any]:
+    return json.loads((output / "config.json").read_text())["medusa"]
+
+
+@pytest.fixture(scope="module")
+def done(source: str, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("done") / "heads"
+    assert train(source, data, output, *LOOSE) == 0
+    return output
+
+
+def test_a_new_target_and_heads_that_know_it(
+    source: str, data: Path, done: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = told(done)["training"]
+    assert told(done)["target"]["sha256"] == target_fingerprint(done / MODEL)["sha256"]
+    assert told(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
+    assert not training["degraded"] and 0 < training["quality"]["kl"] < 0.1
+    stated = json.loads((done / MODEL / "config.json").read_text())["medusa_2"]
+    assert stated["quality"] == training["quality"] and stated["degraded"] is False
+    left = sorted(path.name for path in (done / "training").iterdir())
+    assert left == ["curves.png", "log.jsonl", "run.json", "warm-up.jsonl"]
+    assert sorted(p.name for p in done.iterdir()) == [
+        *("config.json", "model.safetensors", MODEL, "training")
+    ]
+    capsys.readouterr()
+    assert train(source, data, done, *LOOSE) == 0
+    assert "nothing to do" in capsys.readouterr().err
+
+
+def test_what_is_stated_is_measured_on_the_merged_files(
+    source: str, data: Path, done: Path
+) -> None:
+    """Everything again in plain transformers, text by text."""
+    training = told(done)["training"]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in (source, done / MODEL)
+    ]
+    assert json.loads((done / MODEL / "config.json").read_text())["dtype"] == "bfloat16"
+    weight = models[1].get_output_embeddings().weight
+    heads, _ = load_heads(done, hidden_size=HIDDEN, vocab_size=VOCAB, lm_head_weight=weight)
+    _, heldout = split_heldout(load_records(data)[0], 0.2)
+    right: list[list[float]] = [[] for _ in range(K)]
+    kl: list[float] = []
+    nats: list[list[float]] = [[], []]
+    for text in heldout:
+        ids = torch.tensor([text.token_ids])
+        with torch.no_grad():
+            old, new = (m(ids, output_hidden_states=True) for m in models)
+            guesses = heads.compute_logits(heads(new.hidden_states[-1][0])).argmax(-1)  # [T, K]
+        start, end = text.generated[0]
+        for t in range(start - 1, end - 1):
+            p, q = (out.logits[0, t].log_softmax(0) for out in (old, new))
+            kl.append(float((p.exp() * (p - q)).sum()))
+            for place, row in enumerate((p, q)):
+                nats[place].append(-float(row[ids[0, t + 1]]))
+            for head in range(K):
+                if t + head + 2 < end:
+                    right[head].append(float(guesses[t, head] == ids[0, t + head + 2]))
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    quality = training["quality"]
+    assert quality["num_tokens"] == len(kl)
+    assert quality["kl"] == pytest.approx(mean(kl), rel=1e-3, abs=1e-6)
+    for name, values in zip(("before", "after"), nats, strict=True):
+        expected = float(torch.tensor(mean(values)).exp())
+        assert quality[f"perplexity_{name}"] == pytest.approx(expected, rel=1e-4)
+    top1 = [top[0] for top in training["heldout"]["top"]]
+    assert top1 == pytest.approx([mean(head) for head in right], abs=1e-3)
+    assert max(training["heldout"]["loss"]) < 5.5  # untrained heads: about log(512) = 6.2
+
+
+def test_a_degraded_target_is_kept_says_so_and_fails(
+    source: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, bounds = tmp_path / "heads", ("--max-kl", "1e-9")
+    assert train(source, data, output, *bounds) == 1
+    assert "degraded: KL(original || new) a token is" in " ".join(capsys.readouterr().err.split())
+    assert (output / DEGRADED / "model.safetensors").exists() and not (output / MODEL).exists()
+    assert told(output)["training"]["degraded"] and len(told(output)["training"]["shortfalls"]) == 1
+    assert json.loads((output / DEGRADED / "config.json").read_text())["medusa_2"]["degraded"]
+    assert train(source, data, output, *bounds) == 1  # not silently done the second time, either
+
+
+def test_an_adapter_instead_of_a_target_from_given_heads(
+    source: str, data: Path, done: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "heads"
+    options = (*LOOSE, "--save", "adapter", "--start-heads", str(done), "--joint-steps", "3")
+    assert train(source, data, output, *options) == 0
+    assert not (output / MODEL).exists() and not (output / "training" / "warm-up.jsonl").exists()
+    merged = merge_adapter(source, output / "adapter", tmp_path / "merged")
+    assert told(output)["target"]["sha256"] == target_fingerprint(merged)["sha256"]
+
+
+def test_unmeasured_it_is_refused_before_anything_starts(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, words in (
+        (("--heldout-share", "0"), "its quality has to be measured: give --heldout"),
+        (("--max-perplexity-ratio", "0.5"), "max_perplexity_ratio is 0.5; use a number from 1"),
+        (("--backbone-rate", "0"), "--backbone-rate is 0; use a number above 0"),
+    ):
+        assert train("nowhere", data, tmp_path / "heads", *options) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "heads").exists()
+
+
+class Syncs:
+    """Counts `os.fsync`, which every file that matters goes through, and dies at one of them."""
+
+    def __init__(self, die_at: int = 0) -> None:
+        self.count, self.die_at, self.sync = 0, die_at, os.fsync
+
+    def __call__(self, descriptor: int) -> None:
+        self.count += 1
+        if self.count == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.sync(descriptor)
+
+
+def killed(work: Callable[[], object], die_at: int) -> bool:
+    """Run ``work`` in a process of its own; whether it died at that write."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(300)  # rather than wait for ever
+        os.fsync = Syncs(die_at)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def files(output: Path) -> dict[str, Any]:
+    names = ("model.safetensors", f"{MODEL}/model.safetensors")
+    log = (output / "training" / "log.jsonl").read_text().splitlines()
+    return {name: (output / name).read_bytes() for name in names} | dict(enumerate(log))
+
+
+def test_killed_at_any_write_it_ends_with_the_same_files(
+    source: str, data: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the run's settings over both stages' states to the merged model."""
+    whole = Syncs()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", whole)
+        assert train(source, data, tmp_path / "whole", *LOOSE) == 0
+    assert files(tmp_path / "whole") == files(done)
+    assert whole.count >= 12
+    for share in (0.1, 0.4, 0.65, 0.95):
+        output = tmp_path / str(share)
+        assert killed(lambda at=output: train(source, data, at, *LOOSE), int(share * whole.count))  # type: ignore[misc]
+        assert train(source, data, output, *LOOSE) == 0
+        assert files(output) == files(done)
