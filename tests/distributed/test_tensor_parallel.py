@@ -23,11 +23,15 @@ from support.plain import (
 )
 from support.ranks import WORKER
 from support.reference import assert_chaotic, differing
+from support.runner import sized
 from vllm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-TREE = {"dense": [2, 2, 2]}  # 15 nodes with the root
+DEPTH = sized(3, 2)
+TREE = {"dense": [2] * DEPTH}
+NODES = 2 ** (DEPTH + 1) - 1
+KINDS = sized(["greedy", "seeded", "unseeded", "unplanted"], ["greedy", "seeded"])
 FEW = [7, 70, 170, 270, 370, 470]  # all that unseeded requests may say, so that drafts are met
 
 
@@ -50,12 +54,11 @@ def llm(one_rank: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM
 
 @pytest.fixture(scope="module")
 def two_ranks(llm: LLM, plain: Plain) -> dict[str, Run]:
-    return {
-        "greedy": run_greedy(llm, plain),
-        "seeded": run_seeded(llm, plain),
-        "unseeded": run_unseeded(llm, plain),
-        "unplanted": run(llm, plain.greedy.prompts[:32], greedy(TOKENS)),
-    }
+    runs = {"greedy": run_greedy(llm, plain), "seeded": run_seeded(llm, plain)}
+    if "unseeded" in KINDS:
+        runs["unseeded"] = run_unseeded(llm, plain)
+        runs["unplanted"] = run(llm, plain.greedy.prompts[:32], greedy(TOKENS))
+    return runs
 
 
 def test_the_reference_proves_something(plain: Plain) -> None:
@@ -68,7 +71,7 @@ def test_each_rank_scores_its_half(llm: LLM) -> None:
     assert llm.collective_rpc("shard") == [[0, 256], [256, 256]]
 
 
-@pytest.mark.parametrize("kind", ["greedy", "unplanted"])
+@pytest.mark.parametrize("kind", sized(["greedy", "unplanted"], ["greedy"]))
 def test_greedy_tokens(two_ranks: dict[str, Run], plain: Plain, kind: str) -> None:
     got = two_ranks[kind].completions
     assert differing(plain.greedy.completions[: len(got)], got) == []
@@ -86,7 +89,7 @@ def test_one_rank_decides_the_same(
     assert_same_decisions(one_rank[kind], two_ranks[kind], plain.unsteady)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "seeded", "unseeded", "unplanted"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_ranks_agree(two_ranks: dict[str, Run], kind: str) -> None:
     """Every accepted path, every output token and every next draft of every step."""
     result = two_ranks[kind]
@@ -97,17 +100,17 @@ def test_the_ranks_agree(two_ranks: dict[str, Run], kind: str) -> None:
 def test_the_comparison_is_a_large_one(two_ranks: dict[str, Run]) -> None:
     trees = {kind: result.trees for kind, result in two_ranks.items()}
     print({kind: len(made) for kind, made in trees.items()})
-    assert len(trees["greedy"]) > 1000 and len(trees["seeded"]) > 1000
-    assert sum(map(len, trees.values())) > 5000
-    for kind in ("greedy", "seeded", "unseeded"):
+    assert min(len(trees["greedy"]), len(trees["seeded"])) > sized(1000, 15)
+    assert sum(map(len, trees.values())) > sized(5000, 35)
+    for kind in KINDS[:3]:
         lengths = [len(made.nodes) - 1 for made in trees[kind]]
-        assert sum(lengths) > 0.4 * len(lengths) and max(lengths) == 3
-    assert max(made.num_nodes for made in trees["greedy"]) == 15
+        assert sum(lengths) > 0.4 * len(lengths) and max(lengths) == DEPTH
+    assert max(made.num_nodes for made in trees["greedy"]) == NODES
 
 
 @pytest.mark.parametrize(
     ("kind", "disturbance"),
-    [("greedy", "logits"), ("seeded", "dice"), ("unseeded", "shared_dice")],
+    [("greedy", "logits"), ("seeded", "dice"), ("unseeded", "shared_dice")][: len(KINDS)],
 )
 def test_a_rank_that_differs_is_noticed(
     llm: LLM, two_ranks: object, plain: Plain, kind: str, disturbance: str

@@ -89,7 +89,7 @@ def kv_groups(llm: LLM) -> int:
     return len(executor.driver_worker.worker.model_runner.kv_cache_config.kv_cache_groups)
 
 
-@pytest.mark.parametrize("name", sized(list(MODELS), ["gemma3"]))
+@pytest.mark.parametrize("name", sized(list(MODELS), ["gemma3", "gpt2"]))
 def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name]
     path = save_model(tmp_path / "model", model.architecture, **model.changes)

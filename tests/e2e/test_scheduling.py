@@ -88,7 +88,7 @@ def expected(chaotic_llama: str) -> Expected:
         free = plain_greedy(llm, random_prompts(sized(30, 7), VOCAB, seed=31), TOKENS)
         return Expected(
             free=free,
-            ended=complete(llm, free.prompts[: sized(None, 1)], greedy(TOKENS, **EOS)),
+            ended=complete(llm, free.prompts, greedy(TOKENS, **EOS)),
             stopped=complete(llm, free.prompts, stop_params(free)),
             short=plain_greedy(
                 llm, random_prompts(sized(16, 8), VOCAB, longest=20, seed=32), SHORT_TOKENS

@@ -14,8 +14,9 @@ from support.models import VOCAB
 from support.outcomes import Outcome, seeded, steady_outcomes
 from support.ranks import Decision, decisions, request_key
 from support.reference import Reference, plain_greedy
+from support.runner import ON_V2, on_v1, sized
 
-TOKENS = 48
+TOKENS = sized(48, 12)
 COMMON: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
 Known = list[tuple[int, list[int]]]  # what `RecordingWorker.plant` takes
 
@@ -55,10 +56,13 @@ class Plain:
 
 def plain_vllm(model: str) -> Plain:
     """Ask plain vLLM, in this process."""
-    prompts = random_prompts(96, VOCAB, longest=60, seed=41)
+    prompts = random_prompts(sized(96, 5), VOCAB, longest=sized(60, 20), seed=41)
     params = seeded(len(prompts), 7000, max_tokens=TOKENS, temperature=1.0)
-    with engine(model) as llm:
+    with on_v1(), engine(model) as llm:
         greedy = plain_greedy(llm, prompts, TOKENS)
+        if not ON_V2:
+            return Plain(greedy, prompts, params, steady_outcomes(llm, prompts, params))
+    with engine(model) as llm:
         return Plain(greedy, prompts, params, steady_outcomes(llm, prompts, params))
 
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
@@ -25,36 +26,72 @@ pytestmark = [
 ]
 
 REPOSITORY = Path(__file__).parents[2]
-SUITE = [
-    "tests/e2e/test_equality.py::test_planted_drafts",
-    "tests/e2e/test_equality.py::test_random_heads",
-    "tests/e2e/test_negative_controls.py::test_nothing_broken_is_equal",
-    "tests/e2e/test_negative_controls.py::test_broken_differs",
-    "tests/e2e/test_architectures.py::test_equality",
-    "tests/e2e/test_decode_agreement.py::test_accepts_what_the_oracle_accepts",
-    "tests/e2e/test_decode_agreement.py::test_hidden_state_of_the_wrong_node",
-    "tests/e2e/test_scheduling.py::test_chunked_prefill_and_mixed_steps",
-    "tests/e2e/test_scheduling.py::test_trees_are_cut_to_the_budget",
-    "tests/e2e/test_scheduling.py::test_prefix_cache_hits_on_compacted_blocks",
-    "tests/e2e/test_scheduling.py::test_requests_end_exactly_at_max_model_len",
-    "tests/e2e/test_scheduling.py::test_stop_tokens",
-    "tests/e2e/test_scheduling.py::test_arrivals_and_aborts",
-    "tests/e2e/test_scheduling.py::test_preemption",
-    "tests/e2e/test_sampling.py::test_all_kinds_in_one_batch",
-    "tests/e2e/test_sampling.py::test_bad_words",
-    "tests/e2e/test_sampling.py::test_batch_invariance_of_a_seed",
-    "tests/e2e/test_typical.py::test_equals_the_oracle",
-    "tests/v2/test_seams.py",
-    "tests/v2/test_same_as_v1.py",
+# Two processes run at a time, about as long; a file's tests share an engine, so none is torn apart.
+PARTS = [
+    [
+        "tests/e2e/test_equality.py::test_planted_drafts",
+        "tests/e2e/test_equality.py::test_random_heads",
+        "tests/e2e/test_negative_controls.py::test_nothing_broken_is_equal",
+        "tests/e2e/test_negative_controls.py::test_broken_differs",
+        "tests/e2e/test_architectures.py::test_equality",
+        "tests/e2e/test_decode_agreement.py::test_accepts_what_the_oracle_accepts",
+        "tests/e2e/test_decode_agreement.py::test_hidden_state_of_the_wrong_node",
+        "tests/e2e/test_scheduling.py::test_chunked_prefill_and_mixed_steps",
+        "tests/e2e/test_scheduling.py::test_trees_are_cut_to_the_budget",
+        "tests/e2e/test_scheduling.py::test_prefix_cache_hits_on_compacted_blocks",
+        "tests/e2e/test_scheduling.py::test_requests_end_exactly_at_max_model_len",
+        "tests/e2e/test_scheduling.py::test_end_tokens_of_the_model",
+        "tests/e2e/test_scheduling.py::test_stop_tokens",
+        "tests/e2e/test_scheduling.py::test_arrivals_and_aborts",
+        "tests/e2e/test_scheduling.py::test_preemption",
+        "tests/v2/test_same_as_v1.py",
+        "tests/distributed/test_tensor_parallel.py::test_each_rank_scores_its_half",
+        "tests/distributed/test_tensor_parallel.py::test_greedy_tokens",
+        "tests/distributed/test_tensor_parallel.py::test_seeded_tokens",
+        "tests/distributed/test_tensor_parallel.py::test_one_rank_decides_the_same",
+        "tests/distributed/test_tensor_parallel.py::test_the_ranks_agree",
+        "tests/distributed/test_tensor_parallel.py::test_the_comparison_is_a_large_one",
+        "tests/distributed/test_tensor_parallel.py::test_a_rank_that_differs_is_noticed",
+    ],
+    [
+        "tests/v2/test_seams.py",
+        "tests/e2e/test_sampling.py::test_all_kinds_in_one_batch",
+        "tests/e2e/test_sampling.py::test_bad_words",
+        "tests/e2e/test_sampling.py::test_batch_invariance_of_a_seed",
+        "tests/e2e/test_typical.py::test_equals_the_oracle",
+        "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
+        "tests/e2e/test_requests.py::test_good_options_are_no_error",
+        "tests/e2e/test_requests.py::test_short_requests_beside_long_ones",
+        "tests/e2e/test_refusals.py::test_options",
+        "tests/e2e/test_refusals.py::test_heads_of_another_model",
+        "tests/e2e/test_refusals.py::test_combinations",
+        "tests/e2e/test_refusals.py::test_models",
+    ],
 ]
+SUITE = [selected for part in PARTS for selected in part]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """Of every selected test: case -> what was wrong ("" if nothing was)."""
-    report = tmp_path_factory.mktemp("v2") / "report.xml"
+    folder = tmp_path_factory.mktemp("v2")
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    with ThreadPoolExecutor() as threads:
+        for report in threads.map(run_part, [folder / f"{i}.xml" for i in range(2)], PARTS):
+            for case in ElementTree.parse(report).iter("testcase"):
+                file = case.get("classname", "").replace(".", "/") + ".py"
+                name = case.get("name", "")
+                wrong = "\n".join(
+                    f"{child.tag}: {child.text}" for child in case if child.tag != "system-out"
+                )
+                for selected in (file, f"{file}::{name.partition('[')[0]}"):
+                    found[selected][name] = wrong
+    return found
+
+
+def run_part(report: Path, part: list[str]) -> Path:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "support.triton_on_cpu", "-p"]
-    command += ["no:cacheprovider", "--timeout", "1800", f"--junitxml={report}", *SUITE]
+    command += ["no:cacheprovider", "--timeout", "1800", f"--junitxml={report}", *part]
     path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True,
@@ -62,16 +99,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     )  # fmt: skip
     if not report.exists():
         pytest.fail(f"pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr}")
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for case in ElementTree.parse(report).iter("testcase"):
-        file = case.get("classname", "").replace(".", "/") + ".py"
-        name = case.get("name", "")
-        wrong = "\n".join(
-            f"{child.tag}: {child.text}" for child in case if child.tag != "system-out"
-        )
-        for selected in (file, f"{file}::{name.partition('[')[0]}"):
-            found[selected][name] = wrong
-    return found
+    return report
 
 
 @pytest.mark.parametrize("selected", SUITE)
