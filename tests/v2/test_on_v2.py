@@ -44,6 +44,7 @@ PARTS = [
         "tests/e2e/test_scheduling.py::test_stop_tokens",
         "tests/e2e/test_scheduling.py::test_arrivals_and_aborts",
         "tests/e2e/test_scheduling.py::test_preemption",
+        "tests/e2e/test_scheduling.py::test_torch_compile",
         "tests/v2/test_same_as_v1.py",
         "tests/distributed/test_tensor_parallel.py::test_each_rank_scores_its_half",
         "tests/distributed/test_tensor_parallel.py::test_greedy_tokens",
