@@ -46,6 +46,7 @@ def collect(
             "different": facts.prompts,
             **dict(zip(("trained", "calibrated", "measured"), counts["prompts"], strict=True)),
             "left_out_records": counts["left_out"],
+            "trained_tokens": counts["tokens"][0],
         },
         "seed": args.seed,
         "dtype": args.dtype,
@@ -169,8 +170,9 @@ def markdown(args: argparse.Namespace, document: dict[str, Any]) -> str:
         "",
         f"{document['method'].capitalize()}, seed {document['seed']}, "
         f"{measured['dtype']}; {prompts['trained']} prompts of {prompts['file']} "
-        f"(SHA-256 {prompts['sha256'][:12]}) to train on, {prompts['calibrated']} to calibrate on, "
-        f"{prompts['measured']} to measure on. Target weights {document['target']['sha256'][:12]}.",
+        f"(SHA-256 {prompts['sha256'][:12]}) to train on "
+        f"({prompts['trained_tokens']} tokens of the target's), {prompts['calibrated']} to calibrate "
+        f"on, {prompts['measured']} to measure on. Target weights {document['target']['sha256'][:12]}.",
         "",
         "| stage | seconds | command |",
         "|---|---|---|",
@@ -212,8 +214,7 @@ def _accuracies(document: dict[str, Any]) -> list[str]:
     for head, top in enumerate(heldout["top"]):
         at = [top[min(rank, len(top)) - 1] for rank in (1, 5, 10)]
         lines.append(f"| {head} | t + {head + 2} | " + " | ".join(f"{x:.3f}" for x in at) + " |")
-    labels = f", over {max(heldout['labels'])} labels" if "labels" in heldout else ""
-    lines += ["", f"Shares of the calibration prompts' generated tokens{labels}."]
+    lines += ["", f"Shares of {heldout['labels']} generated tokens of the calibration prompts."]
     return lines
 
 

@@ -27,6 +27,7 @@ HEADS = ("config.json", "model.safetensors")
 CALIBRATED = (*HEADS, "calibration.safetensors")
 COUNTS, FIGURES, PICTURE = "counts.json", "compare.json", "tree.png"
 RELIABILITY = "calibration.png"
+_STEPS = 400  # at least, if a step has not become too small
 _BATCH = 64  # prompts at a time, distill's own number
 
 
@@ -99,10 +100,10 @@ class Adaptation:
         records = self.folders["distill"] / "records.jsonl"
 
         def split(here: Path) -> None:
-            counts, bad = split_records(records, here, self.args.heldout_share)
+            counts, tokens, bad = split_records(records, here, self.args.heldout_share)
             if bad and self.args.on_bad_line == "refuse":
                 raise PromptError(f"{records}, line {bad[0].line}: {bad[0].reason}")
-            write_json(here / COUNTS, {"prompts": counts, "left_out": len(bad)})
+            write_json(here / COUNTS, {"prompts": counts, "tokens": tokens, "left_out": len(bad)})
             self.console.print(
                 "  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts)
             )
@@ -112,6 +113,9 @@ class Adaptation:
 
     def _train(self) -> None:
         command = train_command(self.args, self._of("split"))
+        if "--batch-tokens" not in shlex.join(command):
+            tokens = read_json(self.folders["split"] / COUNTS)["tokens"][0]
+            command += ["--batch-tokens", str(step_tokens(tokens * (self.args.epochs or 3)))]
         outputs = _inside(HEADS)
         if self.args.method == "medusa-2":
             outputs.append("heads/target/config.json")
@@ -182,6 +186,14 @@ class Adaptation:
                 os.replace(part, here / "heads" / name)
 
         self._run(stage, copy)
+
+
+def step_tokens(trained: int) -> int:
+    """Tokens of a step: few texts are cut into smaller steps, or there would be too few of them."""
+    size = 1024  # train's own number
+    while size > 128 and trained < _STEPS * size:
+        size //= 2
+    return size
 
 
 def train_command(args: argparse.Namespace, data: str) -> list[str]:

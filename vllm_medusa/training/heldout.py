@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_medusa.offline.prompts import BadLine
 from vllm_medusa.training.records import Record, load_records, split_heldout
@@ -18,7 +19,15 @@ LEAST = 8  # prompts held out, unless that is more than half of them
 FILES = ("train.jsonl", "calibration.jsonl", "measurement.jsonl")
 
 
-def split_records(source: Path, folder: Path, share: float) -> tuple[list[int], list[BadLine]]:
+class Split(NamedTuple):
+    """What `split_records` wrote, file by file."""
+
+    prompts: list[int]
+    tokens: list[int]
+    bad: list[BadLine]
+
+
+def split_records(source: Path, folder: Path, share: float) -> Split:
     """Write `FILES` into ``folder``, records in an order of their own.
 
     Args:
@@ -28,7 +37,8 @@ def split_records(source: Path, folder: Path, share: float) -> tuple[list[int], 
             Half of them are to calibrate, half to measure on; a single one is for both.
 
     Returns:
-        How many prompts each file has, and the bad lines, which are left out.
+        How many prompts each file has, how many generated tokens, and the bad lines, which are left
+        out.
 
     Raises:
         ValueError: fewer than two distinct prompts.
@@ -48,7 +58,8 @@ def split_records(source: Path, folder: Path, share: float) -> tuple[list[int], 
         parts[1:] = split_heldout(heldout, 0.5)
     for name, part in zip(FILES, parts, strict=True):
         _write(folder / name, part)
-    return [_prompts(part) for part in parts], bad
+    tokens = [sum(record.num_generated for record in part) for part in parts]
+    return Split([_prompts(part) for part in parts], tokens, bad)
 
 
 def _prompts(records: Sequence[Record]) -> int:

@@ -39,7 +39,7 @@ class Made:
             path.mkdir()
         heads = MedusaHeads(2, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
         source = {"tokens_per_step": [1.3, 1.5, 1.6], "tokens_per_step_heldout": [1.2, None, 1.5]}
-        training = {"heldout": {"top": [[0.5, 0.7], [0.25, 0.4]], "labels": [90, 80]}}
+        training = {"heldout": {"top": [[0.5, 0.7], [0.25, 0.4]], "labels": 90}}
         for name, tree in (("tree", [*TREE, [2]]), ("final-tree", TREE)):
             more = {"tree": tree, "tree_source": source, "training": training}
             save_heads(self.folders[name] / "heads", heads, more)
@@ -49,7 +49,7 @@ class Made:
         curves = self.folders["train"] / "heads" / "training"
         curves.mkdir(parents=True)
         (curves / "curves.png").write_bytes(b"picture")
-        counts = {"prompts": [10, 4, 4], "left_out": 0}
+        counts = {"prompts": [10, 4, 4], "tokens": [500, 9, 9], "left_out": 0}
         (self.folders["split"] / "counts.json").write_text(json.dumps(counts))
         machine = {"cpu": "c", "cores": 2, "memory_gb": 8, "load_average_at_start": 0, "gpus": []}
         measured = {
@@ -113,9 +113,11 @@ def test_the_output_is_heads_that_know_how_they_fared(made: Made) -> None:
         "1 nodes 1.20 (-4 %); 3 nodes 1.50 (+0 %)",
         f"vllm-medusa serve target --speculative-model {output}",
         "10 prompts of prompts.jsonl",
+        "(500 tokens of the target's)",
         "neither trained nor calibrated on",
         "without torch.compile",
         "seed 3, float32",
+        "Shares of 90 generated tokens",
     ):
         assert words in page, words
 
