@@ -170,9 +170,9 @@ def markdown(args: argparse.Namespace, document: dict[str, Any]) -> str:
         "",
         f"{document['method'].capitalize()}, seed {document['seed']}, "
         f"{measured['dtype']}; {prompts['trained']} prompts of {prompts['file']} "
-        f"(SHA-256 {prompts['sha256'][:12]}) to train on "
-        f"({prompts['trained_tokens']} tokens of the target's), {prompts['calibrated']} to calibrate "
-        f"on, {prompts['measured']} to measure on. Target weights {document['target']['sha256'][:12]}.",
+        f"(SHA-256 {prompts['sha256'][:12]}) to train on ({prompts['trained_tokens']} tokens of "
+        f"the target's), {prompts['calibrated']} to calibrate on, {prompts['measured']} to measure "
+        f"on. Target weights {document['target']['sha256'][:12]}.",
         "",
         "| stage | seconds | command |",
         "|---|---|---|",
