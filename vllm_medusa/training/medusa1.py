@@ -208,7 +208,7 @@ class Medusa1:
             if part:
                 chosen = [pieces[i] for i in part]
                 sums += self._backward(chosen, weights)
-        self._share_gradients()
+        workers.share_gradients(self.heads.parameters())
         sums = workers.add_up(sums)
         norm = clip_gradients(self.optimizer, recipe.optimisation.clip)
         if not bool(torch.isfinite(torch.cat([sums, norm.view(1)])).all()):
@@ -266,19 +266,6 @@ class Medusa1:
         if heads.token_map is not None and not self.soft:
             counted &= torch.isin(labels, heads.token_map.cpu())
         return counted.sum(0)
-
-    def _share_gradients(self) -> None:
-        """Sum gradients over the processes, all in one message."""
-        if self.workers.world == 1:
-            return
-        parameters = list(self.heads.parameters())
-        for parameter in parameters:
-            if parameter.grad is None:  # a process without a piece in this step
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        flat = self.workers.add_up(torch.cat([grad.flatten() for grad in grads]))
-        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(

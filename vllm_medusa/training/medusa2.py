@@ -179,7 +179,7 @@ class Medusa2:
                 found = self._losses(batch, 1.0 / float(counts[0]), factors)
                 found.loss.backward()
                 sums += torch.cat([found.lm_sum.view(1), found.head_sums])
-        _share_gradients(workers, [*self.adapter.values(), *self.heads.parameters()])
+        workers.share_gradients([*self.adapter.values(), *self.heads.parameters()])
         sums = workers.add_up(sums)
         norm = clip_gradients(self.optimizer, recipe.optimisation.clip)
         if not bool(torch.isfinite(torch.cat([sums, norm.view(1)])).all()):
@@ -278,19 +278,6 @@ class Medusa2:
         save_heads(kept / "heads", self.heads, {"training": {"steps": self.step}})
         save_adapter(self.adapted, kept / "adapter")
         return kept
-
-
-def _share_gradients(workers: Workers, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Sum gradients over the processes, all in one message."""
-    if workers.world == 1:
-        return
-    for parameter in parameters:
-        if parameter.grad is None:  # a process without a pass in this step
-            parameter.grad = torch.zeros_like(parameter)
-    grads = [p.grad for p in parameters if p.grad is not None]
-    flat = workers.add_up(torch.cat([grad.flatten() for grad in grads]))
-    for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-        grad.copy_(part.view_as(grad))
 
 
 def _checkpoint_layers(model: Any) -> None:

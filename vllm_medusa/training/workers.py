@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Workers:
@@ -44,3 +46,16 @@ class Workers:
         from accelerate.utils import reduce
 
         return reduce(tensor.to(self.device), "sum")
+
+    def share_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum gradients over the processes, all in one message."""
+        if self.world == 1:
+            return
+        parameters = list(parameters)
+        for parameter in parameters:
+            if parameter.grad is None:  # a process that had nothing to do in this step
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        flat = self.add_up(torch.cat([grad.flatten() for grad in grads]))
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
