@@ -59,7 +59,7 @@ class Medusa2Job:
         self._check_space(self.target)
         self.heads = self._first_heads(self.target)
         self.heldout: HiddenStates | None = None
-        self.trained_steps: dict[str, int] = {}
+        self.trained: dict[str, int] = {}
 
     def measure_original(self, texts: Texts) -> None:
         """Keep what the original model makes of the held-out text."""
@@ -122,7 +122,7 @@ class Medusa2Job:
         )
         with StepProgress(self.console, "joint", trainer.steps) as bar:
             trainer.train(lambda step, _, entry: bar.show(step, _line(entry)))
-        self.trained_steps = {"joint": trainer.steps, "joint_tokens": trainer.tokens}
+        self.trained = {"joint_steps": trainer.steps, "joint_tokens": trainer.tokens}
         if self.workers.main:
             save_adapter(adapted, self.run.work / "adapter")
             title = f"Medusa-2 on {self.inputs.source}"
@@ -145,7 +145,7 @@ class Medusa2Job:
             self.heads,
             self.inputs.source,
             self.heldout,
-            training={**self.settings, **self.trained_steps},
+            training={**self.settings, **self.trained},
             provenance=provenance(["vllm-medusa", *sys.argv[1:]], files),
             save=args.save,
             bounds=bounds_of(args),

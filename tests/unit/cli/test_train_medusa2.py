@@ -72,6 +72,8 @@ def test_a_new_target_and_heads_that_know_it(
     training = told(done)["training"]
     assert told(done)["target"]["sha256"] == target_fingerprint(done / MODEL)["sha256"]
     assert told(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
+    assert training["joint"]["lora"]["rank"] == 4 and training["joint_steps"] > 0
+    assert training["target"]["sha256"] == target_fingerprint(source)["sha256"]  # it came from
     assert not training["degraded"] and 0 < training["quality"]["kl"] < 0.1
     stated = json.loads((done / MODEL / "config.json").read_text())["medusa_2"]
     assert stated["quality"] == training["quality"] and stated["degraded"] is False
