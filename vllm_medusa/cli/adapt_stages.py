@@ -27,7 +27,6 @@ HEADS = ("config.json", "model.safetensors")
 CALIBRATED = (*HEADS, "calibration.safetensors")
 COUNTS, FIGURES, PICTURE = "counts.json", "compare.json", "tree.png"
 RELIABILITY = "calibration.png"
-_STEPS = 400  # at least, if a step has not become too small
 _BATCH = 64  # prompts at a time, distill's own number
 
 
@@ -113,9 +112,6 @@ class Adaptation:
 
     def _train(self) -> None:
         command = train_command(self.args, self._of("split"))
-        if "--batch-tokens" not in shlex.join(command):
-            tokens = read_json(self.folders["split"] / COUNTS)["tokens"][0]
-            command += ["--batch-tokens", str(step_tokens(tokens * (self.args.epochs or 3)))]
         outputs = _inside(HEADS)
         if self.args.method == "medusa-2":
             outputs.append("heads/target/config.json")
@@ -186,14 +182,6 @@ class Adaptation:
                 os.replace(part, here / "heads" / name)
 
         self._run(stage, copy)
-
-
-def step_tokens(trained: int) -> int:
-    """Tokens of a step: few texts are cut into smaller steps, or there would be too few of them."""
-    size = 1024  # train's own number
-    while size > 128 and trained < _STEPS * size:
-        size //= 2
-    return size
 
 
 def train_command(args: argparse.Namespace, data: str) -> list[str]:

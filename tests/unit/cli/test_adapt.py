@@ -8,7 +8,6 @@ import pytest
 
 from vllm_medusa import cli
 from vllm_medusa.cli import adapt_checks
-from vllm_medusa.cli.adapt_stages import step_tokens
 
 TARGET = Path(__file__).parents[3] / "demo" / "target"
 
@@ -120,10 +119,3 @@ def test_options_that_a_later_stage_would_refuse(
     refused: Any, options: list[str], words: str
 ) -> None:
     assert words in refused(*options)
-
-
-@pytest.mark.parametrize(
-    ("trained", "size"), [(100, 128), (60_000, 128), (110_000, 256), (409_600, 1024), (10**9, 1024)]
-)
-def test_few_texts_are_trained_in_small_steps(trained: int, size: int) -> None:
-    assert step_tokens(trained) == size
