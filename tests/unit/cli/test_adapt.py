@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_medusa import cli
-from vllm_medusa.cli import adapt_checks
+from vllm_medusa.cli import adapt, adapt_checks
 
 TARGET = Path(__file__).parents[3] / "demo" / "target"
 
@@ -119,3 +119,16 @@ def test_options_that_a_later_stage_would_refuse(
     refused: Any, options: list[str], words: str
 ) -> None:
     assert words in refused(*options)
+
+
+def test_finished_heads_are_not_made_again(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(adapt, "key_of", lambda *_: "the same")
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "report.json").write_text('{"key": "the same"}')
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 0
+    assert "nothing to do" in capfd.readouterr().err
+    assert not (tmp_path / "work").exists()
