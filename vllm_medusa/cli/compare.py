@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +21,9 @@ from vllm_medusa.cli.generate import at_least_zero, json_object, positive, repor
 from vllm_medusa.offline.budgets import Budget, measure
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
 
+if TYPE_CHECKING:
+    from vllm_medusa.training.records import Record
+
 BUDGETS = (4, 8, 16, 32)
 _SHORT = 8  # tokens; a text whose first span starts before that has no prompt of its own
 _TEXT_PROMPT = 32  # tokens of such a text that become the prompt
@@ -30,10 +34,12 @@ of the heads' tree, and report whether every token agrees, the tokens per verifi
 and the ratio of the throughputs. Exit status 1 if a token differs in float32."""
 
 _EPILOG = """\
-With --data the prompts are what stands before the first generated span of each record, one request
-for each distinct prompt; sampling is at the records' temperature unless --temperature says
-otherwise. A tree is listed best node first, so its first N nodes are the tree of that budget. Both
-engines take turns, so a ratio means something on a busy machine too; tokens per second do not."""
+With --data the prompts are what stands before the first generated span of each record (greedy: each
+distinct prompt once); sampling is at the records' temperature unless --temperature says otherwise.
+Every request has a seed of its own.
+
+A tree is listed best node first, so its first N nodes are the tree of that budget. Both engines
+take turns, so a ratio says something on a busy machine too; tokens per second do not."""
 
 
 def add_parser(commands: Any) -> None:
@@ -100,8 +106,6 @@ def _run(args: argparse.Namespace, console: Console, errors: Console) -> int:
         raise PromptError(f"{args.output}: no folder {args.output.parent}. Make it first.")
     tree, budgets = budgets_of(args)
     prompts, temperature = prompts_of(args, errors)
-    if args.temperature is not None:
-        temperature = args.temperature
     sampling = Sampling(max_tokens=args.max_tokens, temperature=temperature)
     engine_args = engine_arguments(
         args.target, prompts, args.max_tokens, args.batch, args.max_model_len, engines=2
@@ -143,7 +147,7 @@ def budgets_of(args: argparse.Namespace) -> tuple[list[list[int]] | None, list[i
 
 
 def prompts_of(args: argparse.Namespace, errors: Console) -> tuple[list[Prompt], float]:
-    """The prompts, and the temperature that their records were sampled at (else 0).
+    """The prompts and the temperature: that asked for, that of the records, or 0.
 
     Raises:
         PromptError: no usable prompt, or bad lines that are not to be skipped.
@@ -157,7 +161,7 @@ def prompts_of(args: argparse.Namespace, errors: Console) -> tuple[list[Prompt],
     prompts = [record for record in records if isinstance(record, Prompt)]
     if not prompts:
         raise PromptError(f"{args.prompts}: no prompts in it.")
-    return prompts[: args.limit], 0.0
+    return prompts[: args.limit], args.temperature or 0.0
 
 
 def _prompts_of_records(args: argparse.Namespace, errors: Console) -> tuple[list[Prompt], float]:
@@ -170,22 +174,34 @@ def _prompts_of_records(args: argparse.Namespace, errors: Console) -> tuple[list
     report_bad_lines(bad, args, errors)
     if not records:
         raise PromptError(f"{args.data}: no records in it.")
-    prompts: dict[tuple[int, ...], Prompt] = {}
-    for record in records:
-        start = record.generated[0][0]
-        if start < _SHORT:
-            start = min(_TEXT_PROMPT, max(1, len(record.token_ids) // 2))
-        ids = record.token_ids[:start]
-        if ids not in prompts:
-            name = f"{args.data.name}:{record.line}"
-            prompts[ids] = Prompt(len(prompts), record.line, name, token_ids=ids)
     temperatures = sorted({r.temperature for r in records if r.temperature is not None})
     if len(temperatures) > 1 and args.temperature is None:
         raise PromptError(
             f"{args.data} was sampled at the temperatures {', '.join(map(str, temperatures))}; say "
             "which to measure at with --temperature."
         )
-    return list(prompts.values())[: args.limit], (temperatures or [0.0])[0]
+    temperature = (temperatures or [0.0])[0] if args.temperature is None else args.temperature
+    return _prompts_in_turn(records, args, sampled=temperature > 0), temperature
+
+
+def _prompts_in_turn(
+    records: Sequence[Record], args: argparse.Namespace, *, sampled: bool
+) -> list[Prompt]:
+    """Each distinct prompt once, then those of second samples, and so on; greedy: once."""
+    again: Counter[tuple[int, ...]] = Counter()
+    turns: list[tuple[int, int, Record, tuple[int, ...]]] = []
+    for place, record in enumerate(records):
+        start = record.generated[0][0]
+        if start < _SHORT:
+            start = min(_TEXT_PROMPT, max(1, len(record.token_ids) // 2))
+        ids = record.token_ids[:start]
+        turns.append((again[ids], place, record, ids))
+        again[ids] += 1
+    kept = [turn for turn in sorted(turns, key=lambda t: t[:2]) if sampled or turn[0] == 0]
+    return [
+        Prompt(number, record.line, f"{args.data.name}:{record.line}", token_ids=ids)
+        for number, (_, _, record, ids) in enumerate(kept[: args.limit])
+    ]
 
 
 def measure_budgets(

@@ -129,8 +129,15 @@ def test_prompts_of_records_are_what_stands_before_the_answers(
         ["compare", str(Path(__file__).parents[3] / "demo" / "target"), "h", "--data", str(data)]
     )
     prompts, temperature = compare.prompts_of(args, None)  # type: ignore[arg-type]
-    assert [prompt.token_ids for prompt in prompts] == [tuple(range(10)), (7,) * 32]
+    first, text = tuple(range(10)), (7,) * 32
+    assert [prompt.token_ids for prompt in prompts] == [first, text, first]  # samples in turn
+    assert [prompt.index for prompt in prompts] == [0, 1, 2]
     assert temperature == 0.6
+    args.temperature = 0.0
+    prompts, temperature = compare.prompts_of(args, None)  # type: ignore[arg-type]
+    assert [prompt.token_ids for prompt in prompts] == [first, text]
+    assert temperature == 0
+    args.temperature = None
     with data.open("a") as file:
         file.write(json.dumps(lines[0] | {"temperature": 1.0}) + "\n")
     with pytest.raises(ValueError, match=r"temperatures 0\.6, 1\.0; say which"):
