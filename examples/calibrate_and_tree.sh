@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 target=${1:-demo/target} heads=${2:-demo/heads} prompts=${3:-demo/prompts.jsonl} out=${4:-.demo/tree}
 medusa=${MEDUSA:-.venv/bin/vllm-medusa}
 mkdir -p "$out"
-cp -rn "$heads" "$out/heads"
+[ -d "$out/heads" ] || cp -r "$heads" "$out/heads"
 
 $medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
     --temperature 0.8 --samples 4 --max-tokens 96 --engine-args '{"enforce_eager": true}'
