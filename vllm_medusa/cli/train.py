@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm_medusa.training.inputs import Inputs
 
 # A method is a module with add_options(parser), check(args) and train(args, inputs, workers,
-# console) -> exit status; both checks raise ValueError.
+# console) -> exit status; both checks raise ValueError. It also takes the options of those before.
 METHODS = {
     "medusa-1": "vllm_medusa.cli.train_medusa1",
     "medusa-2": "vllm_medusa.cli.train_medusa2",
@@ -159,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
 
     method = importlib.import_module(METHODS[args.method])
     try:
+        _refuse_options_of_others(args)
         method.check(args)
         check_output(args.output)
         workers = Workers(args.device)
@@ -175,6 +176,19 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print(f"interrupted; the same command goes on from {args.output}")
         return 130
+
+
+def _refuse_options_of_others(args: argparse.Namespace) -> None:
+    """Raise ValueError for an option that the chosen method would ignore."""
+    for method in methods()[methods().index(args.method) + 1 :]:
+        others = argparse.ArgumentParser()
+        importlib.import_module(METHODS[method]).add_options(others)
+        for name, default in vars(others.parse_args([])).items():
+            if getattr(args, name, default) != default:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is an option of --method {method}; the method is "
+                    f"{args.method}. Choose that method, or leave the option out."
+                )
 
 
 def _read(args: argparse.Namespace, console: Console) -> Inputs:

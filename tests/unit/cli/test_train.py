@@ -171,6 +171,7 @@ def test_refused_before_anything_is_made(
         (target, empty, tmp_path / "new", whole, "no usable records"),
         (str(tmp_path), records, tmp_path / "new", (), str(tmp_path)),
         (target, records, tmp_path / "new", ("--keep-cache",), "--keep-cache needs --cache"),
+        (target, records, tmp_path / "new", ("--max-kl", "1"), "an option of --method medusa-2"),
     ):
         command = arguments((source, file), output, *more)
         assert status(command) == 2, reason
