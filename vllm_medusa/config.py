@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_medusa.tree.forms import FORMS, TreeValue, did_you_mean, read_tree
+from vllm_medusa.tree.forms import FORMS, TreeValue, did_you_mean, read_tree, shown
 from vllm_medusa.tree.presets import DEFAULT_TREE
 from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
 
@@ -95,7 +95,7 @@ class AcceptanceConfig(_Options):
             case Mapping():
                 return cls(**_keyed(value, tuple(cls.model_fields), cls.label))
         raise MedusaConfigError(
-            f'{cls.label} is {value!r}; give "lossless", "typical" or a dict such as '
+            f'{cls.label} is {shown(value)}; give "lossless", "typical" or a dict such as '
             '{"mode": "typical", "epsilon": 0.1}.'
         )
 
@@ -113,6 +113,10 @@ class AcceptanceConfig(_Options):
             MedusaConfigError: As for `parse`.
 
         """
+        if extra is not None and not isinstance(extra, Mapping):
+            raise MedusaConfigError(
+                f"SamplingParams.extra_args is {shown(extra)}; give a dict, or leave it out."
+            )
         options = (extra or {}).get("medusa")
         if options is None:
             return default
@@ -121,8 +125,8 @@ class AcceptanceConfig(_Options):
             options = _read_text(options)
         if not isinstance(options, Mapping):
             raise MedusaConfigError(
-                f'{where} is {options!r}; give a dict such as {{"acceptance": "typical"}}, or its '
-                "JSON as a text."
+                f'{where} is {shown(options)}; give a dict such as {{"acceptance": "typical"}}, or '
+                "its JSON as a text."
             )
         numbers = tuple(name for name in cls.model_fields if name != "mode")
         given = _keyed(options, ("acceptance", *numbers), where)
@@ -218,7 +222,7 @@ class MedusaConfig(_Options):
             return str(value) if isinstance(value, Path) else json.loads(json.dumps(value))
         except (TypeError, ValueError):
             raise MedusaConfigError(
-                f"{cls.label} tree is {value!r}; give {FORMS}, in plain JSON types."
+                f"{cls.label} tree is {shown(value)}; give {FORMS}, in plain JSON types."
             ) from None
 
     @field_validator("acceptance", mode="before")
@@ -260,7 +264,7 @@ def _read_text(text: str) -> object:
         return {"acceptance": text}
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # no JSON; a number of too many digits; too many levels
         return text
 
 
@@ -295,7 +299,7 @@ def _keyed(values: Mapping[Any, Any], allowed: tuple[str, ...], where: str) -> d
         if key in AcceptanceConfig.model_fields and "epsilon" not in allowed:
             hint = '; it belongs into {"acceptance": {"mode": "typical", "epsilon": 0.1}}'
         raise MedusaConfigError(
-            f"{where} has the unknown key {key!r}{hint}; allowed: {', '.join(allowed)}."
+            f"{where} has the unknown key {shown(key)}{hint}; allowed: {', '.join(allowed)}."
         )
     return dict(values)
 
@@ -323,7 +327,8 @@ def _in_words(kind: type[_Options], error: ValidationError) -> str:
             )
         else:
             field = kind.model_fields[name]
-            sentence = f"{kind.label} {name} is {problem['input']!r}; give {field.description}."
+            given = shown(problem["input"])
+            sentence = f"{kind.label} {name} is {given}; give {field.description}."
         if sentence not in sentences:
             sentences.append(sentence)
     return " ".join(sentences)

@@ -153,7 +153,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "lora": ({"enable_lora": True}, ["LoRA", "untested", "Switch them off"]),
 }
 if not ON_V2:
-    COMBINATIONS["async"] = ({"async_scheduling": True}, ["sync scheduling"])
+    COMBINATIONS["async"] = ({"async_scheduling": True}, ["Switch it off", "MODEL_RUNNER=1"])
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)

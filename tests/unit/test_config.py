@@ -111,6 +111,8 @@ class TestRequestArguments:
             (7, r"extra_args\[\"medusa\"\] is 7; give a dict"),
             ("{broken", r"extra_args\[\"medusa\"\] is '{broken'; give a dict"),
             pytest.param('{"a":' + "[" * 30_000, "give a dict", id="nested"),
+            pytest.param('{"epsilon": ' + "1" * 5000 + "}", "give a dict", id="digits"),
+            pytest.param({"epsilon": 10**5000}, "is of type int, too large", id="int"),
             ("typcal", "mode is 'typcal'"),
             ('{"epsilon": 5, "acceptance": "typical"}', "epsilon is 5"),
             ({"mode": "typical"}, "unknown key 'mode'; allowed: acceptance, epsilon"),

@@ -48,7 +48,7 @@ def read_tree(value: TreeValue) -> TokenTree:
             return _from_file(Path(value))
         case str():
             raise TreeError(
-                f"No preset is named {value!r} and no file is there"
+                f"No preset is named {shown(value)} and no file is there"
                 f"{did_you_mean(value, preset_names())}. Presets: {', '.join(preset_names())}. "
                 f"Give {FORMS}."
             )
@@ -56,12 +56,21 @@ def read_tree(value: TreeValue) -> TokenTree:
             return TokenTree.from_paths(value)
         case Mapping():
             return _from_mapping(value)
-    raise TreeError(f"The tree is {value!r}; give {FORMS}.")
+    raise TreeError(f"The tree is {shown(value)}; give {FORMS}.")
+
+
+def shown(value: object, limit: int = 120) -> str:
+    """A value's repr for a message: cut to ``limit`` characters, and there for any value."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of too many digits; too many levels
+        return f"of type {type(value).__name__}, too large to be printed"
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` if a name is close, else nothing."""
-    match = difflib.get_close_matches(str(name), list(allowed), n=1)
+    match = difflib.get_close_matches(shown(name).strip("'\""), list(allowed), n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
@@ -70,7 +79,7 @@ def _from_mapping(value: Mapping[str, Any]) -> TokenTree:
     for key in value:
         if key not in allowed:
             raise TreeError(
-                f"The tree has the unknown key {key!r}{did_you_mean(key, allowed)}; "
+                f"The tree has the unknown key {shown(key)}{did_you_mean(key, allowed)}; "
                 f"allowed: {', '.join(allowed)}."
             )
     forms = [key for key in value if key != _NOTE]
@@ -97,5 +106,7 @@ def _from_json(text: str) -> TokenTree:
     except ValueError as error:
         raise TreeError(f"The text is not JSON ({error}); give {FORMS}.") from None
     if not isinstance(value, list | dict):
-        raise TreeError(f"The JSON holds {value!r}; give a list of paths or a dict, as in {FORMS}.")
+        raise TreeError(
+            f"The JSON holds {shown(value)}; give a list of paths or a dict, as in {FORMS}."
+        )
     return read_tree(value)

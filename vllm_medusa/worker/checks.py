@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.options import EngineOptions, is_for_v2
+from vllm_medusa.worker.options import ASYNC_ON_V1, EngineOptions, is_for_v2
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -86,10 +86,7 @@ def _unsupported_on_v1(config: Any) -> Iterator[str]:
             "VLLM_USE_V2_MODEL_RUNNER=1, or leave the feature out."
         )
     if config.scheduler_config.async_scheduling:
-        yield (
-            "async scheduling would schedule before the path is accepted on vLLM's V1 model "
-            "runner. Switch it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
-        )
+        yield ASYNC_ON_V1
 
 
 def _unsupported_on_v2(config: Any) -> Iterator[str]:

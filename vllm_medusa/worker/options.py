@@ -20,6 +20,10 @@ from vllm_medusa.tree import TokenTree
 from vllm_medusa.worker import compat
 
 KEY = "medusa"
+ASYNC_ON_V1 = (
+    "async scheduling would schedule before the path is accepted on vLLM's V1 model runner. Switch "
+    "it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
+)
 DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
@@ -84,6 +88,8 @@ def prepare(
         raise MedusaConfigError(problem)
     on_v2 = compat.uses_v2_runner(parallel_config)
     compat.refuse_unsupported_platform(on_v2)
+    if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it too, without a remedy
+        raise MedusaConfigError(ASYNC_ON_V1)
     config = MedusaConfig.from_speculative_config(_merged(engine_args))
     options = resolve(config, model_config)
     if compat.on_cuda():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfigError
+from vllm_medusa.tree.forms import shown
 from vllm_medusa.worker.overrides import override
 
 GREEDY_BELOW = 1e-5  # vLLM's own bound below which a temperature means greedy
@@ -43,7 +44,7 @@ def _validate(original: Callable[..., None]) -> Callable[..., None]:
             AcceptanceConfig.from_extra_args(self.extra_args, default)
         except MedusaConfigError as error:
             raise VLLMValidationError(
-                str(error), parameter="extra_args", value=self.extra_args
+                str(error), parameter="extra_args", value=shown(self.extra_args)
             ) from error
 
     return _validate_spec_decode
@@ -89,5 +90,5 @@ def acceptance_of(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
         return default
     try:
         return AcceptanceConfig.from_extra_args(params.extra_args, default)
-    except MedusaConfigError:  # the front end refuses these; whatever slips by costs no engine
+    except ValueError:  # the front end refuses these; whatever slips by costs no engine
         return AcceptanceConfig()
