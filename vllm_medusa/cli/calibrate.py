@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,13 @@ def _run(args: argparse.Namespace, console: Console) -> None:
             f"--top-k is {args.top_k}; the heads score {heads.draft_vocab_size} tokens. Take fewer."
         )
     origin = provenance(["vllm-medusa", *sys.argv[1:]], [args.data])
+    if origin["data"][0]["sha256"] in _trained_on(info.config):
+        console.print(
+            f"[yellow]warning:[/] the heads were trained on {escape(str(args.data))}: they are "
+            "right on it more often than they will be. Calibrate on records held out, such as "
+            "training/heldout.jsonl beside the heads.",
+            soft_wrap=True,
+        )
     source = {
         "target": target_fingerprint(args.model),
         "heads": heads_digest(args.heads),
@@ -194,6 +202,17 @@ def check_ids(records: list[Record], target: Target, args: argparse.Namespace) -
                 f"has {room} positions. Leave such texts out: --max-text-tokens {room} "
                 "--on-bad-line skip."
             )
+
+
+def _trained_on(config: Mapping[str, Any]) -> set[str]:
+    """SHA-256 of the files that the heads were trained on, as their config says."""
+    extra = config.get("medusa")
+    entries = extra.get("provenance") if isinstance(extra, Mapping) else None
+    return {
+        entry["data"][0]["sha256"]  # further ones are held out
+        for entry in (entries if isinstance(entries, list) else [])
+        if "train" in entry.get("command", [])[:3] and entry.get("data")
+    }
 
 
 def _read(args: argparse.Namespace, console: Console) -> list[Record]:

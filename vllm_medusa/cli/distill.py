@@ -171,6 +171,8 @@ def _write(
     acceptance, tokens = Acceptance(), 0
     start = time.perf_counter()
     slots = plan.slots(_usable(args), frozenset(log.done))
+    cut = {"top_p": args.top_p} if args.top_p < 1 else {}
+    cut |= {"top_k": args.top_k} if args.top_k > 0 else {}
     with PromptProgress(console, total, done) as progress:
         for result in run_batch(
             slots, engine, concurrency=args.batch, seed=plan.seed, session=plan.session
@@ -179,7 +181,7 @@ def _write(
                 generate.report_refusal(result, args, console)
             for record in plan.records(result):
                 if record["index"] not in log.done:
-                    log.append(record)
+                    log.append(record | cut)
             acceptance = Acceptance.total((acceptance, result.acceptance))
             tokens += result.num_tokens
             progress.advance(tokens / (time.perf_counter() - start), acceptance.tau)

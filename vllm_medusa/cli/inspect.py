@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
     except (HeadsError, OSError) as error:
-        target = describe_target(args.path)
+        target = None if _is_heads(args) else describe_target(args.path)
         if args.json:
             print(json.dumps({"source": args.path, "error": str(error), "target": target}))
         elif target is not None:
@@ -79,6 +79,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(_lines(found, args.target)))
     return 0 if found.fits else 1
+
+
+def _is_heads(args: argparse.Namespace) -> bool:
+    """Whether the path holds heads, so that what went wrong is something else."""
+    from vllm_medusa.heads import HeadsError, peek_heads
+
+    try:
+        peek_heads(args.path, revision=args.revision)
+    except (HeadsError, OSError):
+        return False
+    return True
 
 
 def _lines(found: Inspection, target: str | None) -> Iterator[str]:

@@ -35,8 +35,9 @@ _EPILOG = """\
 Data: JSON lines with "token_ids" and "generated" (distill's records), "messages", "conversations"
 (ShareGPT; assistant turns are trained) or "text" (all of it is).
 
-Output: model.safetensors and config.json as vLLM reads them, training/log.jsonl (one line a step)
-and training/curves.png; until the run is complete also training/work with its state."""
+Output: model.safetensors and config.json as vLLM reads them, training/log.jsonl (a line for each
+step and each measurement), training/curves.png and training/heldout.jsonl, the records held out:
+calibrate on these. Until the run is complete also training/work with its state."""
 
 
 def add_parser(commands: Any) -> None:
@@ -154,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit status: 0, 1 if training broke off, 2 for bad input."""
     console = Console(file=sys.stderr, highlight=False)
     from vllm_medusa.training.medusa1 import NotFiniteError
+    from vllm_medusa.training.records import write_records
     from vllm_medusa.training.state import check_output
     from vllm_medusa.training.workers import Workers
 
@@ -166,7 +168,10 @@ def run(args: argparse.Namespace) -> int:
         if not workers.main:
             console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
         inputs = _read(args, console)
-        return method.train(args, inputs, workers, console)
+        status: int = method.train(args, inputs, workers, console)
+        if workers.main and args.heldout is None and inputs.heldout:
+            write_records(args.output / "training" / "heldout.jsonl", inputs.heldout)
+        return status
     except NotFiniteError as error:
         console.print(f"[bold red]stopped:[/] {escape(str(error))}", soft_wrap=True)
         return 1
@@ -193,13 +198,17 @@ def _refuse_options_of_others(args: argparse.Namespace) -> None:
 
 def _read(args: argparse.Namespace, console: Console) -> Inputs:
     """Read the data; bad lines are refused or told."""
-    from vllm_medusa.training.inputs import DataError, Inputs, describe
+    from vllm_medusa.training.inputs import (
+        DataError,
+        Inputs,
+        describe,
+        require_whole_distributions,
+    )
 
     inputs = Inputs.read(
         args.model,
         args.data,
         heldout=args.heldout,
-        heldout_share=args.heldout_share,
         max_tokens=args.max_text_tokens,
     )
     shown = [f"{file}, line {bad.line}: {bad.reason}" for file, bad in inputs.bad]
@@ -216,6 +225,15 @@ def _read(args: argparse.Namespace, console: Console) -> Inputs:
             console.print(f"  {escape(text)}", soft_wrap=True)
     if not inputs.train:
         raise DataError(f"{args.data}: no usable records in it.")
+    inputs = inputs.apart(args.data, args.heldout, args.heldout_share)
+    if args.labels == "soft":
+        require_whole_distributions(inputs.train)
+    if inputs.trained_too:
+        console.print(
+            f"{args.heldout}: {inputs.trained_too} records are left out, since their prompts are "
+            "trained on",
+            style="yellow",
+        )
     console.print(f"training on {describe(inputs.train)}; held out: {describe(inputs.heldout)}")
     return inputs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Inputs:
         dtype: the name of its weights' dtype, if its config says it.
         train: records to train on.
         heldout: records to measure on, maybe none.
+        trained_too: how many held-out records were left out, since their prompts are trained on.
         bad: lines of the files that aren't used, with the file each is in.
 
     """
@@ -41,6 +42,7 @@ class Inputs:
     train: list[Record]
     heldout: list[Record]
     bad: list[tuple[Path, BadLine]]
+    trained_too: int = 0
 
     @classmethod
     def read(
@@ -49,21 +51,18 @@ class Inputs:
         data: Path,
         *,
         heldout: Path | None = None,
-        heldout_share: float = 0.05,
         max_tokens: int | None = None,
     ) -> Inputs:
-        """Read everything but the target's weights.
+        """Read everything but the target's weights; `apart` comes next.
 
         Args:
             source: the target.
             data: a file of records, texts or conversations (`training.records`).
-            heldout: such a file to measure on; None: ``heldout_share`` of the prompts in ``data``.
-            heldout_share: see `records.split_heldout`.
+            heldout: such a file to measure on, if there is one.
             max_tokens: longer records are bad lines; None: as long as the target's context.
 
         Raises:
             TargetError: no target there.
-            DataError: too few records for a held-out share.
             PromptError: no such file.
 
         """
@@ -76,17 +75,41 @@ class Inputs:
         }
         train, found = load_records(data, **limits)
         bad = [(data, line) for line in found]
+        measured: list[Record] = []
         if heldout is not None:
             measured, found = load_records(heldout, **limits)
             bad += [(heldout, line) for line in found]
-        else:
-            try:
-                train, measured = split_heldout(train, heldout_share)
-            except ValueError as error:
-                raise DataError(f"{data}: {error} Without measuring: --heldout-share 0.") from None
         dtype = getattr(config, "dtype", None)
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         return cls(source, fingerprint, name, train, measured, bad)
+
+    def apart(self, data: Path, heldout: Path | None, share: float) -> Inputs:
+        """The same with held-out records whose prompts nothing is trained on.
+
+        Args:
+            data: what `train` was read from, for messages.
+            heldout: what `heldout` was read from; None: ``share`` of the prompts is held out.
+            share: see `records.split_heldout`.
+
+        Raises:
+            DataError: too few prompts, or every held-out prompt is trained on.
+
+        """
+        if heldout is None:
+            try:
+                train, measured = split_heldout(self.train, share)
+            except ValueError as error:
+                raise DataError(f"{data}: {error} Without measuring: --heldout-share 0.") from None
+            return replace(self, train=train, heldout=measured)
+        prompts = {record.prompt_key for record in self.train}
+        measured = [record for record in self.heldout if record.prompt_key not in prompts]
+        if not measured:
+            raise DataError(
+                f"{heldout}: of its {len(self.heldout)} usable records none has a prompt that "
+                f"{data} doesn't train on. Hold others out, or leave --heldout away: then "
+                "--heldout-share of the prompts is."
+            )
+        return replace(self, heldout=measured, trained_too=len(self.heldout) - len(measured))
 
 
 def require_labels(texts: Texts, num_heads: int, name: str) -> None:
@@ -108,6 +131,20 @@ def require_labels(texts: Texts, num_heads: int, name: str) -> None:
         raise DataError(
             f"{name}: the longest generated span gives labels to {usable} heads, and {num_heads} "
             f"are wanted. Train --num-heads {usable}, or bring longer texts."
+        )
+
+
+def require_whole_distributions(records: Sequence[Record]) -> None:
+    """Refuse records whose soft labels would not be what they were sampled from.
+
+    Raises:
+        DataError: some were sampled with top_p or top_k.
+
+    """
+    if cut := sum(record.truncated for record in records):
+        raise DataError(
+            f"{cut} of {len(records)} records were sampled with top_p or top_k, and soft labels "
+            "are whole distributions. Train with --labels tokens, or distill without these options."
         )
 
 

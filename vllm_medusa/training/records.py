@@ -19,6 +19,7 @@ run: `load_records` and `split_heldout` return records in an order that depends 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -47,7 +48,7 @@ class Record:
 
     ``generated`` holds the [start, end) spans that the target or the assistant wrote, sorted,
     disjoint and not empty; ``temperature`` is what they were sampled at, None where the target
-    didn't sample them.
+    didn't sample them; ``truncated`` says that top_p or top_k had cut the distribution.
     """
 
     index: int
@@ -56,6 +57,7 @@ class Record:
     token_ids: tuple[int, ...]
     generated: tuple[Span, ...]
     temperature: float | None = None
+    truncated: bool = False
 
     @property
     def num_generated(self) -> int:
@@ -137,6 +139,22 @@ def load_records(
         else:
             records.append(record)
     return sorted(records, key=lambda r: r.order), bad
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Write records as `read_records` reads them; an old file is replaced as a whole."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("w", encoding="utf-8") as file:
+        for record in records:
+            line = {
+                "index": record.index,
+                "request_id": record.request_id,
+                "token_ids": record.token_ids,
+                "generated": record.generated,
+                "temperature": record.temperature,
+            }
+            file.write(json.dumps(line) + "\n")
+    part.replace(path)
 
 
 def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record], list[Record]]:
@@ -224,6 +242,7 @@ def _from_ids(row: Mapping[str, Any], index: int, line: int, name: str) -> Recor
         tuple(ids),
         tuple((start, end) for start, end in spans),
         None if temperature is None else float(temperature),
+        any(row.get(key) is not None for key in ("top_p", "top_k")),
     )
 
 

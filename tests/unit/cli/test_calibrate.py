@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM
 from vllm_medusa import cli
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.checkpoint import update_config
+from vllm_medusa.heads.provenance import provenance
 
 DEMO = Path(__file__).parents[3] / "demo"
 TARGET = str(DEMO / "target")
@@ -94,12 +96,22 @@ def test_text_of_unknown_origin_is_taken_with_a_warning(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
     assert run("calibrate", TARGET, heads, "--data", path, "--tree", '{"chain": 2}') == 0
     captured = capsys.readouterr()
+    assert "trained on" not in captured.err
     assert "2 of 2 texts don't say at which temperature" in " ".join(captured.err.split())
     assert "not the target's own" in captured.out
     summary = json.loads((heads / "config.json").read_text())["medusa"]["calibration"]
     assert summary["temperature"] is None and summary["walked_with"] == [[0], [0, 0]]
     assert run("tree", heads, "-n", 2, "--measure", records, "--target", TARGET) == 2
     assert "--temperature" in capsys.readouterr().err
+
+
+def test_texts_the_heads_were_trained_on_are_taken_with_a_warning(
+    heads: Path, records: Path, capsys: Any
+) -> None:
+    entry = provenance(["vllm-medusa", "train", TARGET], [records])
+    update_config(heads, provenance=entry)
+    assert run("calibrate", TARGET, heads, "--data", records, "--tree", '{"chain": 2}') == 0
+    assert "the heads were trained on" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -98,4 +98,6 @@ def test_inspect_of_a_target_and_of_neither(command, tmp_path):
     assert "error:" in err
     status, out, _ = command("inspect", tmp_path, "--json")
     assert (status, json.loads(out)["target"]) == (2, None)
-    assert command("inspect", HEADS, "--target", tmp_path)[0] == 2
+    (tmp_path / "config.json").write_text("{}")
+    status, out, err = command("inspect", HEADS, "--target", tmp_path)
+    assert (status, out) == (2, "") and str(tmp_path) in "".join(err.split("\n"))

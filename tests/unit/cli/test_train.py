@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from support.models import save_model
 
 from vllm_medusa.cli import main
 from vllm_medusa.heads import load_heads
+from vllm_medusa.training.records import load_records
 
 Data = tuple[str, Path]
 
@@ -72,6 +74,15 @@ def trained(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("trained") / "heads"
     assert status(arguments(data, output)) == 0
     return output
+
+
+def test_what_was_held_out_stands_beside_the_heads(trained: Path, data: Data) -> None:
+    heldout, _ = load_records(trained / "training" / "heldout.jsonl")
+    known = {record.token_ids: record for record in load_records(data[1])[0]}
+    assert len(heldout) == 2
+    for record in heldout:
+        source = known[record.token_ids]
+        assert record == replace(source, line=record.line)
 
 
 def test_the_heads_say_where_they_come_from(trained: Path, data: Data) -> None:
@@ -158,6 +169,10 @@ def test_refused_before_anything_is_made(
     brief.write_text('{"token_ids": [4, 5, 6, 7], "generated": [[1, 3]]}\n' * 3)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text(records.read_text().replace('"temperature"', '"top_p": 0.9, "temperature"'))
+    foreign = tmp_path / "foreign.jsonl"
+    foreign.write_text('{"token_ids": [1, 600], "generated": [[0, 2]]}\n')
     whole = ("--heldout-share", "0")
     for source, file, output, more, reason in (
         (target, records, full, (), "no training run"),
@@ -172,6 +187,10 @@ def test_refused_before_anything_is_made(
         (str(tmp_path), records, tmp_path / "new", (), str(tmp_path)),
         (target, records, tmp_path / "new", ("--keep-cache",), "--keep-cache needs --cache"),
         (target, records, tmp_path / "new", ("--max-kl", "1"), "an option of --method medusa-2"),
+        (target, foreign, tmp_path / "new", (), "line 1: token_ids[1] is 600"),
+        (target, empty, tmp_path / "new", (), "no usable records"),
+        (target, cut, tmp_path / "new", (), "whole distributions. Train with --labels tokens"),
+        (target, records, tmp_path / "new", ("--heldout", str(records)), "24 usable records none"),
     ):
         command = arguments((source, file), output, *more)
         assert status(command) == 2, reason
