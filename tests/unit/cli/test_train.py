@@ -94,7 +94,7 @@ def test_the_heads_say_where_they_come_from(trained: Path, data: Data) -> None:
     assert len(about["training"]["heldout"]["top"]) == 2
     assert about["provenance"][0]["data"][0]["file"] == "records.jsonl"
     assert sorted(path.name for path in (trained / "training").iterdir()) == [
-        *("curves.png", "log.jsonl", "run.json")
+        *("curves.png", "heldout.jsonl", "log.jsonl", "run.json")
     ]
     assert (trained / "training/curves.png").read_bytes().startswith(b"\x89PNG")
 
