@@ -38,8 +38,8 @@ def engine_process(
     path.write_text(json.dumps(job))
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     settings = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    settings |= {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "INFO"}
+    search = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    settings |= {"PYTHONPATH": search, "VLLM_LOGGING_LEVEL": "INFO"}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(path)],

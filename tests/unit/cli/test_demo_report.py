@@ -10,7 +10,9 @@ from vllm_medusa.offline.compare import Comparison, compare
 from vllm_medusa.offline.prompts import Prompt
 
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(6)]
-ANSWER = Answer("abcdefg", list(range(7)), [1, 3, 2, 1], "length")
+ANSWER = Answer(
+    text="abcdefg", token_ids=list(range(7)), delivered=[1, 3, 2, 1], finish_reason="length"
+)
 
 
 def terminal(colour: bool) -> Console:
@@ -48,7 +50,7 @@ def test_without_colour_the_drafts_stand_between_marks() -> None:
 
 
 def test_a_draft_at_the_very_end_is_closed() -> None:
-    cut = Answer("ab", [0, 1], [2], "length")
+    cut = Answer(text="ab", token_ids=[0, 1], delivered=[2], finish_reason="length")
     assert report.marked_text(cut, ["a", "b"], colour=False).plain == "«a»b"
 
 
