@@ -149,7 +149,8 @@ def test_streamed_chat(server: Server, offline: dict[str, list[Answer]]) -> None
         text = "".join(choice.delta.content or "" for choice in choices)
         usage = chunks[-1].usage
         assert Answer(text, choices[-1].finish_reason, usage.completion_tokens) == expected
-        assert sum(bool(choice.delta.content) for choice in choices) > 2  # busy servers send several tokens at once
+        # a busy server sends several tokens at once
+        assert sum(bool(choice.delta.content) for choice in choices) > 2
 
 
 def test_completions(server: Server, offline: dict[str, list[Answer]]) -> None:
