@@ -22,7 +22,7 @@ def test_log_and_state_are_of_the_same_step(tmp_path: Path) -> None:
                 run.save({"step": 3, "weight": torch.arange(3.0)})
     with (output / "training/log.jsonl").open("ab") as file:
         file.write(b'{"step": 5, "lo')  # torn by a kill
-    (output / "training/work/state.part").write_bytes(b"torn as well")
+    (output / "training" / "work" / "state.part").write_bytes(b"torn as well")
     with TrainingRun(output, {"a": 1}) as run:
         state = run.load()
         assert state is not None and state["step"] == 3
