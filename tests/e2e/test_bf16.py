@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.engines import complete, engine, generate, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
@@ -28,8 +27,6 @@ pytestmark = pytest.mark.engine
 # bf16 has 8 significant bits: logits of 8 to 16 are multiples of 1/16. Two such roundings, one on
 # either side, may be between the best two.
 NEAR_TIE = 2 * 2**-4
-# Where AMX is, one row and many rows go through other kernels, so more near-ties fall otherwise.
-SHARE = 0.65 if torch.cpu._is_amx_tile_supported() else 0.2
 DEMO = Path(__file__).parents[2] / "demo"
 TOKENS = 40
 Prompts = Sequence[list[int]]
@@ -82,7 +79,7 @@ def test_chaotic_model(
         monkeypatch.setattr(runner, "compact_group", lambda *args: None)
         wrong = run_trees(llm, plain, VOCAB)
     assert all(gap <= NEAR_TIE for gap in gaps), sorted(gaps)
-    assert len(gaps) < SHARE * len(prompts)
+    assert len(gaps) < 0.2 * len(prompts)
     # The control: without compaction nearly every request differs, and by far.
     assert sum(gap > NEAR_TIE for gap in wrong) > 0.7 * len(prompts)
 
@@ -98,4 +95,4 @@ def test_demo_model() -> None:
         gaps = run_trees(llm, plain, 4096)
         real = plain.gaps([c.token_ids for c in complete(llm, prompts, greedy(TOKENS))])
     assert all(gap <= NEAR_TIE for gap in gaps + real), sorted(gaps + real)
-    assert len(gaps) < SHARE * len(prompts) and len(real) < SHARE * len(prompts)
+    assert len(gaps) < 0.2 * len(prompts) and len(real) < 0.2 * len(prompts)

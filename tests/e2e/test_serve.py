@@ -149,8 +149,7 @@ def test_streamed_chat(server: Server, offline: dict[str, list[Answer]]) -> None
         text = "".join(choice.delta.content or "" for choice in choices)
         usage = chunks[-1].usage
         assert Answer(text, choices[-1].finish_reason, usage.completion_tokens) == expected
-        # a busy server sends several tokens at once
-        assert sum(bool(choice.delta.content) for choice in choices) > 2
+        assert sum(bool(choice.delta.content) for choice in choices) > 5
 
 
 def test_completions(server: Server, offline: dict[str, list[Answer]]) -> None:
