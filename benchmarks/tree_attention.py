@@ -31,6 +31,7 @@ from vllm_medusa.scorer.reference import tree_attention_reference
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.topology import TokenTree
 
+AMX = torch.cpu._is_amx_tile_supported()
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -65,8 +66,14 @@ def make_problem(
     table = torch.randperm(batch * count, generator=generator).to(torch.int32).view(batch, count)
     kv_cache = torch.randn(batch * count, heads[1], block, 2 * dim, generator=generator).to(dtype)
     query = torch.randn(batch * nodes, heads[0], dim, generator=generator).to(dtype)
-    meta = build_metadata(tree, base, table, CacheLayout.of(kv_cache, "vec"), heads[0])
+    layout = CacheLayout.of(kv_cache, _isa(dtype))
+    meta = build_metadata(tree, base, table, layout, heads[0])
     return Problem(query, kv_cache, tree, base, table, meta, dim**-0.5)
+
+
+def _isa(dtype: torch.dtype) -> str:
+    """What vLLM chooses on this CPU."""
+    return "amx" if AMX and dtype == torch.bfloat16 else "vec"
 
 
 def _tree(nodes: int) -> TokenTree:
@@ -98,7 +105,7 @@ def causal_kernel(problem: Problem) -> Callable[[Tensor], Tensor] | None:
         query_start_loc=starts,
         causal=True,
         sliding_window_size=-1,
-        isa="vec",
+        isa=problem.meta.layout.isa,
         enable_kv_split=True,
     )
 

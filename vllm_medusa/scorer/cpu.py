@@ -9,9 +9,10 @@ slowest of all (benchmarks/results/tree_attention.md).
 The products go to oneDNN rather than to the BLAS of torch, twice as fast on the AMD machine
 measured. torch picks oneDNN for fp32 products only where bf16 internals are allowed
 (``torch.backends.mkldnn.matmul.fp32_precision``), so that setting is changed for the duration of a
-call. Where oneDNN makes use of the permission (AMX), bf16 queries and keys lose nothing, and bf16
-models have their probabilities rounded to bf16, as in the stock AMX kernel. fp32 and fp16 models
-go there only on machines on which a probe finds the products exact.
+call. Where oneDNN makes use of the permission (AMX), it rounds probabilities to bf16. Layers whose
+stock kernel does so too (isa "amx") want that, and of the same numbers: those that are 1 where a
+node attends most (`_weigh`). All other layers go to oneDNN only on machines on which a probe finds
+the products exact. (vLLM: csrc/cpu/cpu_attn_impl.hpp, apply_softmax.)
 """
 
 from __future__ import annotations
@@ -74,9 +75,10 @@ def tree_attention(
     if scratches is None:
         scratches = [bind(_WORKSPACE, g, meta.layout, heads, dtype) for g in meta.groups]
         meta.scratches[dtype, heads] = scratches
-    may_switch = HAS_SWITCH and (dtype == torch.bfloat16 or onednn_is_exact())
+    rounds = _stock_rounds(meta.layout, dtype)
+    may_switch = HAS_SWITCH and (rounds or onednn_is_exact())
     for group, scratch in zip(meta.groups, scratches, strict=True):
-        with _onednn(may_switch and scratch.macs >= ONEDNN_FROM):
+        with _onednn(may_switch and (rounds or scratch.macs >= ONEDNN_FROM)):
             _attend(query, kv_cache, meta.layout, group, scratch, scale, softcap, sinks, out)
     return out
 
@@ -116,7 +118,7 @@ def _attend(
             torch.softmax(part.logits, -1, out=part.logits)
         else:
             probabilities = _softmax_with_sinks(part, sinks.view(layout.num_kv_heads, -1))
-        torch.bmm(probabilities, part.values, out=part.result)
+        _weigh(probabilities, part, _stock_rounds(layout, query.dtype))
 
     if isinstance(group.out_rows, slice):
         out[group.out_rows].unflatten(0, (requests, nodes)).copy_(scratch.result)
@@ -125,6 +127,25 @@ def _attend(
     if group.kept is not None:
         result = result.index_select(0, group.kept)
     out.index_copy_(0, group.out_rows, result.to(out.dtype))
+
+
+def _stock_rounds(layout: CacheLayout, dtype: torch.dtype) -> bool:
+    """Whether vLLM's kernel for such layers rounds probabilities."""
+    return layout.isa == "amx" and dtype == torch.bfloat16
+
+
+def _weigh(probabilities: Tensor, part: Pass, rounded: bool) -> None:
+    """Sum the values by their probabilities, which change.
+
+    ``rounded``: stock AMX attention rounds exp(logit - largest logit) to bf16, divides by the sum
+    of the unrounded ones afterwards. Rounded probabilities would differ in a third of all outputs.
+    """
+    if rounded:
+        best = probabilities.amax(-1, keepdim=True)  # 1 / the sum
+        probabilities.div_(best)
+    torch.bmm(probabilities, part.values, out=part.result)
+    if rounded:
+        part.result.mul_(best)
 
 
 def _softmax_with_sinks(part: Pass, sinks: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def test_a_new_target_and_heads_that_know_it(
     stated = json.loads((done / MODEL / "config.json").read_text())["medusa_2"]
     assert stated["quality"] == training["quality"] and stated["degraded"] is False
     left = sorted(path.name for path in (done / "training").iterdir())
-    assert left == ["curves.png", "log.jsonl", "run.json", "warm-up.jsonl"]
+    assert left == ["curves.png", "heldout.jsonl", "log.jsonl", "run.json", "warm-up.jsonl"]
     assert sorted(p.name for p in done.iterdir()) == [
         *("config.json", "model.safetensors", MODEL, "training")
     ]
