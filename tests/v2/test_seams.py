@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts
+from support.metrics import counts, drafted_and_accepted
 from support.models import COMMON, VOCAB
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
 from support.planted import planted, planted_by_seed
@@ -304,10 +305,11 @@ def apply_grammar_bitmask(
             logits[row, torch.from_numpy(bits[: logits.shape[1]] == 0)] = -torch.inf
 
 
-def test_structured_output_beside_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar's requests keep to it and are plain vLLM's; their neighbours' drafts count.
+@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
+def test_structured_output_beside_trees(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar's requests keep to it and are plain vLLM's; only their neighbours' drafts count.
 
-    With the async scheduler, which then waits for each step's tokens.
+    The async scheduler then waits for each step's tokens.
     """
     monkeypatch.setattr(StructuredOutputsWorker, "apply_grammar_bitmask", apply_grammar_bitmask)
     target = str(DEMO / "target")
@@ -320,15 +322,20 @@ def test_structured_output_beside_trees(monkeypatch: pytest.MonkeyPatch) -> None
     texts = []
     for config in (None, medusa(str(DEMO / "heads"), TREE)):
         with (
-            async_scheduling() if config else nullcontext(),
+            async_scheduling() if config and ahead else nullcontext(),
             engine(target, config, skip_tokenizer_init=False) as llm,
             recorded_steps() as steps,
         ):
             results = llm.generate(prompts, params, use_tqdm=False)
+            counted = counts(llm)
         texts.append([result.outputs[0].text for result in results])
     assert texts[0] == texts[1]
     assert texts[1][0] in ("yes, of course", "no, never")
     bound = {tuple(results[i].prompt_token_ids) for i in (0, 2)}
     rows = tree_rows(steps)
-    assert all(row.accepted == 0 for row in rows if row.prompt in bound)
+    walked = [row for row in rows if row.prompt in bound]
+    assert all(row.accepted == 0 for row in walked) and bool(walked) == ahead
+    drafted = [drafted_and_accepted(result.outputs[0])[0] for result in results]
+    assert not any(drafted[0] + drafted[2]) and min(map(sum, (drafted[1], drafted[3]))) > 0
+    assert counted["spec_decode_num_draft_tokens"] == sum(map(sum, drafted))
     assert sum(row.accepted for row in rows if row.prompt not in bound) > 0

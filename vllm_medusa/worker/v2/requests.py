@@ -54,6 +54,10 @@ class RequestOptions:
         """Whether distributions depend on the tokens before them, not on the logits alone."""
         return self._by_path[slots]
 
+    def is_undrafted(self, slot: int) -> bool:
+        """Whether the drafts of the request must not count, see `undrafted`."""
+        return bool(self._undrafted[slot])
+
     def undrafted(self, slots: np.ndarray) -> Tensor | None:
         """Requests whose drafts must not count, bool [B]; None if there are none.
 

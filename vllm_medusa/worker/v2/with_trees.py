@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_medusa.worker import compat
@@ -37,3 +38,19 @@ class WithTrees(WorkerBase):
         """Load the target and the heads; heads in the target's checkpoint are no part of it."""
         with heads_left_out():
             super().load_model(*args, **kwargs)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Tell the scheduler what was drafted: nothing for requests that follow a grammar.
+
+        vLLM asks where it schedules synchronously, or has a grammar to check drafts against. It
+        then schedules no drafts for them, or (async, where it has done so) counts none.
+        """
+        drafts = super().take_draft_token_ids()
+        if drafts is not None:
+            state: Any = self.model_runner
+            undrafted = state.speculator.trees.requests.is_undrafted
+            slots = state.req_states.req_id_to_index
+            for place, req_id in enumerate(drafts.req_ids):
+                if req_id in slots and undrafted(slots[req_id]):
+                    drafts.draft_token_ids[place] = []
+        return drafts
