@@ -34,7 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=at_least_zero,
         default=50.0,
         metavar="GB",
-        help="at most; states beyond are computed whenever they are needed (50)",
+        help="at most; states beyond are computed whenever they are needed, for a text's labels "
+        "in one go, so the order of the steps depends on it (50)",
     )
     group.add_argument(
         "--cache-dtype",

@@ -150,6 +150,8 @@ class TrainingRun:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+        if self.complete and self.main:
+            shutil.rmtree(self.work, ignore_errors=True)  # only the lock was there
 
     @property
     def _settings_file(self) -> Path:

@@ -72,6 +72,7 @@ def test_a_complete_run_has_nothing_to_do(tmp_path: Path) -> None:
     assert not (output / "training/work").exists()
     with TrainingRun(output, {}) as run:
         assert run.complete
+    assert not (output / "training/work").exists()
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
