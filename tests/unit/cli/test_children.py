@@ -22,9 +22,10 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
 PARENT = """
-import sys
+import signal, sys
 from pathlib import Path
 from vllm_medusa.cli.children import run_logged
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell's background ignore it
 try:
     run_logged([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), sys.stderr)
 except KeyboardInterrupt:
