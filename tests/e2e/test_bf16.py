@@ -17,10 +17,9 @@ from support.engines import complete, engine, generate, greedy, medusa, random_p
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import assert_chaotic
+from support.runner import compaction
 from transformers import AutoTokenizer
 from vllm import LLM
-
-from vllm_medusa.worker.v1 import runner
 
 pytestmark = pytest.mark.engine
 
@@ -76,7 +75,7 @@ def test_chaotic_model(
     assert_chaotic(plain.outputs)
     with engine(chaotic_llama, medusa(random_heads, "mc_sim_7b_63"), dtype="bfloat16") as llm:
         gaps = run_trees(llm, plain, VOCAB)
-        monkeypatch.setattr(runner, "compact_group", lambda *args: None)
+        monkeypatch.setattr(compaction(), "compact_group", lambda *args: None)
         wrong = run_trees(llm, plain, VOCAB)
     assert all(gap <= NEAR_TIE for gap in gaps), sorted(gaps)
     assert len(gaps) < 0.2 * len(prompts)
