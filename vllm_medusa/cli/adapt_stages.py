@@ -176,10 +176,11 @@ class Adaptation:
         def copy(here: Path) -> None:
             (here / "heads").mkdir(exist_ok=True)
             for name in files:
-                part = here / "heads" / f"{name}.part"
-                part.unlink(missing_ok=True)
-                _link(source / name, part)
-                os.replace(part, here / "heads" / name)
+                place = here / "heads" / name
+                # not aside and renamed: a rename of one link over another does nothing at all
+                place.unlink(missing_ok=True)
+                place.with_name(f"{name}.part").unlink(missing_ok=True)
+                _link(source / name, place)
 
         self._run(stage, copy)
 

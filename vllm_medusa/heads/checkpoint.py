@@ -291,6 +291,7 @@ def _bind_target(heads: MedusaHeads, weight: Tensor, layout: Layout) -> None:
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that readers see the old one or the whole new one."""
     part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)  # it may be a link to a file that somebody keeps
     part.touch()
     mode = part.stat().st_mode  # safetensors would keep the file to its owner
     write(part)

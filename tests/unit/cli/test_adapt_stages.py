@@ -1,0 +1,81 @@
+import argparse
+import io
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from vllm_medusa.cli import stages
+from vllm_medusa.cli.adapt_checks import Facts
+from vllm_medusa.cli.adapt_stages import CALIBRATED, HEADS, Adaptation
+from vllm_medusa.cli.stages import StageFailed, WorkFolder
+from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
+from vllm_medusa.offline.results import digest_of
+
+
+class Run:
+    """An adapt up to one of its stages; what the stages' commands do is the test's."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.args = argparse.Namespace(dtype="auto")
+
+    def stage(self, name: str, *arguments: Any, **earlier: Path) -> Path:
+        """Run one stage on the folders of earlier ones, as a new process would; its folder."""
+        console = Console(file=io.StringIO())
+        with WorkFolder(self.folder, console, Adaptation.count, {}) as work:
+            adaptation = Adaptation(self.args, Facts({"sha256": "f"}, 9, "a"), "key", work, console)
+            adaptation.folders |= earlier
+            getattr(adaptation, f"_{name.replace('-', '_')}")(*arguments)
+            return adaptation.folders[name]
+
+
+@pytest.fixture
+def adapt(tmp_path: Path) -> Run:
+    return Run(tmp_path / "work")
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """The folder of a finished stage that has heads."""
+    folder = tmp_path / "work" / "earlier"
+    heads = MedusaHeads(1, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
+    save_heads(folder / "heads", heads, {"tree": [[0]]})
+    (folder / "heads" / "calibration.safetensors").write_bytes(b"observations")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["calibrate", "tree"])
+def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(
+    adapt: Run, earlier: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    kills = 2
+    heads = earlier / "heads"
+    before = {path.name: digest_of(path) for path in heads.iterdir()}
+
+    def command(command: Sequence[str], log: Path, _: Any) -> int:
+        nonlocal kills
+        if kills:
+            kills -= 1
+            return -signal.SIGKILL
+        update_config(log.parent / "heads", tree=[[0], [1]])
+        (log.parent / "tree.png").touch()
+        (log.parent / "heads" / "calibration.safetensors").touch()
+        (log.parent / "calibration.png").touch()
+        return 0
+
+    monkeypatch.setattr(stages, "run_logged", command)
+    arguments = () if name == "calibrate" else ("tree", 2)
+    folders = {"train": earlier, "calibrate": earlier, "split": earlier}
+    for _ in range(2):
+        with pytest.raises(StageFailed, match="status -9"):
+            adapt.stage(name, *arguments, **folders)
+    here = adapt.stage(name, *arguments, **folders)
+    assert peek_heads(here / "heads").tree == [[0], [1]]
+    assert {path.name: digest_of(path) for path in heads.iterdir()} == before
+    assert sorted(path.name for path in (here / "heads").iterdir()) == sorted(CALIBRATED)
+    assert set(HEADS) < set(CALIBRATED)
