@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_medusa.convert import tensorrt_llm, tgi, v1, v2, vllm
 from vllm_medusa.convert.backbone import write_base
-from vllm_medusa.convert.folder import check_output, new_folder, write_output
+from vllm_medusa.convert.folder import check_apart, check_output, new_folder, write_output
 from vllm_medusa.convert.heads import Heads, Output
 from vllm_medusa.convert.target import TargetWeights
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint
@@ -82,6 +82,8 @@ def convert(
         if path is not None:
             replace_it = overwrite and path is output
             check_output(path, overwrite=replace_it, sources=[folder, target])
+    if base is not None:
+        check_apart(output, base)
     if base is not None and not info.includes_base:
         raise HeadsError(f"{source} holds heads only: there is no base to write to {base}")
     weights = None if target is None else TargetWeights(target)
@@ -102,7 +104,7 @@ def convert(
             "differs from the one it was made from: serve them with that one. --base FOLDER writes "
             "it alone.",
         )
-    with new_folder(output) as part:
+    with new_folder(output, overwrite=overwrite) as part:
         size = write_output(part, made)
         if folder is not None and (folder / OBSERVATIONS).is_file():
             shutil.copyfile(folder / OBSERVATIONS, part / OBSERVATIONS)

@@ -39,13 +39,28 @@ def check_output(path: Path, *, overwrite: bool, sources: Sequence[str | Path | 
         )
 
 
+def check_apart(output: Path, base: Path) -> None:
+    """Refuse two outputs of which one is, or lies in, the other."""
+    first, second = output.resolve(), base.resolve()
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        raise HeadsError(
+            f"the base {base} and the output {output} are one folder, or one lies in the other: "
+            "give two folders side by side"
+        )
+
+
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes ``path`` when the block ends well and else vanishes.
 
     Killed inside the block, ``path`` is what it was; a rest of it lies beside as ``.NAME.part``,
     and the next try takes it away. A folder that is replaced is never half one, half the other.
+
+    Raises:
+        HeadsError: Without ``overwrite``, something is at ``path``, even if only since the start.
+
     """
+    path = path.resolve()  # "." has no name
     part, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(part, ignore_errors=True)
@@ -54,6 +69,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield part
         for entry in [*part.iterdir(), part]:
             _sync(entry)
+        if path.exists() and not overwrite:
+            raise HeadsError(f"{path} was made meanwhile: give another output")
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise

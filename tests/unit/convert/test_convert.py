@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from support.random_heads import HIDDEN, VOCAB, random_heads, write, write_shard
 import vllm_medusa.convert as convert_module
 from vllm_medusa.cli.convert import FORMATS as OFFERED
 from vllm_medusa.convert import FORMATS, convert
+from vllm_medusa.convert.folder import new_folder
 from vllm_medusa.heads import HeadsError, load_heads, peek_heads, target_fingerprint
 
 FOREIGN = [name for name in FORMATS if name != "native"]
@@ -259,6 +261,42 @@ def test_an_output_is_replaced_only_on_demand_and_only_if_it_is_heads(native, re
         convert(source, "v1", out, overwrite=True)
     with pytest.raises(HeadsError, match="being read"):
         convert(source, "v1", source, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["native", "out"]
+
+
+@pytest.fixture
+def full(target, read, tmp_path):
+    """A full Medusa-2 model in one file; returns its folder."""
+    base, config = read(target[0])
+    tensors = base | random_heads(3, 1).spelled("v1", "medusa_head.")
+    write(tmp_path / "full" / "model.safetensors", tensors, config)
+    return tmp_path / "full"
+
+
+@pytest.mark.parametrize(
+    ("output", "base"), [("a", "a"), ("a", "a/base"), ("a/heads", "a"), ("a", "b/../a/./base")]
+)
+def test_heads_and_base_may_not_overlap(output, base, full, tmp_path):
+    for overwrite in (False, True):
+        with pytest.raises(HeadsError, match="side by side"):
+            convert(full, "v1", tmp_path / output, base=tmp_path / base, overwrite=overwrite)
+        assert [p.name for p in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_folder_that_appeared_meanwhile_is_not_replaced(tmp_path):
+    with pytest.raises(HeadsError, match="meanwhile"), new_folder(tmp_path / "out"):
+        (tmp_path / "out" / "theirs").mkdir(parents=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "theirs").exists()
+
+
+def test_the_working_directory_may_be_replaced(native, read, tmp_path, monkeypatch):
+    source, out = native(), tmp_path / "out"
+    convert(source, "v1", out)
+    monkeypatch.chdir(out)
+    done = convert(source, "tgi", Path("."), overwrite=True)
+    assert sorted(p.name for p in out.iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
+    assert str(done.file) == "medusa_lm_head.safetensors"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["native", "out"]
 
 
