@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_medusa.cli import adapt_report, compare_report
+from vllm_medusa.cli import adapt_report, compare_report, distill
 from vllm_medusa.cli.adapt_checks import Facts
 from vllm_medusa.cli.engine_defaults import engine_arguments
 from vllm_medusa.cli.stages import HERE, WORK, Stage, WorkFolder, write_json
@@ -66,8 +66,8 @@ class Adaptation:
         identical = all(row["identical"] for row in figures["rows"])
         return 0 if identical or figures["dtype"] != "float32" else 1
 
-    def _run(self, stage: Stage, prepare: Any = None) -> None:
-        self.folders[stage.name] = self.work.run(stage, prepare)
+    def _run(self, stage: Stage, prepare: Any = None, complete: Any = None) -> None:
+        self.folders[stage.name] = self.work.run(stage, prepare, complete)
 
     def _check(self) -> None:
         def empty(here: Path) -> None:
@@ -91,9 +91,10 @@ class Adaptation:
         )
         command += ["--engine-args", json.dumps(given | args.engine_args)]
         inputs = self.weights | {"prompts": self.facts.prompts_digest}
-        skips = args.on_bad_line == "skip"  # prompts that vLLM refuses end with status 1
-        accepted = (0, 1) if skips else (0,)
-        self._run(Stage("distill", command, inputs, ["records.jsonl"], accepted=accepted))
+        # prompts that vLLM refuses end with status 1, and so does an engine that dies
+        accepted = (0, 1) if args.on_bad_line == "skip" else (0,)
+        stage = Stage("distill", command, inputs, ["records.jsonl"], accepted=accepted)
+        self._run(stage, None, lambda here: distill.is_finished(args, here / "records.jsonl"))
 
     def _split(self) -> None:
         records = self.folders["distill"] / "records.jsonl"

@@ -18,7 +18,7 @@ from vllm_medusa.cli.progress import PromptProgress
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Engine, run_batch
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
-from vllm_medusa.offline.results import ResultLog
+from vllm_medusa.offline.results import ResultLog, indices_of
 from vllm_medusa.training.self_distillation import Plan, Summary
 
 _DESCRIPTION = """\
@@ -74,6 +74,19 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit status: 0, 1 if prompts failed, 2 for bad input."""
     return generate.run_resumable(args, _run)
+
+
+def is_finished(args: argparse.Namespace, records: Path) -> bool:
+    """Whether each text has its records or its error; status 1 alone may be of a crash as well.
+
+    Args:
+        args: ``prompts``, ``format``, ``column`` and ``samples`` of a command without self-talk.
+        records: what it wrote so far.
+
+    """
+    _, _, turns = _survey(args)
+    waiting = Plan(args.samples, turns=turns).slots(_usable(args), indices_of(records))
+    return next(waiting, None) is None
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:

@@ -119,13 +119,20 @@ class WorkFolder:
     ) -> None:
         os.close(self._lock)
 
-    def run(self, stage: Stage, prepare: Callable[[Path], None] | None = None) -> Path:
+    def run(
+        self,
+        stage: Stage,
+        prepare: Callable[[Path], None] | None = None,
+        complete: Callable[[Path], bool] | None = None,
+    ) -> Path:
         """Bring a stage to its end, unless it is there already; returns its folder.
 
         Args:
             stage: what to run.
             prepare: called with the folder before every attempt, to put there what the command
                 changes in place and to remove what it would stumble over.
+            complete: called with the folder after a command that left its outputs; False if there
+                is less in them than there has to be.
 
         Raises:
             StageFailed: the command failed; what it left stays for the next attempt.
@@ -158,6 +165,8 @@ class WorkFolder:
         missing = [name for name in stage.outputs if not (here / name).is_file()]
         if missing:
             raise StageFailed(f"{stage.name} left no {missing[0]} and", status, here / LOG)
+        if complete is not None and not complete(here):
+            raise StageFailed(f"{stage.name} broke off and", status, here / LOG)
         self.seconds[stage.name] = time.monotonic() - start
         write_json(
             here / DONE,

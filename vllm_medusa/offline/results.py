@@ -61,6 +61,12 @@ def manifest_path(output: Path) -> Path:
     return output.with_name(output.name + ".manifest.json")
 
 
+def indices_of(path: Path) -> set[int]:
+    """The indices of the whole lines of a result file, whatever its settings."""
+    with path.open("rb") as file:
+        return {int(json.loads(line)["index"]) for line in file if line.endswith(b"\n")}
+
+
 class ResultLog:
     """The result file of one job, open for appending.
 

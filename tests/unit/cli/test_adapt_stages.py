@@ -9,7 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from vllm_medusa.cli import stages
+from vllm_medusa import cli
+from vllm_medusa.cli import adapt_stages, stages
 from vllm_medusa.cli.adapt_checks import Facts
 from vllm_medusa.cli.adapt_stages import CALIBRATED, HEADS, Adaptation
 from vllm_medusa.cli.stages import StageFailed, WorkFolder
@@ -79,3 +80,40 @@ def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(
     assert {path.name: digest_of(path) for path in heads.iterdir()} == before
     assert sorted(path.name for path in (here / "heads").iterdir()) == sorted(CALIBRATED)
     assert set(HEADS) < set(CALIBRATED)
+
+
+def test_texts_that_a_crash_left_unwritten_are_not_passed_over(
+    adapt: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 1 is of refused prompts, which may be skipped, and of any uncaught exception."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"promt": "b"}\n{"turns": ["c", "d"]}\n')
+    options = [
+        "--prompts",
+        str(prompts),
+        "--output",
+        "o",
+        "--on-bad-line",
+        "skip",
+        "--samples",
+        "2",
+    ]
+    adapt.args = cli.build_parser().parse_args(["adapt", "t", *options])
+    monkeypatch.setattr(adapt_stages, "engine_arguments", lambda *_: {})
+    lines = ['{"index": 0}', '{"index": 2, "error": "too long"}', '{"index": 9}', '{"index": 8}']
+    written: list[str] = []
+
+    def command(command: Sequence[str], log: Path, _: Any) -> int:
+        (log.parent / "records.jsonl").write_text("".join(written))
+        return 1
+
+    monkeypatch.setattr(stages, "run_logged", command)
+    for line in lines:
+        written.append(line + "\n")
+        with pytest.raises(StageFailed, match="distill broke off and ended with status 1"):
+            adapt.stage("distill")
+    written.append('{"index": 10, "tor')
+    with pytest.raises(StageFailed, match="broke off"):
+        adapt.stage("distill")
+    written[-1] = '{"index": 10}\n'
+    assert (adapt.stage("distill") / "done.json").exists()
