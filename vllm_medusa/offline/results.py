@@ -198,10 +198,11 @@ class ResultLog:
             raise ResultError(
                 f"{target}: version {version!r}; this release reads {MANIFEST_VERSION}. {remedy}"
             )
+        one, other = _without_places(before), _without_places(self.settings)
         changed = [
             f"{key} was {before.get(key)!r} and is now {self.settings.get(key)!r}"
             for key in sorted(before.keys() | self.settings.keys())
-            if before.get(key) != self.settings.get(key)
+            if one.get(key) != other.get(key)
         ]
         if changed:
             raise ResultError(
@@ -229,3 +230,24 @@ class ResultLog:
                 end += len(line)
         if self.torn_bytes:
             os.ftruncate(self._fd, end)
+
+
+def _without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which checkpoints on this machine are known by their digests, not their paths.
+
+    Where a checkpoint stands, and how its path is spelled, is nothing that results depend on.
+    """
+    known, engine = settings.get("checkpoints"), settings.get("engine")
+    if not isinstance(known, Mapping) or not isinstance(engine, Mapping):
+        return dict(settings)
+    speculation = engine.get("speculative_config") or {}
+    digests = {
+        "model": known.get(engine.get("model")),
+        "speculative_model": known.get(speculation.get("model")),
+    }
+    engine = dict(engine)
+    if digests["model"] is not None:
+        engine["model"] = None
+    if digests["speculative_model"] is not None:
+        engine["speculative_config"] = {**speculation, "model": None}
+    return {**settings, "engine": engine, "checkpoints": digests}

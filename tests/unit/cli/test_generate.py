@@ -136,6 +136,38 @@ def test_another_model_at_the_same_place_refuses_the_output(
     assert "checkpoints was" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("spelling", ["slash", "relative", "another place"])
+def test_the_same_checkpoints_by_other_paths_are_the_same_job(
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: type[Engine],
+    capfd: Any,
+    spelling: str,
+) -> None:
+    target, heads = tmp_path / "target", tmp_path / "heads"
+    for folder in (target, heads):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(folder.name.encode())
+    rest = ("-i", prompts, "-o", tmp_path / "o.jsonl")
+    assert run(target, "--speculative-model", heads, *rest) == 0
+    place = str(target), str(heads)
+    if spelling == "slash":
+        place = f"{target}/", f"{heads}/"
+    elif spelling == "relative":
+        monkeypatch.chdir(target)
+        place = ".", "../heads"
+    else:
+        target.rename(tmp_path / "moved")
+        place = str(tmp_path / "moved"), str(heads)
+    assert run(place[0], "--speculative-model", place[1], *rest) == 0, capfd.readouterr().err
+    assert "nothing to do" in capfd.readouterr().err
+    assert len(engine.built) == 1
+    assert run(place[1], "--speculative-model", place[0], *rest) == 2
+    assert run(place[0], *rest) == 2
+    assert run(place[0], "--speculative-model", "another", *rest) == 2
+
+
 def test_another_tree_in_the_same_file_refuses_the_output(
     prompts: Path, tmp_path: Path, capfd: Any
 ) -> None:
