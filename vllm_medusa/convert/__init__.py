@@ -19,7 +19,7 @@ from vllm_medusa.convert.heads import Heads, Output
 from vllm_medusa.convert.target import TargetWeights
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint
 from vllm_medusa.heads.fingerprint import match_target, target_fingerprint
-from vllm_medusa.heads.formats import read_layout
+from vllm_medusa.heads.formats import TOKEN_MAP, read_layout
 from vllm_medusa.heads.info import HeadsInfo, check_vocab, describe
 from vllm_medusa.heads.model import HeadsError
 
@@ -136,8 +136,23 @@ def _check_target(
             f"{files.label} was made for hidden size {info.hidden_size}; {weights.label} has "
             f"{weights.hidden_size}. Give the target of these heads"
         )
-    if weights.vocab_size is not None:
-        check_vocab(files, layout, info, weights.vocab_size)
+    vocab = weights.vocab_size
+    if vocab is None:
+        return
+    check_vocab(files, layout, info, vocab)
+    if info.vocab_size not in (None, vocab):
+        raise HeadsError(
+            f"{files.label} was made for {info.vocab_size} tokens; the target has {vocab}: "
+            f"{weights.label} is another model. Give the target of these heads"
+        )
+    if layout.token_map:
+        ((_, token_map),) = files.tensors([layout.names[TOKEN_MAP]])
+        bad = token_map[(token_map < 0) | (token_map >= vocab)]
+        if bad.numel():
+            raise HeadsError(
+                f"{files.label}: its token map names the token {int(bad[0])}; those of "
+                f"{weights.label} are 0 to {vocab - 1}. Give the target of these heads"
+            )
 
 
 def _folder_of(source: str | Path) -> Path | None:

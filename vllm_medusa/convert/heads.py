@@ -22,6 +22,7 @@ from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_nam
 from vllm_medusa.heads.info import HeadsInfo
 from vllm_medusa.heads.model import HeadsError
 
+MOVED = "other_keys"  # of "medusa": keys of config.json that vLLM would mistake for its own
 # What the formats say about the heads themselves: each writes its own anew.
 _KNOWN = {
     *("architectures", "model_type", "version", "base_model_name_or_path", "medusa"),
@@ -66,6 +67,10 @@ class Heads:
         added = medusa.pop("added", None)
         # beside a full model config.json is the model's, not the heads'
         other = {} if info.includes_base else files.config
+        moved = medusa.get(MOVED)
+        if isinstance(moved, Mapping):
+            other = dict(moved) | other
+            del medusa[MOVED]
         heads = cls(
             label=files.label,
             tensors=tensors,
@@ -152,11 +157,13 @@ class Heads:
             return self
         if target is not None and not self.lm_head_bias:
             rows = self._target_rows(target)
-            if all(torch.equal(rows.float(), stored.float()) for stored in self.lm_heads):
+            if all(_identical(rows, stored) for stored in self.lm_heads):
                 rest = {name: t for name, t in self.tensors.items() if not _is_lm_head(name)}
                 note = "the stored LM heads are the target's own: left out"
                 return replace(self, tensors=rest, spare=rows, notes=(*self.notes, note))
-        against = f"they are not those of {target.label}" if target else "give --target to compare"
+        against = "give --target to compare"
+        if target is not None:
+            against = f"they are not those of {target.label}, bit for bit and of the same dtype"
         raise HeadsError(
             f"{self.label} stores LM heads of its own, for which this format has no place: they "
             f"can only be left out where they are copies of the target's ({against}). Take "
@@ -200,6 +207,14 @@ class Heads:
                 f"{target.hidden_size}. Give the target of these heads"
             )
         rows = target.lm_head()
+        needed = self.vocab_size or 0
+        if self.token_map is not None:
+            needed = max(needed, int(self.token_map.max()) + 1)
+        if len(rows) < needed:
+            raise HeadsError(
+                f"{self.label} needs an LM head of {needed} tokens; that of {target.label} has "
+                f"{len(rows)}. Give the target of these heads"
+            )
         return rows if self.token_map is None else rows[self.token_map]
 
     def _without(self, added: Mapping[str, Any]) -> Heads:
@@ -236,6 +251,13 @@ def _is_lm_head(name: str) -> bool:
 
 def _is_lm_weight(name: str) -> bool:
     return _is_lm_head(name) and name.endswith(".weight")
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    """Equal in dtype, shape and every bit, which values of zero need not be."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
 
 
 def _digest(tensor: Tensor) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm_medusa.convert.heads import Heads, Output
+from vllm_medusa.convert.heads import MOVED, Heads, Output
 from vllm_medusa.convert.target import TargetWeights
 from vllm_medusa.heads.checkpoint import layout_config
 from vllm_medusa.heads.formats import lm_head_name
@@ -68,7 +68,10 @@ def _without_padding(heads: Heads) -> Heads:
 
 
 def _in_vllms_words(heads: Heads) -> Heads:
-    """Keep foreign keys from being read as vLLM's, which takes any "num..heads" for the number."""
+    """Keep foreign keys from being read as vLLM's, which takes any "num..heads" for the number.
+
+    `Heads.read` moves them back.
+    """
     mistaken = [key for key in heads.other if "num" in key and ("heads" in key or "layers" in key)]
     if not mistaken:
         return heads
@@ -76,6 +79,6 @@ def _in_vllms_words(heads: Heads) -> Heads:
     return replace(
         heads,
         other={key: value for key, value in heads.other.items() if key not in moved},
-        medusa=heads.medusa | {"other_keys": moved},
-        notes=(*heads.notes, f"{', '.join(mistaken)} moved to medusa.other_keys in config.json"),
+        medusa=heads.medusa | {MOVED: moved},
+        notes=(*heads.notes, f"{', '.join(mistaken)} moved to medusa.{MOVED} in config.json"),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.random_heads import HIDDEN, VOCAB, random_heads, write, write_sharded
 
 import vllm_medusa.convert as convert_module
@@ -159,6 +160,47 @@ def test_lm_heads_that_are_the_targets_own_are_left_out_for_v2(target, read, tmp
     assert read(tmp_path / "b")[1]["version"] == "2"
 
 
+def rounded(weight):
+    """As far as bfloat16 can tell the same."""
+    return weight.double() * (1 + 2**-20)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [torch.Tensor.float, torch.Tensor.double, rounded, lambda w: torch.where(w == 0, -w, w)],
+    ids=["float32", "float64", "float64 rounded", "negative zero"],
+)
+def test_lm_heads_equal_in_value_only_are_not_left_out(stored, target, tmp_path):
+    """They could not be given back bit by bit."""
+    folder, lm_head = target
+    weights = load_file(folder / "model.safetensors")
+    lm_head = lm_head.bfloat16()
+    lm_head[3, 2] = 0
+    write(folder / "model.safetensors", weights | {"lm_head.weight": lm_head})
+    plain = random_heads(2, 1)
+    plain.lm_heads = [(stored(lm_head), None)] * 2
+    write(tmp_path / "a" / "medusa_lm_head.pt", plain.spelled("v1"))
+    with pytest.raises(HeadsError, match="bit for bit and of the same dtype"):
+        convert(tmp_path / "a", "v2", tmp_path / "b", target=folder)
+
+
+def test_foreign_keys_that_vllm_would_mistake_come_back(native, read, tmp_path):
+    foreign = {"num_key_value_heads": 4, "num_attention_heads": 8, "max_num_layers": [3]}
+    source = native(config=foreign)
+    before = read(source)[1]
+    convert(source, "vllm", tmp_path / "there")
+    there = read(tmp_path / "there")[1]
+    assert there["medusa"]["other_keys"] == foreign
+    assert not foreign.keys() & there.keys()
+    convert(tmp_path / "there", "vllm", tmp_path / "again")
+    assert read(tmp_path / "again")[1] == there
+    convert(tmp_path / "there", "native", tmp_path / "back")
+    after = read(tmp_path / "back")[1]
+    convert(source, "native", tmp_path / "straight")
+    assert after == read(tmp_path / "straight")[1]
+    assert {key: after[key] for key in before} == before
+
+
 def test_padding_rows_are_cut_for_vllm_only(native, target, read, tmp_path):
     source = native(rows=VOCAB + 4)
     done = convert(source, "vllm", tmp_path / "a", target=target[0])
@@ -184,6 +226,35 @@ def test_another_target_is_refused_or_warned_of(native, target, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 30}))
     with pytest.raises(HeadsError, match="the target has 30"):
         convert(native("own"), "v1", tmp_path / "b", target=folder)
+
+
+@pytest.mark.parametrize("vocab", [12, 32])
+@pytest.mark.parametrize("foreign", ["native", "v1", "vllm"])
+def test_heads_on_the_targets_lm_head_need_its_vocabulary(vocab, foreign, native, target, tmp_path):
+    source = native(num_lm_heads=0, config={"vocab_size": vocab})
+    with pytest.raises(HeadsError, match=f"made for {vocab} tokens; the target has {VOCAB}"):
+        convert(source, foreign, tmp_path / "a", target=target[0])
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("named", [VOCAB, -1])
+@pytest.mark.parametrize("stated", [VOCAB, None])
+def test_a_token_map_beyond_the_target_is_refused(named, stated, native, target, tmp_path):
+    token_map = torch.tensor([5, named, 7])
+    source = native(num_lm_heads=0, token_map=token_map, config={"vocab_size": stated})
+    with pytest.raises(HeadsError, match=f"names the token {named}"):
+        convert(source, "vllm", tmp_path / "a", target=target[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"token_map": torch.tensor([5, VOCAB + 4])}])
+def test_a_target_that_states_no_vocabulary_needs_enough_rows(options, native, target, tmp_path):
+    folder, _ = target
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": None}))
+    stated = None if options else VOCAB + 5
+    source = native(num_lm_heads=0, config={"vocab_size": stated}, **options)
+    with pytest.raises(HeadsError, match=f"needs an LM head of {VOCAB + 5} tokens"):
+        convert(source, "vllm", tmp_path / "a", target=folder)
 
 
 def test_heads_that_diverged_are_not_converted(tmp_path):
