@@ -196,6 +196,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("Mamba", {"state_size": 8}, "recurrent state"),
     "jamba": ("Jamba", {"attn_layer_offset": 1, "attn_layer_period": 2}, "recurrent state"),
     "mla": ("DeepseekV2", MLA, "MLA"),
+    "chunks": ("Llama", {"attention_chunk_size": 64}, "in chunks of 64 tokens"),
     "mrope": ("Llama", {"rope_parameters": ROPE}, "multi-dimensional RoPE"),
 }
 

@@ -61,6 +61,11 @@ def _unsupported(config: Any) -> Iterator[str]:
         yield f"{model.model} uses multi-dimensional RoPE, whose positions trees do not set yet."
     if model.is_mm_prefix_lm:
         yield f"{model.model} attends to images in both directions, which trees do not do yet."
+    if model.attention_chunk_size is not None:
+        yield (
+            f"{model.model} attends in chunks of {model.attention_chunk_size} tokens "
+            "(attention_chunk_size), which tree attention does not know. Leave method='medusa' out."
+        )
     if compat.on_cuda():
         readable = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
         if cache.cache_dtype not in readable:
