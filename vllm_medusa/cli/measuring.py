@@ -60,13 +60,10 @@ def check_folder(heads: Path) -> None:
 
 def heads_digest(folder: Path) -> str:
     """Tells heads of other weights apart, cheaply; the config may change."""
-    import hashlib
-
+    from vllm_medusa.heads.digest import digest_heads
     from vllm_medusa.heads.files import find_checkpoint
-    from vllm_medusa.offline.results import fingerprint
 
-    files = sorted(set(find_checkpoint(folder).files.values()))
-    return hashlib.sha256("".join(fingerprint(file) for file in files).encode()).hexdigest()
+    return digest_heads(find_checkpoint(folder))
 
 
 def end_tokens(target: Target) -> set[int]:

@@ -6,7 +6,6 @@ nothing that the heads compute, added and noted (see `heads.Heads`).
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from vllm_medusa.convert import tensorrt_llm, tgi, v1, v2, vllm
 from vllm_medusa.convert.backbone import write_base
+from vllm_medusa.convert.calibration import copy_calibration
 from vllm_medusa.convert.folder import check_apart, check_output, new_folder, write_output
 from vllm_medusa.convert.heads import Heads, Output
 from vllm_medusa.convert.target import TargetWeights
@@ -31,7 +31,6 @@ FORMATS: dict[str, Callable[[Heads, TargetWeights | None], Output]] = {
     "tgi": tgi.write,
     "tensorrt-llm": tensorrt_llm.write,
 }
-OBSERVATIONS = "calibration.safetensors"  # lies beside heads that were calibrated
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,8 @@ def convert(
         )
     with new_folder(output, overwrite=overwrite) as part:
         size = write_output(part, made)
-        if folder is not None and (folder / OBSERVATIONS).is_file():
-            shutil.copyfile(folder / OBSERVATIONS, part / OBSERVATIONS)
+        if folder is not None:
+            copy_calibration(folder, files, part)
     return Conversion(info, output, output / made.file, size, made.notes, warnings)
 
 

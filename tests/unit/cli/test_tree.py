@@ -9,6 +9,7 @@ import pytest
 from vllm_medusa import cli
 from vllm_medusa.calibration.budgets import Limits, build_tree
 from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.cli.convert import FORMATS
 from vllm_medusa.cli.measuring import heads_digest
 from vllm_medusa.tree.search import walk_taus
 
@@ -101,6 +102,44 @@ def test_what_can_not_work_is_refused(
     assert run("tree", heads, *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert (heads / "config.json").read_bytes() == before
+
+
+def changed(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5000] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_calibration_survives_conversion_of_its_heads(
+    heads: Path, form: str, tmp_path: Path, capsys: Any
+) -> None:
+    there, back = tmp_path / "there", tmp_path / "back"
+    target = DEMO / "target"
+    assert run("convert", heads, "--to", form, "-o", there, "--target", target) == 0
+    assert run("convert", there, "--to", "native", "-o", back) == 0
+    before = Observations.load(heads)
+    for folder in (there, back):
+        assert run("tree", folder, "-n", 3) == 0
+        after = Observations.load(folder)
+        for name in ("ranks", "confidences", "offsets", "temperatures", "prompts"):
+            assert np.array_equal(getattr(after, name), getattr(before, name))
+        modes = {file.stat().st_mode for file in folder.iterdir()}
+        assert len(modes) == 1
+    (weights,) = (f for f in there.iterdir() if f.name.startswith(("model.", "medusa_lm_head.")))
+    changed(weights)
+    capsys.readouterr()
+    assert run("tree", there) == 2
+    assert "have changed since they were calibrated" in " ".join(capsys.readouterr().err.split())
+
+
+def test_heads_that_had_changed_before_conversion_are_noticed(
+    heads: Path, tmp_path: Path, capsys: Any
+) -> None:
+    changed(heads / "model.safetensors")
+    assert run("convert", heads, "--to", "native", "-o", tmp_path / "a") == 0
+    assert run("tree", tmp_path / "a") == 2
+    assert "have changed since they were calibrated" in " ".join(capsys.readouterr().err.split())
 
 
 def test_heads_that_changed_or_were_never_calibrated(heads: Path, capsys: Any) -> None:

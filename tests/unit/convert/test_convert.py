@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from support.random_heads import HIDDEN, VOCAB, random_heads, write, write_sharded
 
-import vllm_medusa.convert as convert_module
 from vllm_medusa.cli.convert import FORMATS as OFFERED
 from vllm_medusa.convert import FORMATS, convert
 from vllm_medusa.convert.folder import new_folder
@@ -379,7 +379,7 @@ def test_a_kill_leaves_no_half_of_an_output(native, read, tmp_path):
     (source / "calibration.safetensors").write_bytes(b"what is copied last")
     child = os.fork()
     if child == 0:
-        convert_module.shutil.copyfile = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+        shutil.copyfile = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
         convert(source, "tgi", out, overwrite=True)
         os._exit(1)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
