@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 from torch import Tensor
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.confidence import Fit, fit_temperature
-from vllm_medusa.calibration.observations import NO_LABEL, Observations
+from vllm_medusa.calibration.observations import NO_LABEL, Observations, save_arrays
 from vllm_medusa.calibration.observe import Logits, Seen, observe
 from vllm_medusa.heads.model import MedusaHeads
 
@@ -45,7 +46,7 @@ class Text(Protocol):
     def prompt_key(self) -> str: ...  # noqa: D102
 
 
-Span = tuple[int, int, int]  # text, first and last + 1 position
+Span = tuple[int, int, int, int]  # text, first and last + 1 position, end of the span itself
 
 
 def collect(
@@ -82,7 +83,7 @@ def collect(
 
     """
     spans = list(find_spans(texts, heads.num_heads, end_tokens))
-    total = sum(stop - start for _, start, stop in spans)
+    total = sum(stop - start for _, start, stop, _ in spans)
     if total == 0:
         raise CalibrationError(
             f"none of the {len(texts)} records has a generated span of more than "
@@ -109,7 +110,7 @@ def collect(
             )
             work.save(number, parts)
         _unpack(parts, members, stride, seen)
-        progress(sum(stop - start for _, (_, start, stop) in members))
+        progress(sum(stop - start for _, (_, start, stop, _) in members))
     observations = _join(texts, spans, seen)
     fits = [
         fit_temperature(*(_joined(seen, name)[:, head] for name in _CLOSE))
@@ -133,7 +134,7 @@ def find_spans(
             stop = end - 2 if ended else end - num_heads - 1
             first = max(start - 1, 0)
             if stop > first:
-                yield number, first, stop
+                yield number, first, stop, end
 
 
 def _batches(
@@ -172,9 +173,9 @@ def _observe_batch(
         states = hidden_states(ids.to(device), mask.to(device))  # [B, L, H]
     row_of = {text: row for row, text in enumerate(batch)}
     rows, labels, closely = [], [], []
-    for number, (text, start, stop) in members:
+    for number, (text, start, stop, end) in members:
         rows.append(states[row_of[text], start:stop])
-        labels.append(_labels(texts[text], start, stop, heads.num_heads))
+        labels.append(_labels(texts[text], start, stop, end, heads.num_heads))
         closely.append(_closely(number, stop - start, stride))
     return observe(
         heads,
@@ -186,9 +187,8 @@ def _observe_batch(
     )
 
 
-def _labels(text: Text, start: int, stop: int, num_heads: int) -> Tensor:
-    """int64 [T, K]: tokens t + h + 2 of the span that the positions are of."""
-    end = next(end for first, end in text.generated if max(first - 1, 0) == start)
+def _labels(text: Text, start: int, stop: int, end: int, num_heads: int) -> Tensor:
+    """int64 [T, K]: tokens t + h + 2 of the span, which ends before ``end``."""
     index = torch.arange(start, stop)[:, None] + torch.arange(num_heads) + 2
     ids = torch.tensor(text.token_ids)
     return torch.where(index < end, ids[index.clamp_max(len(ids) - 1)], NO_LABEL)
@@ -207,7 +207,7 @@ def _unpack(
 ) -> None:
     """Give every span of the batch its own rows."""
     at = close = 0
-    for number, (_, start, stop) in members:
+    for number, (_, start, stop, _) in members:
         end = at + stop - start
         close_end = close + int(_closely(number, stop - start, stride).sum())
         seen[number] = Seen(
@@ -227,12 +227,12 @@ def _joined(seen: Mapping[int, Seen], name: str) -> Any:
 
 def _join(texts: Sequence[Text], spans: Sequence[Span], seen: Mapping[int, Seen]) -> Observations:
     numbers: dict[str, int] = {}
-    prompts = [numbers.setdefault(texts[text].prompt_key, len(numbers)) for text, _, _ in spans]
-    temperatures = [texts[text].temperature for text, _, _ in spans]
+    prompts = [numbers.setdefault(texts[text].prompt_key, len(numbers)) for text, *_ in spans]
+    temperatures = [texts[text].temperature for text, *_ in spans]
     return Observations(
         ranks=_joined(seen, "ranks"),
         confidences=_joined(seen, "confidences"),
-        offsets=np.cumsum([0, *(stop - start for _, start, stop in spans)]).astype(np.int64),
+        offsets=np.cumsum([0, *(stop - start for _, start, stop, _ in spans)]).astype(np.int64),
         temperatures=np.array([np.nan if t is None else t for t in temperatures], np.float32),
         prompts=np.array(prompts, np.int64),
     )
@@ -253,14 +253,13 @@ class _Work:
             os.replace(part, manifest)
 
     def load(self, number: int) -> Seen | None:
-        path = self._path(number)
-        return Seen(**load_file(path)) if path.is_file() else None
+        try:
+            return Seen(**load_file(self._path(number)))
+        except (FileNotFoundError, SafetensorError, TypeError):  # torn, if the machine went down
+            return None
 
     def save(self, number: int, parts: Seen) -> None:
-        path = self._path(number)
-        part = path.with_suffix(".part")
-        save_file({name: np.ascontiguousarray(a) for name, a in asdict(parts).items()}, part)
-        os.replace(part, path)
+        save_arrays(self._path(number), asdict(parts))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"batch-{number:06}.safetensors"

@@ -87,7 +87,6 @@ class Observations:
     def save(self, folder: Path) -> Path:
         """Write `FILE` into the heads' folder, whole or not at all; its path."""
         path = folder / FILE
-        part = path.with_name(f"{FILE}.part")
         arrays: dict[str, npt.NDArray[Any]] = {
             "ranks": self.ranks,
             "confidences": self.confidences,
@@ -95,11 +94,8 @@ class Observations:
             "temperatures": self.temperatures,
             "prompts": self.prompts,
         }
-        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        save_file(arrays, part, {"format_version": str(_FORMAT), "source": json.dumps(self.source)})
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        notes = {"format_version": str(_FORMAT), "source": json.dumps(self.source)}
+        save_arrays(path, arrays, notes)
         return path
 
     @classmethod
@@ -130,3 +126,18 @@ class Observations:
             if isinstance(error, CalibrationError):
                 raise
             raise CalibrationError(f"{path} can't be read ({error}): calibrate again.") from error
+
+
+def save_arrays(
+    path: Path, arrays: Mapping[str, npt.NDArray[Any]], notes: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file, whole or not at all, with the permissions of any new file."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    part.touch()
+    mode = part.stat().st_mode  # safetensors would keep the file to its owner
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, part, notes)
+    part.chmod(mode)
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(part, path)

@@ -68,7 +68,7 @@ def test_positions_are_those_whose_labels_count(tmp_path):
     spans = list(find_spans(texts, HEADS, {END}))
     for number, each in enumerate(texts):
         mask = label_mask(each.generated, len(each.token_ids), HEADS).all(1)
-        found = [p for t, first, stop in spans if t == number for p in range(first, stop)]
+        found = [p for t, first, stop, _ in spans if t == number for p in range(first, stop)]
         assert found == torch.nonzero(mask)[:, 0].tolist()
     observations, _ = observed(texts, tmp_path)
     assert (observations.ranks != NO_LABEL).all()
@@ -82,7 +82,7 @@ def test_ranks_are_of_the_tokens_that_follow_whatever_the_batches(tmp_path):
     observations, fits = observed(texts, tmp_path, model)
     alone, _ = observed(texts, tmp_path, model, batch_tokens=1)
     assert np.array_equal(observations.ranks, alone.ranks)
-    for rows, (number, first, stop) in zip(
+    for rows, (number, first, stop, _) in zip(
         observations.texts(), find_spans(texts, HEADS, {END}), strict=True
     ):
         ids = torch.tensor(texts[number].token_ids)
@@ -102,9 +102,19 @@ def test_a_text_that_ended_goes_on_to_its_end(tmp_path):
     cut = text([5, 6, 7, 8, 9], [(2, 5)])
     observations, _ = observed([ended, text(list(range(2, 14)), [(1, 12)])], tmp_path)
     assert list(find_spans([cut], HEADS, {END})) == [], "three tokens, three heads"
-    assert list(find_spans([ended], HEADS, {END})) == [(0, 1, 3)]
+    assert list(find_spans([ended], HEADS, {END})) == [(0, 1, 3, 5)]
     first = observations.texts()[0]
     assert (first == NO_LABEL).tolist() == [[False, False, True], [False, True, True]]
+
+
+@pytest.mark.parametrize("short", [(0, 1), (1, 1)])
+def test_labels_end_with_their_own_span(short, tmp_path):
+    """Spans side by side, the first of which has no position, may begin at the same one."""
+    ids = list(range(2, 16))
+    alone, _ = observed([text(ids, [(1, 14)])], tmp_path / "alone")
+    after, _ = observed([text(ids, [short, (1, 14)])], tmp_path / "after")
+    assert (alone.ranks != NO_LABEL).all() and len(alone.ranks) == 10
+    assert np.array_equal(after.ranks, alone.ranks)
 
 
 def test_samples_of_a_prompt_are_in_the_same_half(tmp_path):
@@ -148,6 +158,17 @@ def test_killed_and_run_again_gives_the_same_and_repeats_nothing(tmp_path):
     assert other.calls == batches, "nothing of other heads is taken over"
     remove_work(tmp_path)
     assert not (tmp_path / FOLDER).exists()
+
+
+@pytest.mark.parametrize("kept", [0, 7, -3])
+def test_a_torn_batch_is_done_again(kept, tmp_path):
+    texts = random_texts()
+    whole, _ = observed(texts, tmp_path, first := Causal())
+    batch = tmp_path / FOLDER / "batch-000001.safetensors"
+    batch.write_bytes(batch.read_bytes()[:kept])
+    resumed, _ = observed(texts, tmp_path, again := Causal())
+    assert first.calls > again.calls == 1
+    assert np.array_equal(resumed.confidences, whole.confidences)
 
 
 def test_texts_too_short_for_the_heads_are_refused(tmp_path):
