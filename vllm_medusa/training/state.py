@@ -70,7 +70,8 @@ class TrainingRun:
         self.settings = json.loads(json.dumps(settings))
         self._lock: BinaryIO | None = None
         self._log: FileIO | None = None
-        check_output(self.output)
+        if main:  # the others would look while the main process makes the folder
+            check_output(self.output)
         known = self._settings_file.exists()
         self.complete = not overwrite and (self.output / "config.json").exists()
         if not main:
@@ -82,7 +83,7 @@ class TrainingRun:
                 self._throw_away()
             elif known:
                 self._check_settings()
-            if not self._settings_file.exists():
+            if overwrite or not known:
                 write_json(self._settings_file, self.settings)
         except BaseException:
             self.close()
@@ -176,12 +177,18 @@ class TrainingRun:
             ) from None
 
     def _throw_away(self) -> None:
+        """Remove the run, what it would go on from first; `run.json` stays until it is replaced.
+
+        So a run that is killed here can only be begun anew: as it was, or by overwriting again.
+        """
+        for state in (self.work / "state.pt", *self.work.glob("*/training/work/state.pt")):
+            state.unlink(missing_ok=True)
         for name in ("config.json", "model.safetensors", "calibration.safetensors"):
             (self.output / name).unlink(missing_ok=True)
         for path in [*self.folder.iterdir(), *self.work.iterdir()]:
             if path.is_dir() and path != self.work:
                 shutil.rmtree(path)
-            elif path.is_file() and path.name != "lock":
+            elif path.is_file() and path.name not in ("lock", self._settings_file.name):
                 path.unlink()
 
     def _check_settings(self) -> None:
@@ -208,11 +215,17 @@ def check_output(output: Path) -> None:
         raise RunError(f"{output}: no folder {output.parent}. Make it, or name another.")
     if output.exists() and not output.is_dir():
         raise RunError(f"{output} is a file; name a folder for the heads.")
-    known = (output / "training").is_dir()
+    known = (output / "training" / "run.json").is_file() or _just_begun(output)
     if not known and output.exists() and any(output.iterdir()):
         raise RunError(
             f"{output} holds files that are no training run. Name another folder for the heads."
         )
+
+
+def _just_begun(output: Path) -> bool:
+    """Whether the folder holds no more than a run that was killed before it wrote `run.json`."""
+    inside = {"training", "training/work", "training/work/lock", "training/run.json.part"}
+    return {path.relative_to(output).as_posix() for path in output.rglob("*")} <= inside
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:

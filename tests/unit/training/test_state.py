@@ -61,6 +61,36 @@ def test_overwrite_throws_away_heads_state_and_caches(tmp_path: Path) -> None:
         assert not (run.folder / "last_good").exists()
 
 
+def test_overwriting_that_is_killed_continues_no_old_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "heads"
+    with TrainingRun(output, {"a": 1}) as run:
+        run.load()
+        run.save({"step": 1})
+        (run.work / "hidden-x").mkdir()
+        with TrainingRun(run.work / "warm-up", {}) as earlier:
+            earlier.load()
+            earlier.save({"step": 1})
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            TrainingRun(output, {"a": 2}, overwrite=True)
+    assert not list(output.rglob("state.pt"))
+    with pytest.raises(RunError, match=r"a was 1 and is now 2"):
+        TrainingRun(output, {"a": 2})
+    with TrainingRun(output, {"a": 1}) as run:
+        assert run.load() is None
+    with TrainingRun(output, {"a": 2}, overwrite=True) as run:
+        assert run.load() is None
+    with TrainingRun(output, {"a": 2}):
+        pass
+
+
 def test_a_complete_run_has_nothing_to_do(tmp_path: Path) -> None:
     output = tmp_path / "heads"
     with TrainingRun(output, {}) as run:
@@ -95,6 +125,27 @@ def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
         with pytest.raises(RunError, match=reason):
             TrainingRun(tmp_path / name, {}, overwrite=True)
     assert (tmp_path / "full/thesis.tex").exists() and not (tmp_path / "full/training").exists()
+
+
+def test_a_folder_named_training_makes_no_run(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "training" / "work").mkdir(parents=True)
+    for name in ("config.json", "training/notes.txt", "training/work/data.bin"):
+        (project / name).write_text("{}")
+        with pytest.raises(RunError, match="no training run"):
+            TrainingRun(project, {}, overwrite=True)
+        (project / name).unlink()
+    (project / "training" / "work" / "lock").touch()  # killed before run.json was there
+    (project / "training" / "run.json.part").touch()
+    with TrainingRun(project, {}) as run:
+        assert not run.complete
+
+
+def test_other_processes_do_not_judge_what_the_main_one_is_making(tmp_path: Path) -> None:
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "new").touch()
+    with TrainingRun(tmp_path / "heads", {}, main=False) as run:
+        assert not run.complete
 
 
 def test_json_is_written_whole(tmp_path: Path) -> None:
