@@ -171,9 +171,11 @@ class HiddenStates:
 
         """
         fresh: dict[int, Tensor] = {}
+        device = torch.device("cpu")
         records = {int(self.texts.span_record[span]) for span, _, _ in wanted}
         if beyond := sorted(r for r in records if r >= self._cached_records):
             fresh = dict(self._computed(beyond))
+            device = next(iter(fresh.values())).device
         parts = []
         for span, start, stop in wanted:
             record = int(self.texts.span_record[span])
@@ -184,7 +186,8 @@ class HiddenStates:
                 first = int(self.texts.first_row[span])
                 shard = int(np.searchsorted(self._first_rows, first, "right")) - 1
                 first -= int(self._first_rows[shard])
-                parts.append(self._mapped(shard)[first + start : first + stop])
+                kept = self._mapped(shard)[first + start : first + stop]
+                parts.append(kept.to(device))
         return torch.cat(parts).float()
 
     def groups(self, pieces: Sequence[Piece]) -> list[int]:

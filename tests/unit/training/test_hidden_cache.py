@@ -78,6 +78,22 @@ def test_states_are_the_targets_cached_or_not(
     torch.testing.assert_close(kept.read([(span, 2, 5)]), parts[span][2:5], rtol=1e-4, atol=1e-4)
 
 
+def test_cached_and_computed_states_meet_where_the_target_computes(
+    target: Target, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "meta" stands for a GPU: torch refuses to put its tensors behind one of the CPU."""
+    kept = states(target, texts, tmp_path, max_bytes=texts.num_rows * ROW // 2)
+    kept.build()
+    computed = kept._computed
+    monkeypatch.setattr(
+        kept, "_computed", lambda records: [(r, s.to("meta")) for r, s in computed(records)]
+    )
+    wanted = everything(texts)
+    assert kept.read(wanted[:1]).device.type == "cpu", "it is cached"
+    found = kept.read(wanted)
+    assert found.device.type == "meta" and found.shape == (texts.num_rows, 64)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_once(
     dtype: torch.dtype, target: Target, texts: Texts, tmp_path: Path
