@@ -79,6 +79,11 @@ def _check_output(args: argparse.Namespace) -> None:
     output: Path = args.output
     if not output.parent.is_dir():
         raise AdaptError(f"{output}: no folder {output.parent}. Make it, or name another --output.")
+    if args.work.resolve().is_relative_to(output.resolve()):
+        raise AdaptError(
+            f"--work {args.work} is in --output {output}, which is empty until the end and then "
+            "replaced as a whole. Name another --work, or none: a folder beside the output."
+        )
     if output.exists() and not output.is_dir():
         raise AdaptError(f"{output} is a file; name a folder for the heads.")
     if output.is_dir() and any(output.iterdir()) and written_by_adapt(output) is None:

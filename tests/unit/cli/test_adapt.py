@@ -76,6 +76,14 @@ def test_a_folder_that_is_missing(refused: Any, tmp_path: Path) -> None:
     assert "no folder nowhere" in refused("--output", "nowhere/heads")
 
 
+@pytest.mark.parametrize("place", ["heads", "heads/work", "link/work"])
+def test_a_work_folder_in_the_output(refused: Any, tmp_path: Path, place: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "heads")
+    said = refused("--work", str(tmp_path / place))
+    assert f"--work {tmp_path / place} is in --output" in said
+    assert "Name another --work, or none" in said
+
+
 def test_a_target_that_is_none(refused: Any, arguments: list[str], tmp_path: Path) -> None:
     broken = tmp_path / "target"
     broken.mkdir()
