@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead
+from vllm_medusa.training.losses import CHUNK, IGNORED, HeadLosses, LMHead
 
 TOP = 10
 
@@ -26,7 +26,7 @@ def label_ranks(
     """Place of each label among its head's guesses, best is 0: int64 [N, K].
 
     Equal logits rank by draft id, lower first, as the proposer takes them. Labels outside the draft
-    vocabulary and ignored ones rank behind everything, at V_draft.
+    vocabulary and ignored ones rank behind everything, at V_draft, and not among the best `TOP`.
 
     Args:
         heads: K heads.
@@ -37,6 +37,7 @@ def label_ranks(
 
     """
     ids = torch.arange(heads.draft_vocab_size, device=hidden_states.device)
+    behind = max(heads.draft_vocab_size, TOP)
     draft_id = torch.full((heads.vocab_size + 1,), -1, device=ids.device)
     draft_id[heads.to_target_ids(ids)] = ids
     places = []
@@ -51,7 +52,7 @@ def label_ranks(
         logits = logits.float()
         at = logits.gather(2, own.clamp(min=0)[..., None])  # [n, K, 1]
         before = (logits > at) | ((logits == at) & (ids < own[..., None]))
-        places.append(before.sum(-1).masked_fill(own < 0, heads.draft_vocab_size))
+        places.append(before.sum(-1).masked_fill(own < 0, behind))
     return torch.cat(places)
 
 
@@ -59,10 +60,12 @@ def label_ranks(
 class Measurement:
     """Sums over labels, which add up over batches and processes.
 
-    ``loss`` fp64 [K] in nats, ``labels`` int64 [K], ``hits`` int64 [K, TOP]: labels at each rank.
+    ``loss`` fp64 [K] in nats, over the ``counts`` int64 [K] labels that the draft vocabulary has;
+    ``labels`` int64 [K], all of them; ``hits`` int64 [K, TOP], those at each rank.
     """
 
     loss: Tensor
+    counts: Tensor
     labels: Tensor
     hits: Tensor
 
@@ -72,32 +75,38 @@ class Measurement:
         return cls(
             torch.zeros(num_heads, dtype=torch.float64),
             torch.zeros(num_heads, dtype=torch.int64),
+            torch.zeros(num_heads, dtype=torch.int64),
             torch.zeros(num_heads, TOP, dtype=torch.int64),
         )
 
-    def add(self, loss: Tensor, ranks: Tensor, labels: Tensor) -> None:
-        """Take in a batch: loss sums [K], ranks and labels int64 [N, K]."""
-        self.loss += loss.double().cpu()
-        self.labels += (labels != IGNORED).sum(0).cpu()
+    def add(self, found: HeadLosses, ranks: Tensor, labels: Tensor) -> None:
+        """Take in a batch: its losses of hard labels, ranks and labels int64 [N, K]."""
+        self.loss += found.sums.double().cpu()
+        self.counts += found.counts.cpu()
+        counted = labels != IGNORED
+        self.labels += counted.sum(0).cpu()
         at = torch.arange(TOP, device=ranks.device)
-        self.hits += (ranks[..., None] == at).sum(0).cpu()
+        self.hits += ((ranks[..., None] == at) & counted[..., None]).sum(0).cpu()
 
     def packed(self) -> Tensor:
         """All sums in one fp64 vector."""
-        return torch.cat([self.loss, self.labels.double(), self.hits.double().flatten()])
+        counts = torch.cat([self.counts, self.labels, self.hits.flatten()])
+        return torch.cat([self.loss, counts.double()])
 
     @classmethod
     def unpacked(cls, vector: Tensor, num_heads: int) -> Measurement:
         """Undo `packed`."""
-        loss, labels, hits = vector.split([num_heads, num_heads, num_heads * TOP])
-        return cls(loss, labels.long(), hits.long().view(num_heads, TOP))
+        loss, counts, labels, hits = vector.split([num_heads] * 3 + [num_heads * TOP])
+        return cls(loss, counts.long(), labels.long(), hits.long().view(num_heads, TOP))
 
     def summary(self) -> dict[str, Any]:
-        """Plain JSON: ``loss`` [K], ``labels`` of head 0, ``top`` [K][TOP]: share within i + 1."""
-        count = self.labels.clamp(min=1)
-        top = self.hits.cumsum(1).double() / count[:, None]
+        """Plain JSON: ``loss`` [K], ``labels`` of head 0, ``top`` [K][TOP]: share within i + 1.
+
+        A label outside the draft vocabulary is missed by every guess, and has no loss.
+        """
+        top = self.hits.cumsum(1).double() / self.labels.clamp(min=1)[:, None]
         return {
             "labels": int(self.labels[0]),
-            "loss": [round(value, 4) for value in (self.loss / count).tolist()],
+            "loss": [round(value, 4) for value in (self.loss / self.counts.clamp(min=1)).tolist()],
             "top": [[round(value, 4) for value in row] for row in top.tolist()],
         }

@@ -100,7 +100,7 @@ def measure_joint(
         meter.add(following, before, after)
         with torch.no_grad():
             found = head_losses(heads, after, labels, weights, draft_head)
-        total.add(found.sums, label_ranks(heads, after, labels, draft_head), labels)
+        total.add(found, label_ranks(heads, after, labels, draft_head), labels)
     packed = torch.cat([meter.packed(), total.packed()])
     if workers is not None:
         packed = workers.add_up(packed.to(device)).cpu()

@@ -191,7 +191,7 @@ class Medusa1:
             with self._autocast():
                 found = head_losses(self.heads, states, labels, self.decay, self.lm_head)
                 ranks = label_ranks(self.heads, states, labels, self.lm_head)
-            total.add(found.sums, ranks, labels)
+            total.add(found, ranks, labels)
         packed = self.workers.add_up(total.packed())
         return Measurement.unpacked(packed.cpu(), self.heads.num_heads).summary()
 

@@ -6,7 +6,7 @@ import torch
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.training.accuracy import TOP, Measurement, label_ranks
-from vllm_medusa.training.losses import IGNORED
+from vllm_medusa.training.losses import IGNORED, HeadLosses, head_losses
 
 V, H, K = 30, 8, 2
 
@@ -49,10 +49,45 @@ def test_batches_and_processes_add_up() -> None:
     ranks = torch.tensor([[0, 2], [1, 0], [0, TOP], [30, 1]])
     labels = torch.tensor([[5, 6], [7, 8], [9, 3], [4, IGNORED]])
     whole, parts = Measurement.empty(K), Measurement.empty(K)
-    whole.add(torch.tensor([8.0, 3.0]), ranks, labels)
-    for rows in (slice(0, 1), slice(1, 4)):
-        parts.add(torch.tensor([4.0, 1.5]), ranks[rows], labels[rows])
+    none = torch.zeros(())
+    whole.add(HeadLosses(none, torch.tensor([8.0, 3.0]), torch.tensor([4, 3])), ranks, labels)
+    for rows, counts in ((slice(0, 1), [1, 1]), (slice(1, 4), [3, 2])):
+        found = HeadLosses(none, torch.tensor([4.0, 1.5]), torch.tensor(counts))
+        parts.add(found, ranks[rows], labels[rows])
     again = Measurement.unpacked(parts.packed(), K).summary()
     assert again == whole.summary()
     assert again["labels"] == 4 and again["loss"] == [2.0, 1.0]
     assert again["top"][0][:3] == [0.5, 0.75, 0.75]
+
+
+@pytest.mark.parametrize("count", [4, 12], ids=["below TOP", "above TOP"])
+def test_labels_outside_the_draft_vocabulary_are_missed_and_have_no_loss(count: int) -> None:
+    """The mean loss is over the labels that have one; top k is over all labels."""
+    token_map = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:count]
+    heads = make_heads(token_map)
+    matrix = torch.randn(V, H)
+    states = torch.randn(200, H)
+    labels = torch.randint(V, (200, K), generator=torch.Generator().manual_seed(2))
+    labels[::3, 1] = IGNORED
+
+    def lm_head(x: torch.Tensor) -> torch.Tensor:
+        return (x @ matrix.T)[..., token_map]
+
+    measured = Measurement.empty(K)
+    with torch.no_grad():
+        found = head_losses(heads, states, labels, torch.ones(K), lm_head)
+        measured.add(found, label_ranks(heads, states, labels, lm_head), labels)
+        logs = lm_head(heads(states)).log_softmax(-1)  # [N, K, V_draft]
+    summary = measured.summary()
+    for head in range(K):
+        losses, hits, counted = [], 0, 0
+        for row in range(200):
+            label = int(labels[row, head])
+            counted += label != IGNORED
+            at = (token_map == label).nonzero().flatten()
+            if len(at):
+                losses.append(-float(logs[row, head, at]))
+                hits += int((logs[row, head] > logs[row, head, at]).sum()) < TOP
+        assert 0 < len(losses) < counted
+        assert summary["loss"][head] == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+        assert summary["top"][head][TOP - 1] == pytest.approx(hits / counted, abs=1e-4)
