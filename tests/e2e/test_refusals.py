@@ -13,7 +13,10 @@ from support.engines import complete, engine, greedy, medusa, start, stop
 from support.models import COMMON, HIDDEN, VOCAB, save_random_heads
 from support.runner import ON_V2
 from vllm.config import KVTransferConfig
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models import llama
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
 from vllm_medusa.worker import drafting
@@ -207,6 +210,21 @@ def test_models(only_config: Callable[..., str], random_heads: str, name: str) -
     model = only_config(architecture, **changes)
     message = refusal(model, medusa(random_heads, TREE))
     assert word in message and model in message
+
+
+def test_a_layer_with_a_backend_of_its_own_starts_nothing(
+    chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models name a layer's attention themselves; only the loaded model tells."""
+
+    def chosen(*args: Any, prefix: str, **kwargs: Any) -> Any:
+        own = CPUAttentionBackend if prefix.endswith("layers.1.self_attn.attn") else None
+        return Attention(*args, prefix=prefix, attn_backend=own, **kwargs)
+
+    monkeypatch.setattr(llama, "Attention", chosen)
+    message = refusal(chaotic_llama, medusa(random_heads, TREE))
+    for word in ("model.layers.1.self_attn.attn", "CPUAttentionBackend", "Leave method='medusa'"):
+        assert word in message
 
 
 def test_the_v2_runner(

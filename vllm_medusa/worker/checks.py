@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm_medusa.config import MedusaConfigError
@@ -28,6 +28,29 @@ def check_engine(vllm_config: Any) -> None:
         raise MedusaConfigError(
             "Medusa can not run with this configuration:\n- " + "\n- ".join(reasons)
         )
+
+
+def check_layers(layers: Mapping[str, Any], kv_cache_config: Any) -> None:
+    """Refuse attention layers that never asked for a backend, and so have none with trees.
+
+    Nor do backends that vLLM derives from ours, to see the requests otherwise than they are.
+
+    Args:
+        layers: The model's attention layers by name.
+        kv_cache_config: vLLM's; the layers of its groups are looked at.
+
+    Raises:
+        MedusaConfigError: Naming the first such layer and its backend.
+
+    """
+    for name in (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names):
+        backend = layers[name].get_attn_backend()
+        if "step" not in vars(backend.get_builder_cls()):  # where a step's trees are handed over
+            raise MedusaConfigError(
+                f"The attention of {name} is {backend.__name__}, which the model chooses itself "
+                "and which knows no trees: it would take a tree's nodes for a chain. Leave "
+                "method='medusa' out."
+            )
 
 
 def _unsupported(config: Any) -> Iterator[str]:

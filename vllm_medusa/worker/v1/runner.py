@@ -19,6 +19,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.worker.attention import TreeMetadataBuilder, compact_group
+from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import TypicalRequests
 from vllm_medusa.worker.step import TreeStep
@@ -40,6 +41,11 @@ class MedusaModelRunner(CPUModelRunner):
         """Load the target, then the heads (vLLM does both); heads in its checkpoint are no part."""
         with heads_left_out():
             super().load_model(*args, **kwargs)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Make sure that every layer's attention is the one with trees."""
+        super().initialize_kv_cache(*args, **kwargs)
+        check_layers(self.compilation_config.static_forward_context, self.kv_cache_config)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.step import TreeStep
 from vllm_medusa.worker.v2.platform import tree_backend
 from vllm_medusa.worker.v2.sampler import TreeSampler
@@ -50,6 +51,7 @@ class TreeModelState(DefaultModelState):
     ) -> None:
         """Remember the KV cache groups, in which accepted paths are compacted."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
+        check_layers(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
         self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
 
     def prepare_attn(
