@@ -68,7 +68,11 @@ def add_parser(commands: Any) -> None:
     files.add_argument("--plot", type=Path, metavar="FILE", help="a picture: .png, .svg or .pdf")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument(
-        "--top-k", type=positive, default=10, metavar="R", help="choices of each head looked at"
+        "--top-k",
+        type=_choices,
+        default=10,
+        metavar="R",
+        help="choices of each head looked at (10)",
     )
     measuring.add_argument(
         "--tree", help="what walks decode with; absent: the best tree of 63 nodes for these texts"
@@ -204,6 +208,18 @@ def check_ids(records: list[Record], target: Target, args: argparse.Namespace) -
             )
 
 
+def _choices(text: str) -> int:
+    """Parse how many choices of a head are looked at."""
+    from vllm_medusa.tree.topology import MAX_NODES
+
+    value = positive(text)
+    if value >= MAX_NODES:
+        raise argparse.ArgumentTypeError(
+            f"{value} is not allowed; use at most {MAX_NODES - 1}: no tree takes more choices"
+        )
+    return value
+
+
 def _trained_on(config: Mapping[str, Any]) -> set[str]:
     """SHA-256 of the files that the heads were trained on, as their config says."""
     extra = config.get("medusa")
@@ -211,7 +227,7 @@ def _trained_on(config: Mapping[str, Any]) -> set[str]:
     return {
         entry["data"][0]["sha256"]  # further ones are held out
         for entry in (entries if isinstance(entries, list) else [])
-        if "train" in entry.get("command", [])[:3] and entry.get("data")
+        if entry.get("command", [])[1:2] == ["train"] and entry.get("data")
     }
 
 

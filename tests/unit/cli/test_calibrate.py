@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from vllm_medusa import cli
@@ -114,12 +115,32 @@ def test_texts_the_heads_were_trained_on_are_taken_with_a_warning(
     assert "the heads were trained on" in " ".join(capsys.readouterr().err.split())
 
 
+def test_texts_the_heads_were_not_trained_on_are_taken_without(
+    heads: Path, records: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Other commands read them, of a target in a folder named "train"."""
+    target = tmp_path / "train"
+    target.symlink_to(TARGET)
+    update_config(heads, provenance=provenance(["vllm-medusa", "calibrate", "train"], [records]))
+    tree = '{"chain": 2}'
+    assert run("calibrate", target, heads, "--data", records, "--tree", tree) == 0
+    assert "trained on" not in capsys.readouterr().err
+
+
+def test_no_more_choices_than_the_heads_have(heads: Path, records: Path, capsys: Any) -> None:
+    weights = load_file(heads / "model.safetensors") | {"token_map": torch.arange(100)}
+    save_file(weights, heads / "model.safetensors")
+    assert run("calibrate", TARGET, heads, "--data", records, "--top-k", 101) == 2
+    assert "--top-k is 101; the heads score 100 tokens" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--temperature", "0.3"], "it has 0.8"),
         (["--plot", "plot.jpeg2"], "no kind of picture"),
-        (["--top-k", "5000"], "score 4096 tokens"),
+        (["--top-k", "256"], "use at most 255"),
+        (["--top-k", "32767"], "use at most 255"),
         (["--tree", '{"chain": 9}'], "there are 5 heads"),
         (["--max-text-tokens", "7"], "4 bad lines"),
     ],
