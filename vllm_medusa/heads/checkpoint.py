@@ -192,7 +192,9 @@ def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
         raise HeadsError(f"{folder} is no folder: a checkpoint's config.json lies in its folder")
     path = folder / "config.json"
     document = read_json(path) if path.is_file() else {}
-    medusa = document.get("medusa", {"format_version": FORMAT_VERSION})
+    medusa = document.get("medusa")
+    if medusa is None:  # null is read as none
+        medusa = {"format_version": FORMAT_VERSION}
     if not isinstance(medusa, dict):
         raise HeadsError(f'{path}: "medusa" is {medusa!r}; it must be an object. Correct it')
     for key, value in medusa_keys.items():

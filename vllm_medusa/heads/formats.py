@@ -29,6 +29,7 @@ _LAYER = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _LM_HEAD = re.compile(r"lm_heads\.(\d+)\.(weight|bias)")
 _SINGLE = ("lm_head.weight", "lm_head.bias")
 TOKEN_MAP = "token_map"
+_MOST = 1024  # heads, and layers of a head: a tree has fewer of the one, and nobody of the other
 
 
 def is_head_tensor(name: str) -> bool:
@@ -85,6 +86,12 @@ def read_layout(names: Iterable[str], config: Mapping[str, Any], label: str) -> 
     prefix = prefix_match.group() if prefix_match else ""
     bare = {name.removeprefix(prefix): name for name in ours}
     backbone = [name for name in names if name not in ours]
+    for name, original in bare.items():
+        if _is_head_key(name) and any(map(_too_large, re.findall(r"\d+", name))):
+            raise HeadsError(
+                f"{label} names a tensor {original[:80]!r}: heads and layers are numbered below "
+                f"{_MOST}. The file is damaged or of a format this version does not read"
+            )
 
     v1_layers = [match for name in bare if (match := _V1_LAYER.fullmatch(name))]
     layers = v1_layers + [match for name in bare if (match := _LAYER.fullmatch(name))]
@@ -157,6 +164,11 @@ def _canonical(name: str, num_layers: int) -> str | None:
     if match := _LM_HEAD.fullmatch(name):
         return lm_head_name(int(match[1]), match[2])
     return name if name in (*_SINGLE, TOKEN_MAP) else None
+
+
+def _too_large(digits: str) -> bool:
+    digits = digits.lstrip("0")
+    return len(digits) > len(str(_MOST)) or int(digits or 0) >= _MOST
 
 
 def _is_head_key(name: str) -> bool:

@@ -12,6 +12,7 @@ from vllm_medusa.heads import (
     save_heads,
     update_config,
 )
+from vllm_medusa.heads.formats import read_layout
 
 HIDDEN, VOCAB = 8, 20
 SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
@@ -247,6 +248,20 @@ def test_broken_checkpoints_name_the_tensor(file, changes, message, tmp_path, ra
         load_heads(tmp_path, **SIZES)
 
 
+@pytest.mark.parametrize("number", ["1024", "4000000000", "9" * 5000], ids=["1024", "4e9", "long"])
+@pytest.mark.parametrize(
+    "name", ["{}.0.linear.weight", "0.{}.weight", "blocks.0.layers.{}.bias", "lm_heads.{}.weight"]
+)
+def test_a_number_that_none_has_is_refused_at_once(number, name, random_heads):
+    """A tensor for each number below it would be looked for."""
+    names = [*random_heads(2, 1).spelled("v1"), name.format(number)]
+    with pytest.raises(HeadsError, match=r"names a tensor '.{,80}': heads and layers are numbered"):
+        read_layout(names, {}, "heads")
+    names = [*random_heads(2, 1).spelled("v1"), f"layers.{number}.mlp.weight"]
+    with pytest.raises(HeadsError, match="left over"):
+        read_layout(names, {}, "heads")
+
+
 def test_names_are_the_files_own(tmp_path, random_heads, write):
     tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
     del tensors["medusa_head.1.0.linear.bias"]
@@ -406,6 +421,13 @@ def test_update_config_appends_provenance(tmp_path, random_heads, write):
     assert peek_heads(tmp_path).config == {"medusa": {"format_version": 1, "provenance": entries}}
     update_config(tmp_path, provenance=entries[:1])
     assert peek_heads(tmp_path).config["medusa"]["provenance"] == entries[:1]
+
+
+def test_a_medusa_object_that_is_null_is_none(tmp_path, random_heads, write):
+    write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"), {"medusa": None})
+    assert peek_heads(tmp_path).tree is None
+    update_config(tmp_path, tree=[[0]])
+    assert peek_heads(tmp_path).config == {"medusa": {"format_version": 1, "tree": [[0]]}}
 
 
 @pytest.mark.parametrize("value", [object(), float("inf"), b"bytes"])
