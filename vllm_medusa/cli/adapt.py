@@ -108,7 +108,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; 0, 1 if a stage failed or tokens differ, 2 for bad input, 130."""
-    args.work = args.work or args.output.with_name(args.output.name + ".work")
+    args.work = args.work or args.output.parent / f"{args.output.name}.work"
     with os.fdopen(os.dup(2), "w") as terminal, _ending_on_signals():
         console = Console(file=terminal, highlight=False)
         try:

@@ -77,9 +77,16 @@ def written_by_adapt(folder: Path) -> str | None:
 
 def _check_output(args: argparse.Namespace) -> None:
     output: Path = args.output
-    if not output.parent.is_dir():
-        raise AdaptError(f"{output}: no folder {output.parent}. Make it, or name another --output.")
-    if args.work.resolve().is_relative_to(output.resolve()):
+    place = output.resolve()  # a link stays, and what it leads to is replaced
+    if Path.cwd().is_relative_to(place):
+        raise AdaptError(
+            f"--output {output} is the folder that this was started in, or one around it, and is "
+            f"replaced as a whole. Name a folder in it, such as {output / 'heads'}."
+        )
+    for parent in (output.parent, place.parent):
+        if not parent.is_dir():
+            raise AdaptError(f"{output}: no folder {parent}. Make it, or name another --output.")
+    if args.work.resolve().is_relative_to(place):
         raise AdaptError(
             f"--work {args.work} is in --output {output}, which is empty until the end and then "
             "replaced as a whole. Name another --work, or none: a folder beside the output."

@@ -72,7 +72,7 @@ def publish(
     """Write the output folder, all of it or nothing."""
     from vllm_medusa.heads.checkpoint import update_config
 
-    output: Path = args.output
+    output: Path = args.output.resolve()  # a link to a folder can't be replaced by one
     part = output.with_name(f".{output.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()

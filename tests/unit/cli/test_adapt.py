@@ -23,8 +23,12 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def refused(arguments: list[str], tmp_path: Path, capfd: Any) -> Any:
+def refused(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> Any:
     """Run with changes that must be refused before any stage; returns what is said."""
+    begun = lambda *_: pytest.fail("it was not refused")  # noqa: E731
+    monkeypatch.setattr(adapt, "WorkFolder", begun)
 
     def run(*changes: str) -> str:
         with pytest.raises(SystemExit) as exit:
@@ -74,6 +78,30 @@ def test_heads_of_another_adapt_are_left_alone(refused: Any, tmp_path: Path) -> 
 
 def test_a_folder_that_is_missing(refused: Any, tmp_path: Path) -> None:
     assert "no folder nowhere" in refused("--output", "nowhere/heads")
+
+
+@pytest.mark.parametrize("spelling", [".", "..", "/", "../here"])
+def test_the_current_folder_as_the_output(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: Any,
+    spelling: str,
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    work = arguments.index("--work")
+    del arguments[work : work + 2]
+    said = refused("--output", spelling)
+    assert f"--output {spelling} is the folder that this was started in" in said
+    assert "Name a folder in it, such as" in said
+    assert not list(here.iterdir())
+
+
+def test_a_link_that_leads_nowhere_as_the_output(refused: Any, tmp_path: Path) -> None:
+    (tmp_path / "heads").symlink_to(tmp_path / "nowhere" / "heads")
+    assert f"no folder {tmp_path / 'nowhere'}" in refused()
 
 
 @pytest.mark.parametrize("place", ["heads", "heads/work", "link/work"])

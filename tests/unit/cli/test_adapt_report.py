@@ -131,6 +131,21 @@ def test_a_second_run_replaces_the_first_whole(made: Made) -> None:
     assert [path.name for path in output.parent.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_an_output_that_is_a_link_stays_one(made: Made, tmp_path: Path, there: bool) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if there:
+        (disk / "heads").mkdir()
+    made.args.output.symlink_to(disk / "heads")
+    made.publish("one")
+    output = made.publish("two")
+    assert output.is_symlink()
+    assert written_by_adapt(disk / "heads") == "two"
+    assert f"--speculative-model {output}" in (output / "report.md").read_text()
+    assert [path.name for path in disk.iterdir()] == ["heads"]
+
+
 def test_no_gain_is_said_and_the_size_asked_for_is_kept(tmp_path: Path) -> None:
     made = Made(tmp_path, [row(3, 0.8, 1.5)], fastest=3)
     made.args.num_draft_tokens = 3
