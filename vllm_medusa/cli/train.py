@@ -153,30 +153,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit status: 0, 1 if training broke off, 2 for bad input."""
-    console = Console(file=sys.stderr, highlight=False)
+    console = errors = Console(file=sys.stderr, highlight=False)
     from vllm_medusa.training.medusa1 import NotFiniteError
     from vllm_medusa.training.records import write_records
     from vllm_medusa.training.state import check_output
     from vllm_medusa.training.workers import Workers
 
     method = importlib.import_module(METHODS[args.method])
+    main = True
     try:
         _refuse_options_of_others(args)
         method.check(args)
-        check_output(args.output)
+        _refuse_inputs_in_output(args)
         workers = Workers(args.device)
-        if not workers.main:
+        main = workers.main
+        if main:  # the others would look while this one makes it
+            check_output(args.output)
+        else:
             console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
         inputs = _read(args, console)
         status: int = method.train(args, inputs, workers, console)
         if workers.main and args.heldout is None and inputs.heldout:
             write_records(args.output / "training" / "heldout.jsonl", inputs.heldout)
         return status
-    except NotFiniteError as error:
+    except NotFiniteError as error:  # which all processes meet
         console.print(f"[bold red]stopped:[/] {escape(str(error))}", soft_wrap=True)
         return 1
     except (ValueError, OSError) as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        where = "" if main else f" in process {workers.rank}"
+        errors.print(f"[bold red]error{where}:[/] {escape(str(error))}", soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         console.print(f"interrupted; the same command goes on from {args.output}")
@@ -194,6 +199,24 @@ def _refuse_options_of_others(args: argparse.Namespace) -> None:
                     f"--{name.replace('_', '-')} is an option of --method {method}; the method is "
                     f"{args.method}. Choose that method, or leave the option out."
                 )
+
+
+def _refuse_inputs_in_output(args: argparse.Namespace) -> None:
+    """Raise ValueError for an input that the run would remove."""
+    from vllm_medusa.training.medusa2_result import ADAPTER, DEGRADED, MODEL
+    from vllm_medusa.training.state import check_inputs
+
+    check_inputs(
+        args.output,
+        {
+            "the target": args.model,
+            "--data": args.data,
+            "--heldout": args.heldout,
+            "--start-heads": args.start_heads,
+        },
+        overwrite=args.overwrite,
+        removed=("training", MODEL, DEGRADED, ADAPTER),
+    )
 
 
 def _read(args: argparse.Namespace, console: Console) -> Inputs:

@@ -75,6 +75,7 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
         if run.complete:
             console.print(f"nothing to do; the heads are in {args.output}", soft_wrap=True)
             return 0
+        origin = origin_of(args) if workers.main else {}
         target = Target.load(
             inputs.source, dtype=dtype, device=workers.device, quantization=args.quantization
         )
@@ -94,7 +95,7 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
         trainer = Medusa1(target, heads, sources[-1], measured, recipe, run, workers)
         with StepProgress(console, "training", trainer.steps) as bar:
             trainer.train(lambda step, _, entry: bar.show(step, line_of(entry)))
-        _save(args, inputs, settings, trainer, run, console)
+        _save(args, inputs, settings, origin, trainer, run, console)
         workers.wait()
         if workers.main:
             for states in sources:
@@ -157,6 +158,14 @@ def settings_of(
     }
 
 
+def origin_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The heads' provenance; taken before training, since its files may be moved meanwhile."""
+    from vllm_medusa.heads.provenance import provenance
+
+    files = [path for path in (args.data, args.heldout) if path is not None]
+    return provenance(["vllm-medusa", *sys.argv[1:]], files)
+
+
 def build_states(sources: list[HiddenStates], workers: Workers, console: Console) -> None:
     """Compute the states that lack, after a look at the disk."""
     if workers.main:
@@ -197,12 +206,12 @@ def _save(
     args: argparse.Namespace,
     inputs: Inputs,
     settings: dict[str, Any],
+    origin: dict[str, Any],
     trainer: Medusa1,
     run: TrainingRun,
     console: Console,
 ) -> None:
     """Round the heads to what is stored, measure that, draw the curves, write everything."""
-    from vllm_medusa.heads.provenance import provenance
     from vllm_medusa.training.curves import draw_curves
     from vllm_medusa.training.export import round_to, save_trained
     from vllm_medusa.training.hidden_cache import DTYPES
@@ -216,7 +225,6 @@ def _save(
         run.log({"step": trainer.step, "heldout": heldout})
         console.print(accuracy_table(heldout))
     draw_curves(run.entries(), run.folder / "curves.png", f"Medusa-1 on {inputs.source}")
-    files = [path for path in (args.data, args.heldout) if path is not None]
     save_trained(
         args.output,
         trainer.heads,
@@ -224,6 +232,6 @@ def _save(
         dtype=dtype,
         training={**settings, "steps": trainer.steps, "heldout": heldout},
         target=inputs.fingerprint,
-        provenance=provenance(["vllm-medusa", *sys.argv[1:]], files),
+        provenance=origin,
     )
     console.print(f"heads in {args.output}", soft_wrap=True)

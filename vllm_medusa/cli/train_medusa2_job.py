@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -52,6 +51,7 @@ class Medusa2Job:
 
         self.args, self.inputs, self.workers, self.console = args, inputs, workers, console
         self.run, self.settings, self.dtype = run, settings, dtype
+        self.origin = train_medusa1.origin_of(args) if workers.main else {}
         self.target: Target | None = Target.load(
             inputs.source, dtype=dtype, device=workers.device, quantization=args.quantization
         )
@@ -131,14 +131,12 @@ class Medusa2Job:
 
     def publish(self) -> None:
         """Merge, measure, write."""
-        from vllm_medusa.heads.provenance import provenance
         from vllm_medusa.training.hidden_cache import DTYPES
         from vllm_medusa.training.medusa2_result import publish
 
         args = self.args
         if args.quantization is not None:  # what is merged was never quantised: nor is its original
             self._measure_unquantised()
-        files = [path for path in (args.data, args.heldout) if path is not None]
         result = publish(
             self.run,
             self.run.work / "adapter",
@@ -146,7 +144,7 @@ class Medusa2Job:
             self.inputs.source,
             self.heldout,
             training={**self.settings, **self.trained},
-            provenance=provenance(["vllm-medusa", *sys.argv[1:]], files),
+            provenance=self.origin,
             save=args.save,
             bounds=bounds_of(args),
             dtype=self.dtype,

@@ -20,7 +20,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -220,6 +220,39 @@ def check_output(output: Path) -> None:
         raise RunError(
             f"{output} holds files that are no training run. Name another folder for the heads."
         )
+
+
+def check_inputs(
+    output: Path,
+    inputs: Mapping[str, str | Path | None],
+    *,
+    overwrite: bool = False,
+    removed: Sequence[str] = ("training",),
+) -> None:
+    """Refuse inputs that training into ``output`` would remove.
+
+    Args:
+        output: the heads' folder.
+        inputs: what users call each, and where it is; what isn't there (a hub name) is left alone.
+        overwrite: what the output holds is thrown away.
+        removed: names in the output that are not the user's even without ``overwrite``.
+
+    Raises:
+        RunError: one is the output or in it.
+
+    """
+    whole = output.resolve()
+    taken = [whole] if overwrite else [whole / name for name in removed]
+    for name, path in inputs.items():
+        if path is None or not Path(path).exists():
+            continue
+        place = Path(path).resolve()
+        if any(place.is_relative_to(folder) for folder in taken):
+            what = "which --overwrite empties" if overwrite else "whose content the run replaces"
+            raise RunError(
+                f"{name} {path} is in the output {output}, {what}. Name another --output, or move "
+                "it out of there."
+            )
 
 
 def _just_begun(output: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,8 @@ from support.models import save_model
 
 from vllm_medusa.cli import main
 from vllm_medusa.heads import load_heads
+from vllm_medusa.offline.results import digest_of
+from vllm_medusa.training import curves, workers
 from vllm_medusa.training.records import load_records
 
 Data = tuple[str, Path]
@@ -199,6 +202,64 @@ def test_refused_before_anything_is_made(
     assert status(arguments(data, tmp_path / "new", "--decay", "1.5")) == 2
     assert status(arguments((target, bad), tmp_path / "new", "--on-bad-line", "skip")) == 0
     assert "skipping 2 bad lines" in capsys.readouterr().err
+
+
+def test_inputs_in_the_output_are_refused(
+    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, records = data
+    output = tmp_path / "heads"
+    shutil.copytree(target, output / "target")
+    (output / "training").mkdir()
+    for name in ("training/run.json", "config.json", "model.safetensors"):
+        (output / name).write_text("{}")
+    for name in ("mine.jsonl", "training/heldout.jsonl"):
+        shutil.copy(records, output / name)
+    (tmp_path / "link").symlink_to(output)
+    before = sorted(output.rglob("*"))
+    inside = str(output / "training/heldout.jsonl")
+    overwrite, joint = "--overwrite", ("--method", "medusa-2")
+    for source, file, more, reason in (
+        (target, records, (overwrite, *joint, "--start-heads", str(output)), "--start-heads"),
+        (target, records, (overwrite, "--heldout", inside), "--heldout"),
+        (target, records, ("--heldout", inside), "--heldout"),
+        (target, output / "mine.jsonl", (overwrite,), "--data"),
+        (target, tmp_path / "link/mine.jsonl", (overwrite,), "--data"),
+        (str(output / "target"), records, (overwrite, *joint), "the target"),
+        (str(output / "target"), records, joint, "the target"),
+    ):
+        assert status(arguments((source, file), output, *more)) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"error: {reason}" in said and "is in the output" in said
+        assert sorted(output.rglob("*")) == before
+
+
+def test_data_may_go_while_training(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = shutil.copy(data[1], tmp_path / "records.jsonl")
+    monkeypatch.setattr(curves, "draw_curves", lambda *_: Path(records).unlink())
+    brief = ("--epochs", "1", "--num-heads", "1")
+    assert status(arguments((data[0], Path(records)), tmp_path / "heads", *brief)) == 0
+    about = json.loads((tmp_path / "heads/config.json").read_text())["medusa"]
+    assert about["provenance"][0]["data"][0]["sha256"] == digest_of(data[1])
+
+
+def test_what_stops_another_process_than_the_main_one_is_told(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Second(workers.Workers):
+        def __init__(self, device: str) -> None:
+            super().__init__(device)
+            self.rank = 1
+
+    monkeypatch.setattr(workers, "Workers", Second)
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads/new").touch()  # by the main process, this moment
+    nothing = tmp_path / "none.jsonl"
+    assert status(arguments((data[0], nothing), tmp_path / "heads")) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"error in process 1: {nothing}: no such file" in said
 
 
 def test_a_cache_can_be_kept_bounded_and_used_again(
