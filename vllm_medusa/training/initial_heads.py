@@ -61,7 +61,15 @@ def draft_lm_head(target: Target, heads: MedusaHeads, dtype: torch.dtype | None 
 
     ``dtype`` None keeps the LM head's own.
     """
-    rows = slice(None) if heads.token_map is None else heads.token_map
+    return _lm_head(target, slice(None) if heads.token_map is None else heads.token_map, dtype)
+
+
+def whole_lm_head(target: Target, dtype: torch.dtype | None = None) -> LMHead:
+    """The target's LM head over its whole vocabulary; ``dtype`` as in `draft_lm_head`."""
+    return _lm_head(target, slice(None), dtype)
+
+
+def _lm_head(target: Target, rows: slice | Tensor, dtype: torch.dtype | None) -> LMHead:
     weight = target.lm_head_weight.detach()[rows]
     weight = weight if dtype is None else weight.to(dtype)
     bias = target.lm_head_bias

@@ -143,6 +143,7 @@ def joint_losses(
         draft_head,
         temperatures=batch.temperatures,
         teacher_states=teacher,
+        teacher_lm_head=target.lm_head,
         chunk=chunk,
     )
     loss = lm_weight * lm_sum + medusa.loss

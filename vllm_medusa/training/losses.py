@@ -10,6 +10,13 @@ Labels are the tokens that follow, or, "soft", the target's whole distribution o
 the temperature that the text was sampled with: the same expected loss with less noise. Positions
 lie one behind the other in a batch, so the distribution over head h's label at row n is what the
 target makes of the state in row n + h + 1.
+
+With a draft vocabulary D a label outside it adds no loss. Of a soft label, p over all V tokens,
+that leaves -sum of p(v) log q(v) over v in D, with p as it is, not made to sum to 1 over D: else a
+place where D holds little of p would weigh as much as any other, and heads that can't tell the two
+apart would rank tokens by something else than how likely they are. So p needs the target's whole LM
+head, V x H once for each row, beside the heads' 2 K products of V_draft x H: never more than the
+same training without a draft vocabulary.
 """
 
 from __future__ import annotations
@@ -113,7 +120,8 @@ def head_losses(
             the token itself. Row n + h + 1 has to be the state h + 1 positions on wherever (n, h)
             has a label.
         teacher_states: [N, H], of which the soft labels are made; None: of ``hidden_states``.
-        teacher_lm_head: as ``lm_head``, over the draft vocabulary, for soft labels; None: the same.
+        teacher_lm_head: [n, H] -> the target's logits over its whole vocabulary, for soft labels;
+            None: ``lm_head``, which is that where there is no token map.
         chunk: positions at a time; memory is about ``4 * chunk * V`` floats (twice that if soft).
 
     Returns:
@@ -129,11 +137,13 @@ def head_losses(
             valid = labels != IGNORED
     teacher = None
     if temperatures is not None:
-        scorer = teacher_lm_head or lm_head
+        scorer = teacher_lm_head or (lm_head if heads.token_map is None else None)
         if scorer is None:
-            raise ValueError("soft labels need teacher_lm_head, or lm_head, to be given")
+            raise ValueError(
+                "soft labels need teacher_lm_head or, without a token map, lm_head to be given"
+            )
         states = hidden_states if teacher_states is None else teacher_states
-        teacher = _Teacher(states.detach(), scorer, temperatures)
+        teacher = _Teacher(states.detach(), scorer, temperatures, heads.token_map)
     weight, bias = heads.lm_head_weight, heads.lm_head_bias
     if weight is None and lm_head is None:
         raise ValueError("heads that store no LM head need lm_head, the target's")
@@ -145,20 +155,27 @@ def head_losses(
 
 
 class _Teacher:
-    """The target's distribution over labels."""
+    """The target's distribution over labels; of the draft vocabulary's, if there is one."""
 
-    def __init__(self, states: Tensor, lm_head: LMHead, temperatures: Tensor) -> None:
+    def __init__(
+        self, states: Tensor, lm_head: LMHead, temperatures: Tensor, token_map: Tensor | None
+    ) -> None:
         self.states, self.lm_head, self.temperatures = states, lm_head, temperatures
+        self.token_map = token_map
         self.greedy = temperatures == 0  # [N]
         self.any_greedy = bool(self.greedy.any())
 
     @torch.no_grad()
     def after(self, start: int, stop: int, num_heads: int) -> Tensor:
-        """Of what follows rows start + 1 ...: fp32 [stop - start + num_heads - 1, V]."""
+        """Of what follows rows start + 1 ...: fp32 [stop - start + num_heads - 1, V_draft]."""
         rows = slice(start + 1, stop + num_heads)
         logits = self.lm_head(self.states[rows]).float()
         heat = self.temperatures[rows, None].clamp(min=1e-4)  # 0: see `labels_of`
-        soft = (logits / heat).softmax(-1)
+        if self.token_map is None:
+            soft = (logits / heat).softmax(-1)
+        else:  # what is outside counts for the sum, though no head can say it
+            logits = logits / heat
+            soft = (logits[:, self.token_map] - logits.logsumexp(-1, keepdim=True)).exp()
         lacking = stop - start + num_heads - 1 - len(soft)  # at the end, where no label is
         return F.pad(soft, (0, 0, 0, lacking)) if lacking else soft
 

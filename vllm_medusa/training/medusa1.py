@@ -22,7 +22,7 @@ from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.accuracy import Measurement, label_ranks
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.initial_heads import draft_lm_head
+from vllm_medusa.training.initial_heads import draft_lm_head, whole_lm_head
 from vllm_medusa.training.losses import IGNORED, head_losses, head_weights
 from vllm_medusa.training.optimisation import (
     Optimisation,
@@ -134,7 +134,9 @@ class Medusa1:
         self.save_seconds = save_seconds
         self.soft = recipe.labels == "soft"
         own_dtype = torch.bfloat16 if recipe.bf16 else torch.float32
-        self.lm_head = draft_lm_head(target, heads, own_dtype)
+        self.lm_head = self.teacher = draft_lm_head(target, heads, own_dtype)
+        if self.soft and heads.token_map is not None:
+            self.teacher = whole_lm_head(target, own_dtype)
         self.optimizer = make_optimizer([(heads.parameters(), 1.0)], recipe.optimisation)
         self.decay = head_weights(heads.num_heads, recipe.decay).to(workers.device)
         size = min(PIECE_ROWS, recipe.batch_rows)
@@ -236,7 +238,7 @@ class Medusa1:
                 weights,
                 self.lm_head,
                 temperatures=heat,
-                teacher_lm_head=self.lm_head,
+                teacher_lm_head=self.teacher,
             )
         found.loss.backward()
         return found.sums
@@ -309,7 +311,13 @@ class Medusa1:
                 states, labels, heat = self._rows(self.train_states, [piece], soft=self.soft)
                 with self._autocast():
                     found = head_losses(
-                        self.heads, states, labels, self.decay, self.lm_head, temperatures=heat
+                        self.heads,
+                        states,
+                        labels,
+                        self.decay,
+                        self.lm_head,
+                        temperatures=heat,
+                        teacher_lm_head=self.teacher,
                     )
                 if not bool(found.sums.isfinite().all()):
                     culprits.append(piece)

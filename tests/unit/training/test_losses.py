@@ -91,8 +91,8 @@ def naive(
             counts[h] += len(at) if temperatures is None else 1
         else:
             row = n + h + 1
-            full = lm_head(hidden[row].detach())[allowed] / temperatures[row]
-            sums[h] = sums[h] - (full.softmax(-1) * logs).sum()
+            full = lm_head(hidden[row].detach()) / temperatures[row]
+            sums[h] = sums[h] - (full.softmax(-1)[allowed] * logs).sum()  # no mass is moved
             counts[h] += 1
     total = torch.stack(sums)
     return (total * weights).sum(), total, torch.tensor(counts)
@@ -123,7 +123,14 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, soft: bool, ch
         hidden.requires_grad_()
         if ours:
             out = head_losses(
-                heads, hidden, tokens, weights, drafted, temperatures=heat, chunk=chunk
+                heads,
+                hidden,
+                tokens,
+                weights,
+                drafted,
+                temperatures=heat,
+                teacher_lm_head=whole,
+                chunk=chunk,
             )
             loss, sums, counts = out.loss, out.sums, out.counts
         else:
@@ -134,6 +141,35 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, soft: bool, ch
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-5)
     assert results[0][2][0] > 0 and all(bool(g.abs().sum() > 0) for g in results[0][3])
+
+
+def test_soft_labels_are_the_mean_of_the_tokens_losses_with_a_draft_vocabulary_too() -> None:
+    """Tokens drawn from the teacher; those outside the draft vocabulary have no loss."""
+    heads, rows, draws = make_heads("shared+map"), 6, 20_000
+    assert heads.token_map is not None
+    matrix, hidden = torch.randn(V, H) / 2, torch.randn(rows, H)
+    every = torch.zeros(rows, K, dtype=torch.int64)
+    every[:, 1:] = IGNORED
+    every[-1] = IGNORED  # the last row has no state behind it
+    heat = torch.full((rows,), 0.8)
+
+    def whole(x: Tensor) -> Tensor:
+        return x @ matrix.T
+
+    def drafted(x: Tensor) -> Tensor:
+        return whole(x)[..., heads.token_map]
+
+    with torch.no_grad():
+        soft = head_losses(
+            heads, hidden, every, torch.ones(K), drafted, temperatures=heat, teacher_lm_head=whole
+        ).sums[0]
+        tokens = (whole(hidden[1:]) / 0.8).softmax(-1).multinomial(draws, replacement=True)
+        labels = torch.full((rows * draws, K), IGNORED)
+        labels[: (rows - 1) * draws, 0] = tokens.flatten()
+        repeated = hidden.repeat_interleave(draws, 0)
+        hard = head_losses(heads, repeated, labels, torch.ones(K), drafted).sums[0] / draws
+    assert (tokens[..., None] != heads.token_map).all(-1).any(), "some are outside"
+    assert float(soft) == pytest.approx(float(hard), rel=0.02)
 
 
 def test_the_logits_of_all_positions_never_exist_at_once() -> None:
@@ -181,5 +217,14 @@ def test_what_is_missing_is_said() -> None:
             torch.randn(4, H),
             labels,
             torch.ones(K),
+            temperatures=torch.ones(4),
+        )
+    with pytest.raises(ValueError, match="soft labels need"):  # the whole vocabulary's
+        head_losses(
+            make_heads("shared+map"),
+            torch.randn(4, H),
+            labels,
+            torch.ones(K),
+            lambda x: x,
             temperatures=torch.ones(4),
         )

@@ -159,6 +159,30 @@ def test_own_lm_heads_and_a_small_vocabulary_train_too(
     assert made.measure()["top"][0][-1] < 1  # tokens outside the draft vocabulary are missed
 
 
+def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(
+    target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    seen = torch.tensor(sorted({t for record in records for t in record.token_ids[4:20]}))
+    warm = [replace(record, temperature=0.7) for record in records]
+    heads = new_heads(target, K, 1, token_map=seen)
+    with TrainingRun(tmp_path / "soft", {}) as run:
+        made = trainer(target, warm, run, replace(SHORT, labels="soft"), heads=heads)
+        pieces = [piece for piece in made.pieces if made.train_states.texts.record_of(piece) == 0]
+        found = made._backward(pieces, made.decay)
+    ids = torch.tensor([records[0].token_ids])
+    with torch.no_grad():
+        logits = target.lm_head(target.hidden_states(ids)[0])  # untrained heads give the same
+    start, end = records[0].generated[0]
+    for head in range(K):
+        wanted = sum(
+            -(
+                (logits[t + head + 1] / 0.7).softmax(-1)[seen] * logits[t][seen].log_softmax(-1)
+            ).sum()
+            for t in range(start - 1, end - head - 2)
+        )
+        assert float(found[head]) == pytest.approx(float(wanted), rel=1e-3)
+
+
 @pytest.fixture
 def poisoned(target: Target, records: list[Record], tmp_path: Path) -> Iterator[Medusa1]:
     with TrainingRun(tmp_path / "bad", {}) as run:
