@@ -60,9 +60,20 @@ class JointBatch:
         num_heads: int,
         *,
         soft: bool = False,
+        token_map: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> JointBatch:
-        """Lay out texts; ``soft`` labels (see `losses`) of text nobody sampled are of 1.0."""
+        """Lay out texts.
+
+        Args:
+            records: the texts.
+            num_heads: K.
+            soft: make soft labels (see `losses`); those of text nobody sampled are of 1.0.
+            token_map: int64 [V_draft] on the CPU, the heads' draft vocabulary. A token outside it
+                is no label, so that `counts` are of what has a loss; a soft label always has one.
+            device: where the tensors go.
+
+        """
         length = max(len(record.token_ids) for record in records)
         ids = torch.zeros(len(records), length, dtype=torch.int64)
         there = torch.zeros_like(ids)
@@ -72,7 +83,11 @@ class JointBatch:
             ids[row, :size], there[row, :size] = text, 1
             counted = lm_mask(record.generated, size)
             following.append(text.roll(-1).masked_fill(~counted, IGNORED))
-            labels.append(head_labels(text, label_mask(record.generated, size, num_heads)))
+            mask = label_mask(record.generated, size, num_heads)
+            own = head_labels(text, mask)
+            if token_map is not None and not soft:
+                own = own.masked_fill(~torch.isin(own, token_map), IGNORED)
+            labels.append(own)
             if soft:
                 heat.append(
                     torch.full((size,), 1.0 if record.temperature is None else record.temperature)
@@ -135,14 +150,14 @@ def joint_losses(
     lm_sum = lm_loss(
         states, batch.following, target.lm_head, teacher if distill else None, chunk=chunk
     )
-    medusa = head_losses(
+    medusa = head_losses(  # the heads are fp32, and compute so unless autocast is on
         heads,
-        states,
+        states.float(),
         batch.labels,
         head_weights,
         draft_head,
         temperatures=batch.temperatures,
-        teacher_states=teacher,
+        teacher_states=None if teacher is None else teacher.float(),
         teacher_lm_head=target.lm_head,
         chunk=chunk,
     )

@@ -79,6 +79,7 @@ class Medusa2:
         self.records = records
         self.heldout = None if heldout is None else let_target_go(heldout)
         self.draft_head = draft_lm_head(target, heads)
+        self.token_map = None if heads.token_map is None else heads.token_map.cpu()
         self.adapter = adapter_parameters(adapted)
         self.optimizer = make_optimizer(
             [(self.adapter.values(), 1.0), (heads.parameters(), recipe.heads_rate)],
@@ -144,20 +145,21 @@ class Medusa2:
         self.heads.eval().requires_grad_(False)
 
     def measure(self) -> dict[str, Any]:
-        """Heads and quality on held-out text as they are now, plain JSON."""
+        """Heads and quality on held-out text as they are now, plain JSON.
+
+        Without autocast: the original's states, kept in files, were computed without it.
+        """
         assert self.heldout is not None
-        now = states_of(self.target, self.heldout.texts)
-        with self._autocast():
-            found = measure_joint(
-                self.heads,
-                self.draft_head,
-                self.target,
-                self.heldout,
-                now,
-                workers=self.workers,
-                decay=self.recipe.decay,
-                rows=self.recipe.measured_rows,
-            )
+        found = measure_joint(
+            self.heads,
+            self.draft_head,
+            self.target,
+            self.heldout,
+            states_of(self.target, self.heldout.texts),
+            workers=self.workers,
+            decay=self.recipe.decay,
+            rows=self.recipe.measured_rows,
+        )
         return found.to_dict()
 
     def _one_step(self) -> dict[str, Any]:
@@ -203,6 +205,7 @@ class Medusa2:
             [self.records[text] for text in texts],
             self.heads.num_heads,
             soft=self.recipe.labels == "soft",
+            token_map=self.token_map,
             device=self.workers.device,
         )
 

@@ -19,7 +19,7 @@ from vllm_medusa.training import joint_loss, lora
 from vllm_medusa.training.initial_heads import draft_lm_head
 from vllm_medusa.training.joint_loss import JointBatch, joint_losses, lm_loss
 from vllm_medusa.training.lora import LoraSettings
-from vllm_medusa.training.losses import IGNORED, head_weights
+from vllm_medusa.training.losses import IGNORED, head_losses, head_weights
 from vllm_medusa.training.records import Record
 from vllm_medusa.training.target import Target
 
@@ -212,6 +212,54 @@ def test_text_that_nobody_sampled_has_soft_labels_of_temperature_one() -> None:
     plain = Record(0, 7, "plain", (3, 4, 5), ((1, 3),), None)
     heat = JointBatch.of([RECORDS[0], plain], K, soft=True).temperatures
     assert heat is not None and heat.tolist() == pytest.approx([0.7] * 19 + [1.0] * 3)
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
+def test_a_half_precision_target_and_fp32_heads_without_autocast(
+    soft: bool, llama: Joint, tmp_path: Path
+) -> None:
+    target = Target.load(save_model(tmp_path, "Llama", initializer_range=0.1), dtype=torch.bfloat16)
+    adapted = lora.attach(target.model, LoraSettings(rank=4), seed=0)
+    found = []
+    for model, wrapped in ((llama.target, llama.adapted), (target, adapted)):
+        batch = JointBatch.of(RECORDS, K, soft=soft)
+        lm_head = draft_lm_head(model, llama.heads)
+        losses = joint_losses(
+            model, wrapped, llama.heads, lm_head, batch, lm_weight=1.0, head_weights=head_weights(K)
+        )
+        losses.loss.backward()
+        gradients = [p.grad for p in lora.adapter_parameters(wrapped).values()]
+        assert all(g is not None and bool(g.isfinite().all()) for g in gradients)
+        assert any(bool(g.any()) for g in gradients if g is not None)
+        found.append(losses.head_sums)
+        for parameter in (*wrapped.parameters(), *llama.heads.parameters()):
+            parameter.grad = None
+    # bf16 keeps 8 bits, and the other target's adapter is trained a little
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.0)
+
+
+def test_what_is_counted_is_what_has_a_loss() -> None:
+    """With a draft vocabulary and tokens as labels; soft labels all have one."""
+    token_map = torch.arange(0, VOCAB, 2)
+    heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
+    states, whole = torch.randn(40, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB)
+    drafted = torch.nn.Linear(HIDDEN, len(token_map))
+    counts = []
+    for soft in (False, True):
+        batch = JointBatch.of(RECORDS, K, soft=soft, token_map=token_map)
+        found = head_losses(
+            heads,
+            states,
+            batch.labels,
+            torch.ones(K),
+            drafted,
+            temperatures=batch.temperatures,
+            teacher_lm_head=whole,
+        )
+        assert torch.equal(batch.counts[1], found.counts)
+        counts.append(found.counts)
+    assert bool((counts[0] < counts[1]).all()) and bool((counts[0] > 0).all())
+    assert torch.equal(counts[1], JointBatch.of(RECORDS, K).counts[1])
 
 
 def test_without_a_counted_token_there_is_no_loss() -> None:

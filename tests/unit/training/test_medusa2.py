@@ -76,7 +76,8 @@ class Job:
         )
         heldout.build()
         self.adapted = lora.attach(self.target.model, recipe.lora, seed=recipe.seed)
-        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
+        token_map = changes.pop("token_map", None)
+        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
         self.trainer = Medusa2(
             self.target,
             self.adapted,
@@ -226,6 +227,41 @@ def test_layers_computed_twice_give_the_same_gradients(source: str, tmp_path: Pa
     assert more > once
     for name, tensor in plain.items():
         torch.testing.assert_close(checkpointed[name], tensor, atol=1e-6, rtol=1e-4)
+
+
+def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(
+    source: str, tmp_path: Path
+) -> None:
+    """Untrained heads foretell the next token: all losses of step 1 follow from the target."""
+    drafted = torch.tensor([3, 5, 6])
+    recipe = dataclasses.replace(
+        RECIPE, lora=LoraSettings(rank=4), step_tokens=10_000, pass_tokens=10_000, steps=1
+    )
+    job = Job(source, tmp_path, recipe, token_map=drafted)
+    found: list[list[float]] = [[] for _ in range(K)]
+    for text in records(16):
+        ids = torch.tensor([text.token_ids])
+        with torch.no_grad():
+            states = job.target.hidden_states(ids)[0]
+            logs = job.trainer.draft_head(job.heads(states)).log_softmax(-1)  # [T, K, V_draft]
+        ((start, end),) = text.generated
+        for t in range(start - 1, end - 1):
+            for head in range(K):
+                label = t + head + 2
+                at = (drafted == text.token_ids[label]).nonzero() if label < end else drafted[:0]
+                found[head] += [-float(logs[t, head, place]) for place in at.flatten()]
+    job.trainer.train()
+    (step,) = [entry for entry in job.log() if "lambda_0" in entry]
+    assert step["losses"] == pytest.approx([sum(x) / len(x) for x in found], rel=1e-3)
+
+
+def test_before_and_after_are_measured_alike_in_bfloat16_too(source: str, tmp_path: Path) -> None:
+    """Rounding is no loss of quality: a fresh adapter has lost exactly nothing."""
+    job = Job(source, tmp_path, dataclasses.replace(RECIPE, bf16=True, steps=1))
+    job.trainer.train()
+    first = next(entry["quality"] for entry in job.log() if "quality" in entry)
+    assert first["kl"] == 0.0 and first["top1_agreement"] == 1.0
+    assert first["perplexity_after"] == first["perplexity_before"]
 
 
 def test_held_out_states_of_the_model_in_training_are_refused(source: str, tmp_path: Path) -> None:
