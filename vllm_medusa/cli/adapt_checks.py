@@ -17,6 +17,12 @@ from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_promp
 from vllm_medusa.offline.results import digest_of
 
 REPORT = "report.json"
+# What adapt writes, so what it may replace.
+OURS = {
+    *("config.json", "model.safetensors", "calibration.safetensors", "target"),
+    *("accuracy.png", "budgets.png", "calibration.png", "curves.png", "tree.png"),
+    *("report.md", REPORT),
+}
 _EXTRAS = {
     "vllm": "cpu",
     "transformers": "train",
@@ -97,6 +103,24 @@ def _check_output(args: argparse.Namespace) -> None:
         raise AdaptError(
             f"{output} holds something that adapt did not write. Name another --output, or remove "
             "it yourself."
+        )
+    _check_replaced(args, place)
+
+
+def _check_replaced(args: argparse.Namespace, place: Path) -> None:
+    """Refuse an output that has what is read, or what others put there."""
+    for source in map(Path, (args.target, args.prompts)):
+        if source.exists() and source.resolve().is_relative_to(place):
+            raise AdaptError(
+                f"{source}, which is read, is in --output {args.output}, which is replaced as a "
+                "whole. Name another --output."
+            )
+    if not args.overwrite or not place.is_dir():
+        return
+    if strangers := sorted(path.name for path in place.iterdir() if path.name not in OURS):
+        raise AdaptError(
+            f"{args.output} also holds {', '.join(strangers[:4])}, which --overwrite would delete. "
+            "Name another --output, or move them away."
         )
 
 

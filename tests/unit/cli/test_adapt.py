@@ -76,6 +76,32 @@ def test_heads_of_another_adapt_are_left_alone(refused: Any, tmp_path: Path) -> 
     assert "--overwrite" in refused()
 
 
+def test_files_of_others_beside_heads_are_not_overwritten(refused: Any, tmp_path: Path) -> None:
+    output = tmp_path / "heads"
+    output.mkdir()
+    (output / "report.json").write_text('{"key": "another"}')
+    (output / "notes.txt").write_text("mine")
+    said = refused("--overwrite")
+    assert "also holds notes.txt, which --overwrite would delete" in said
+    assert "move them away" in said
+    assert (output / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("which", ["target", "prompts"])
+def test_what_is_read_is_not_overwritten(
+    arguments: list[str], refused: Any, tmp_path: Path, which: str
+) -> None:
+    output = tmp_path / "heads"
+    (output / "target").mkdir(parents=True)
+    (output / "report.json").write_text('{"key": "another"}')
+    if which == "target":
+        arguments[1] = str(output / "target")
+    else:
+        moved = (tmp_path / "prompts.jsonl").rename(output / "target" / "prompts.jsonl")
+        arguments[3] = str(moved)
+    assert "which is read, is in --output" in refused("--overwrite")
+
+
 def test_a_folder_that_is_missing(refused: Any, tmp_path: Path) -> None:
     assert "no folder nowhere" in refused("--output", "nowhere/heads")
 

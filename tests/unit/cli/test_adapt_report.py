@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_medusa.cli import adapt_report
+from vllm_medusa.cli import adapt_checks, adapt_report
 from vllm_medusa.cli.adapt_checks import Facts, written_by_adapt
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads
 
@@ -129,6 +129,13 @@ def test_a_second_run_replaces_the_first_whole(made: Made) -> None:
     assert written_by_adapt(output) == "two"
     assert not (output / "stray").exists()
     assert [path.name for path in output.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_all_that_is_written_may_be_overwritten(made: Made) -> None:
+    (made.folders["train"] / "heads" / "target").mkdir()
+    written = {path.name for path in made.publish().iterdir()}
+    assert "target" in written
+    assert written == adapt_checks.OURS
 
 
 @pytest.mark.parametrize("there", [True, False])
