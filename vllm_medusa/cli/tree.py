@@ -121,7 +121,9 @@ def _run(args: argparse.Namespace, console: Console) -> int:
             f"{limits.max_rank} choices a head.[/]",
             soft_wrap=True,
         )
-    print_curves(out, curves, chosen, usual_sizes(limits.num_draft_tokens), cost, observations)
+    found = {len(each.paths) for each in curves.values()}  # may be fewer than were asked for
+    shown = sorted({*usual_sizes(max(found)), *found})
+    print_curves(out, curves, chosen, shown, cost, observations)
     size = _choose(out, chosen, cost)
     if size == 0:
         out.print(
@@ -234,7 +236,7 @@ def _note(
         "tokens_per_step_if_independent": per_size(chosen.independent),
         "measured": {
             str(n): {
-                "tokens_per_step": round(result.tau, 4),
+                "tokens_per_step": _number(result.tau),
                 "standard_error": _number(result.standard_error),
                 "steps": sum(result.steps),
                 "prompts": len(result.steps),
@@ -261,7 +263,7 @@ def _save(args: argparse.Namespace, tree: list[list[int]], note: dict[str, Any])
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 

@@ -89,12 +89,22 @@ def print_measured(out: Console, measured: dict[int, Measured], chosen: Curve) -
             str(sum(result.steps)),
             _tau(result.tau),
             _tau(result.standard_error),
-            *(
-                "-" if value is None else f"{value:.3f} ({100 * (value / result.tau - 1):+.1f} %)"
-                for value in estimates
-            ),
+            *(_estimate(value, result.tau) for value in estimates),
         )
     out.print(table)
+    if without := [str(size) for size, result in measured.items() if not sum(result.steps)]:
+        out.print(
+            f"No verification step was taken with {', '.join(without)} nodes: every text ended "
+            "with its first token. Measure longer ones (--max-tokens, other prompts).",
+            style="yellow",
+            soft_wrap=True,
+        )
+
+
+def _estimate(value: float | None, tau: float) -> str:
+    """An estimate, and how far it was from what was measured, if that was."""
+    off = "" if value is None or tau != tau else f" ({100 * (value / tau - 1):+.1f} %)"
+    return f"{_tau(value)}{off}"
 
 
 def _tau(value: float | None) -> str:

@@ -70,6 +70,35 @@ def test_a_dry_run_changes_nothing(heads: Path, capsys: Any) -> None:
     assert (heads / "config.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "rows"), [(4, 16, [1, 2, 4]), (3, 16, [1, 2, 3]), (4, 3, [1, 2, 3])]
+)
+def test_sizes_shown_end_with_the_tree(
+    heads: Path, capsys: Any, ranks: int, nodes: int, rows: list[int]
+) -> None:
+    """However many nodes were asked for."""
+    options = ["--max-depth", 1, "--max-rank", ranks, "-n", nodes]
+    assert run("tree", heads, "--dry-run", *options) == 0
+    lines = map(str.split, capsys.readouterr().out.splitlines())
+    table = [line for line in lines if line and line[0].isdigit() and line[1] != "nodes:"]
+    assert [int(line[0]) for line in table] == rows
+    assert all(float(line[1]) > 1 for line in table), "walk's"
+
+
+def test_measuring_without_a_step_is_said(heads: Path, capsys: Any) -> None:
+    prompts, out = heads.parent / "records.jsonl", heads.parent / "tree.json"
+    prompts.write_text('{"token_ids": [0, 523, 287, 9], "generated": [[3, 4]]}\n')
+    measure = ["--measure", prompts, "--target", DEMO / "target", "--max-tokens", 1]
+    assert run("tree", heads, "-n", 2, *measure, "--sizes", 1, 2, "--output", out) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "No verification step was taken with 1, 2 nodes" in shown
+    assert "nan" not in shown.lower()
+    document = json.loads(out.read_text(), parse_constant=pytest.fail)
+    found = document["source"]["measured"]["2"]
+    assert found == {"tokens_per_step": None, "standard_error": None, "steps": 0, "prompts": 1}
+    assert medusa(heads)["tree_source"]["measured"]["1"]["tokens_per_step"] is None
+
+
 def test_step_costs_choose_the_size(heads: Path, capsys: Any) -> None:
     costs = heads.parent / "costs.json"
     costs.write_text('{"0": 10, "3": 10, "12": 30}')
