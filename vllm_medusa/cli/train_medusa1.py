@@ -96,6 +96,8 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
         with StepProgress(console, "training", trainer.steps) as bar:
             trainer.train(lambda step, _, entry: bar.show(step, line_of(entry)))
         _save(args, inputs, settings, origin, trainer, run, console)
+        for states in sources:
+            states.release()
         workers.wait()
         if workers.main:
             for states in sources:

@@ -85,6 +85,7 @@ class Medusa2Job:
             )
             with StepProgress(self.console, "warm-up", trainer.steps) as bar:
                 trainer.train(lambda step, _, entry: bar.show(step, line_of(entry)))
+        states.release()
         self.workers.wait()
         if self.workers.main:
             shutil.copyfile(folder / "training" / "log.jsonl", self.run.folder / "warm-up.jsonl")

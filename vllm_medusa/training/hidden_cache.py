@@ -5,19 +5,24 @@ and nothing else, mapped into memory when read. The folder's name and its ``key.
 target and texts it is, so that no other run ever reads it. A shard is written aside, synced and
 renamed: what has its name is whole. Building goes on with the shards that lack.
 
+Several runs may share a folder: whoever builds and reads it holds a shared lock on ``lock`` in it,
+and it is removed only by who gets the exclusive one, renamed first, so that a folder that still has
+its name is whole. Whoever is alone in it clears away what killed runs left.
+
 The disk is bounded: records are cached in order as long as they fit; what is beyond is computed
 whenever it is trained on (one pass over a text for all its pieces, which `groups` keeps together).
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -97,6 +102,7 @@ class HiddenStates:
         digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
         self.folder = folder / f"hidden-{digest[:16]}"
         self._maps: dict[int, Tensor] = {}
+        self._lock: BinaryIO | None = None
 
     @property
     def num_shards(self) -> int:
@@ -143,10 +149,11 @@ class HiddenStates:
             CacheError: states that aren't finite in this dtype, the record's line named.
 
         """
+        if self.num_shards:
+            self._hold()
         todo = [shard for shard in self.missing() if shard % world == rank]
         if not todo:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / "key.json").exists():
             write_json(self.folder / "key.json", self._key, part=f"part-{os.getpid()}")
         total, ready = sum(self._rows(shard) for shard in todo), 0
@@ -200,10 +207,56 @@ class HiddenStates:
             groups.append(numbers.setdefault(key, len(numbers)))
         return groups
 
-    def remove(self) -> None:
-        """Delete the files."""
+    def release(self) -> None:
+        """Let others remove the files; they may be read again after another `build`."""
         self._maps.clear()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def remove(self) -> None:
+        """Delete the files, unless another process still holds them."""
+        self.release()
+        try:
+            lock = (self.folder / "lock").open("ab")
+        except FileNotFoundError:  # nothing was built
+            return
+        with lock:
+            if self._locked(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                aside = self.folder.with_name(f"{self.folder.name}.removed-{os.getpid()}")
+                self.folder.replace(aside)
+                shutil.rmtree(aside, ignore_errors=True)
+
+    def _hold(self) -> None:
+        """Make the folder and keep others from removing it."""
+        while self._lock is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = (self.folder / "lock").open("ab")
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            if self._locked(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):  # nobody else is here
+                for part in self.folder.glob("*.part-*"):
+                    part.unlink()
+                for removed in self.folder.parent.glob(f"{self.folder.name}.removed-*"):
+                    shutil.rmtree(removed, ignore_errors=True)
+            if self._locked(lock, fcntl.LOCK_SH):
+                self._lock = lock
+            else:
+                lock.close()
+
+    def _locked(self, lock: BinaryIO, kind: int) -> bool:
+        """Lock a file; whether that was granted, and it is still the folder's."""
+        try:
+            fcntl.flock(lock, kind)
+            return os.path.samestat(os.fstat(lock.fileno()), (self.folder / "lock").stat())
+        except (BlockingIOError, FileNotFoundError):
+            return False
+        except OSError as error:
+            raise CacheError(
+                f"{self.folder}: files can't be locked there ({error}), so another run could "
+                "remove them. Name another disk with --cache."
+            ) from error
 
     def _spans(self, record: int) -> range:
         return range(*np.searchsorted(self.texts.span_record, [record, record + 1]))

@@ -1,5 +1,7 @@
 """Cached states are the target's, whatever was killed, bounded or changed before."""
 
+import fcntl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,56 @@ def test_two_processes_build_half_each(target: Target, texts: Texts, tmp_path: P
     states(target, texts, tmp_path / "both").build(rank=1, world=2)
     assert not first.missing()
     assert torch.equal(first.read(everything(texts)), alone.read(everything(texts)))
+
+
+def test_a_cache_in_use_is_not_removed(target: Target, texts: Texts, tmp_path: Path) -> None:
+    first, second = (states(target, texts, tmp_path) for _ in range(2))
+    first.build()
+    second.build()
+    wanted = first.read(everything(texts)).clone()
+    first.remove()
+    assert not second.missing() and torch.equal(second.read(everything(texts)), wanted)
+    second.remove()
+    assert not any(tmp_path.iterdir())
+    second.remove()  # nothing is there
+    first.build()
+    assert torch.equal(first.read(everything(texts)), wanted)
+
+
+def test_a_folder_removed_while_another_run_waits_for_it_is_made_anew(
+    target: Target, texts: Texts, tmp_path: Path
+) -> None:
+    first, second = (states(target, texts, tmp_path) for _ in range(2))
+    first.build()
+    with (first.folder / "lock").open("ab") as removing:
+        first.release()
+        fcntl.flock(removing, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=second.build)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        first.folder.replace(tmp_path / "aside")
+    waiting.join()
+    assert not second.missing()
+    second.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["aside"]
+
+
+def test_what_killed_runs_left_goes_when_nobody_else_is_there(
+    target: Target, texts: Texts, tmp_path: Path
+) -> None:
+    first = states(target, texts, tmp_path)
+    first.build()
+    torn, removed = first.folder / "000000.part-1", tmp_path / f"{first.folder.name}.removed-1"
+    torn.touch()
+    removed.mkdir()
+    second = states(target, texts, tmp_path)
+    second.build()
+    assert torn.exists(), "the first may be writing it"
+    first.release()
+    second.release()
+    second.build()
+    assert not torn.exists() and not removed.exists()
 
 
 def test_another_target_text_or_plan_is_another_cache(
