@@ -139,6 +139,7 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
     require_labels(texts, args.num_heads, str(args.data))
     require_labels(heldout, args.num_heads, f"held-out records of {args.heldout or args.data}")
     dtype = machine.target_dtype(args.dtype, inputs.dtype, workers.device)
+    machine.require_gradients(dtype)
     warm_up = train_medusa1.recipe_of(args, workers, inputs, texts)
     joint = _joint_recipe(args, inputs, warm_up)
     settings = train_medusa1.settings_of(

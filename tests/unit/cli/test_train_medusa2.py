@@ -168,6 +168,14 @@ def test_unmeasured_it_is_refused_before_anything_starts(
         assert not (tmp_path / "heads").exists()
 
 
+def test_a_backbone_in_float16_is_refused_before_anything_is_made(
+    source: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(source, data, tmp_path / "heads", "--dtype", "float16") == 2
+    assert "Train it with --dtype bfloat16" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "heads").exists()
+
+
 class Syncs:
     """Counts `os.fsync`, which every file that matters goes through, and dies at one of them."""
 
