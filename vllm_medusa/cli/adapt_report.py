@@ -47,6 +47,8 @@ def collect(
             **dict(zip(("trained", "calibrated", "measured"), counts["prompts"], strict=True)),
             "left_out_records": counts["left_out"],
             "trained_tokens": counts["tokens"][0],
+            # by its counts in a split of before this was noted: one prompt may have been for both
+            "disjoint": counts.get("disjoint", counts["prompts"][1:] != [1, 1]),
         },
         "seed": args.seed,
         "dtype": args.dtype,
@@ -57,6 +59,7 @@ def collect(
         "expected": _expected(folders["tree"] / "heads" / "config.json", measured),
         "num_draft_tokens": len(medusa["tree"]),
         "num_draft_tokens_fixed": args.num_draft_tokens is not None,
+        "num_draft_tokens_asked": args.num_draft_tokens,
         "measured": measured,
         "stages": [
             {"stage": name, "command": work.commands[name], "seconds": round(seconds, 1)}
@@ -116,6 +119,9 @@ def conclusion(document: dict[str, Any]) -> str:
     said = compare_report.conclusion(document["measured"])
     nodes = document["num_draft_tokens"]
     if document["num_draft_tokens_fixed"]:
+        asked = document.get("num_draft_tokens_asked", nodes)
+        if nodes < asked:
+            return f"{said} The heads' tree has {nodes} draft nodes, all there can be of {asked}."
         return f"{said} The heads' tree has the {nodes} draft nodes that were asked for."
     return f"{said} The first {nodes} nodes of the tree became the heads' own."
 
@@ -138,11 +144,10 @@ def markdown(args: argparse.Namespace, document: dict[str, Any]) -> str:
         "## Beside plain vLLM",
         "",
         compare_report.setting(measured)
-        + " These prompts were neither trained nor calibrated on."
         + (
-            ""
-            if prompts["calibrated"] + prompts["measured"] > 2
-            else " (With so few prompts, calibration saw those that were measured.)"
+            " These prompts were neither trained nor calibrated on."
+            if prompts["disjoint"]
+            else " These prompts were not trained on, but calibrated on: there were too few."
         ),
         "",
         *compare_report.markdown(measured),

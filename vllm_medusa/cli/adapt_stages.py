@@ -100,10 +100,11 @@ class Adaptation:
         records = self.folders["distill"] / "records.jsonl"
 
         def split(here: Path) -> None:
-            counts, tokens, bad = split_records(records, here, self.args.heldout_share)
+            counts, tokens, bad, disjoint = split_records(records, here, self.args.heldout_share)
             if bad and self.args.on_bad_line == "refuse":
                 raise PromptError(f"{records}, line {bad[0].line}: {bad[0].reason}")
-            write_json(here / COUNTS, {"prompts": counts, "tokens": tokens, "left_out": len(bad)})
+            document = {"prompts": counts, "tokens": tokens, "left_out": len(bad)}
+            write_json(here / COUNTS, document | {"disjoint": disjoint})
             self.console.print(
                 "  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts)
             )

@@ -25,6 +25,7 @@ class Split(NamedTuple):
     prompts: list[int]
     tokens: list[int]
     bad: list[BadLine]
+    disjoint: bool  # whether no prompt is both to calibrate and to measure on
 
 
 def split_records(source: Path, folder: Path, share: float) -> Split:
@@ -54,12 +55,12 @@ def split_records(source: Path, folder: Path, share: float) -> Split:
     count = min(max(round(share * prompts), LEAST), prompts // 2)
     train, heldout = split_heldout(records, count / prompts)
     parts = [train, heldout, heldout]
-    if _prompts(heldout) > 1:
+    if disjoint := _prompts(heldout) > 1:
         parts[1:] = split_heldout(heldout, 0.5)
     for name, part in zip(FILES, parts, strict=True):
         _write(folder / name, part)
     tokens = [sum(record.num_generated for record in part) for part in parts]
-    return Split([_prompts(part) for part in parts], tokens, bad)
+    return Split([_prompts(part) for part in parts], tokens, bad, disjoint)
 
 
 def _prompts(records: Sequence[Record]) -> int:

@@ -49,7 +49,7 @@ class Made:
         curves = self.folders["train"] / "heads" / "training"
         curves.mkdir(parents=True)
         (curves / "curves.png").write_bytes(b"picture")
-        counts = {"prompts": [10, 4, 4], "tokens": [500, 9, 9], "left_out": 0}
+        counts = {"prompts": [10, 4, 4], "tokens": [500, 9, 9], "left_out": 0, "disjoint": True}
         (self.folders["split"] / "counts.json").write_text(json.dumps(counts))
         machine = {"cpu": "c", "cores": 2, "memory_gb": 8, "load_average_at_start": 0, "gpus": []}
         measured = {
@@ -153,6 +153,15 @@ def test_an_output_that_is_a_link_stays_one(made: Made, tmp_path: Path, there: b
     assert [path.name for path in disk.iterdir()] == ["heads"]
 
 
+@pytest.mark.parametrize("disjoint", [True, False])
+def test_one_prompt_each_may_be_two_or_the_same(made: Made, disjoint: bool) -> None:
+    counts = {"prompts": [2, 1, 1], "tokens": [9, 9, 9], "left_out": 0, "disjoint": disjoint}
+    (made.folders["split"] / "counts.json").write_text(json.dumps(counts))
+    page = (made.publish() / "report.md").read_text()
+    assert ("neither trained nor calibrated on" in page) == disjoint
+    assert ("not trained on, but calibrated on" in page) == (not disjoint)
+
+
 def test_no_gain_is_said_and_the_size_asked_for_is_kept(tmp_path: Path) -> None:
     made = Made(tmp_path, [row(3, 0.8, 1.5)], fastest=3)
     made.args.num_draft_tokens = 3
@@ -160,3 +169,6 @@ def test_no_gain_is_said_and_the_size_asked_for_is_kept(tmp_path: Path) -> None:
     assert "No tree is faster than plain vLLM on this machine" in said
     assert "0.80 times" in said
     assert "the 3 draft nodes that were asked for" in said
+    made.args.num_draft_tokens = 16
+    said = adapt_report.conclusion(made.document())
+    assert "has 3 draft nodes, all there can be of 16." in said

@@ -1,5 +1,6 @@
 import argparse
 import io
+import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,3 +118,18 @@ def test_texts_that_a_crash_left_unwritten_are_not_passed_over(
         adapt.stage("distill")
     written[-1] = '{"index": 10}\n'
     assert (adapt.stage("distill") / "done.json").exists()
+
+
+@pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
+def test_the_split_notes_whether_its_halves_share_a_prompt(
+    adapt: Run, tmp_path: Path, prompts: int, disjoint: bool
+) -> None:
+    lines = [
+        json.dumps({"index": i, "token_ids": [i, 8, 9], "generated": [[1, 3]]})
+        for i in range(prompts)
+    ]
+    (tmp_path / "records.jsonl").write_text("\n".join(lines) + "\n")
+    adapt.args.heldout_share, adapt.args.on_bad_line = 0.1, "refuse"
+    counts = json.loads((adapt.stage("split", distill=tmp_path) / "counts.json").read_text())
+    assert counts["prompts"][1:] == [1, 1]
+    assert counts["disjoint"] == disjoint

@@ -26,9 +26,12 @@ def parts(folder: Path) -> list[list[Record]]:
     return [load_records(folder / name)[0] for name in FILES]
 
 
-@pytest.mark.parametrize(("prompts", "heldout"), [(2, 1), (3, 1), (8, 4), (32, 8), (200, 20)])
+@pytest.mark.parametrize(
+    ("prompts", "heldout"), [(2, 1), (3, 1), (4, 2), (8, 4), (32, 8), (200, 20)]
+)
 def test_no_prompt_is_on_two_sides(tmp_path: Path, prompts: int, heldout: int) -> None:
-    counts, tokens, bad = split_records(write(tmp_path / "r.jsonl", prompts), tmp_path, 0.1)
+    split = split_records(write(tmp_path / "r.jsonl", prompts), tmp_path, 0.1)
+    counts, tokens, bad, disjoint = split
     train, calibration, measurement = parts(tmp_path)
     keys = [{record.prompt_key for record in part} for part in (train, calibration, measurement)]
     assert not bad
@@ -36,6 +39,7 @@ def test_no_prompt_is_on_two_sides(tmp_path: Path, prompts: int, heldout: int) -
     assert tokens == [3 * 2 * len(part) for part in keys]
     assert not keys[0] & (keys[1] | keys[2])
     assert len(keys[1] | keys[2]) == heldout
+    assert disjoint == keys[1].isdisjoint(keys[2])
     if heldout > 1:
         assert not keys[1] & keys[2]
         assert len(train) + len(calibration) + len(measurement) == 2 * prompts
@@ -56,7 +60,7 @@ def test_bad_lines_are_left_out_and_told(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", 10)
     with path.open("a") as file:
         file.write('{"index": 99, "error": "too long"}\n')
-    counts, _, bad = split_records(path, tmp_path, 0.1)
+    counts, _, bad, _ = split_records(path, tmp_path, 0.1)
     assert sum(counts) == 10
     assert [line.line for line in bad] == [21]
 
