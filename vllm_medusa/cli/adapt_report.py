@@ -162,6 +162,7 @@ def markdown(args: argparse.Namespace, document: dict[str, Any]) -> str:
         )
         + "",
         "",
+        *_of_two_targets(document),
         "![ratio and tau by budget](budgets.png) ![the tree](tree.png)",
         "",
         "## What the heads know",
@@ -208,6 +209,18 @@ def _expectations(document: dict[str, Any]) -> list[str]:
     if not found:
         return []
     return [f"Expected tau, from calibration, and its error: {'; '.join(found)}.", ""]
+
+
+def _of_two_targets(document: dict[str, Any]) -> list[str]:
+    """Whose texts the tree was grown on, where the target was trained too."""
+    if document["method"] != "medusa-2":
+        return []
+    return [
+        "The texts to train and calibrate on, from which the tree and the expected tau come, were "
+        "written by the original target, not by the one trained with these heads, which was "
+        "measured and is served.",
+        "",
+    ]
 
 
 def _accuracies(document: dict[str, Any]) -> list[str]:

@@ -153,6 +153,17 @@ def test_an_output_that_is_a_link_stays_one(made: Made, tmp_path: Path, there: b
     assert [path.name for path in disk.iterdir()] == ["heads"]
 
 
+@pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
+def test_whose_texts_calibration_used_is_said_where_the_target_was_trained(
+    made: Made, method: str
+) -> None:
+    made.args.method = method
+    page = (made.publish() / "report.md").read_text()
+    assert ("written by the original target, not by the one trained" in page) == (
+        method == "medusa-2"
+    )
+
+
 @pytest.mark.parametrize("disjoint", [True, False])
 def test_one_prompt_each_may_be_two_or_the_same(made: Made, disjoint: bool) -> None:
     counts = {"prompts": [2, 1, 1], "tokens": [9, 9, 9], "left_out": 0, "disjoint": disjoint}
