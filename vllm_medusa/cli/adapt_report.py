@@ -121,7 +121,10 @@ def conclusion(document: dict[str, Any]) -> str:
     if document["num_draft_tokens_fixed"]:
         asked = document.get("num_draft_tokens_asked", nodes)
         if nodes < asked:
-            return f"{said} The heads' tree has {nodes} draft nodes, all there can be of {asked}."
+            return (
+                f"{said} The heads' tree has {nodes} draft nodes: {asked} were asked for, and it "
+                "can have no more."
+            )
         return f"{said} The heads' tree has the {nodes} draft nodes that were asked for."
     return f"{said} The first {nodes} nodes of the tree became the heads' own."
 

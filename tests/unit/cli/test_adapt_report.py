@@ -182,4 +182,4 @@ def test_no_gain_is_said_and_the_size_asked_for_is_kept(tmp_path: Path) -> None:
     assert "the 3 draft nodes that were asked for" in said
     made.args.num_draft_tokens = 16
     said = adapt_report.conclusion(made.document())
-    assert "has 3 draft nodes, all there can be of 16." in said
+    assert "has 3 draft nodes: 16 were asked for, and it can have no more." in said
