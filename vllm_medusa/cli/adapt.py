@@ -20,7 +20,7 @@ from vllm_medusa.cli import compare, generate
 from vllm_medusa.cli.adapt_checks import AdaptError, Facts, check, written_by_adapt
 from vllm_medusa.cli.adapt_stages import PROMPTS, TARGET, Adaptation, train_command
 from vllm_medusa.cli.generate import at_least_zero, positive
-from vllm_medusa.cli.stages import StageFailed, WorkFolder
+from vllm_medusa.cli.stages import WORK, StageFailed, WorkFolder
 
 _DESCRIPTION = """\
 Make heads for a target, from prompts like those it will be used with: the target writes texts for
@@ -42,6 +42,16 @@ _TRAIN = {
     "--epochs": (positive, "passes over the texts"),
     "--learning-rate": (float, "the heads' peak"),
 }
+
+# What adapt's own options set in train's command, and what else it needs as it has it.
+_GIVEN_TO_ADAPT = (
+    "method",
+    "seed",
+    "dtype",
+    "heldout_share",
+    *(name[2:].replace("-", "_") for name in _TRAIN),
+)
+_SET_BY_ADAPT = ("data", "heldout", "output", "overwrite", "save")
 
 
 def add_parser(commands: Any) -> None:
@@ -163,7 +173,10 @@ def _check_options(args: argparse.Namespace) -> None:
     for size in filter(None, (args.num_draft_tokens, *args.budgets)):
         if size >= MAX_NODES:
             raise AdaptError(f"a tree of {size} draft nodes; at most {MAX_NODES - 1} are possible.")
-    training = build_parser().parse_args(train_command(args, "."))  # a wrong option ends here
+    parse = build_parser().parse_args
+    training = parse(train_command(args, WORK))  # a wrong option ends here
+    without = argparse.Namespace(**{**vars(args), "train_args": ""})
+    _check_train_args(training, parse(train_command(without, WORK)))
     importlib.import_module(train.METHODS[training.method]).check(training)
     for name in ("max_tokens", "measure_tokens"):
         if getattr(args, name) < training.num_heads + 2:
@@ -171,6 +184,15 @@ def _check_options(args: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} is {getattr(args, name)}; {training.num_heads} heads "
                 f"need answers of at least {training.num_heads + 2} tokens."
             )
+
+
+def _check_train_args(training: argparse.Namespace, own: argparse.Namespace) -> None:
+    """Refuse `--train-args` that change what adapt decides: ``own`` is its command without them."""
+    for name in (*_GIVEN_TO_ADAPT, *_SET_BY_ADAPT):
+        if getattr(training, name) != getattr(own, name):
+            remedy = "give it to adapt itself" if name in _GIVEN_TO_ADAPT else "leave it out"
+            option = f"--{name.replace('_', '-')}"
+            raise AdaptError(f"--train-args has {option}, which adapt decides: {remedy}.")
 
 
 def key_of(args: argparse.Namespace, facts: Facts) -> str:

@@ -183,6 +183,35 @@ def test_options_that_a_later_stage_would_refuse(
     assert words in refused(*options)
 
 
+@pytest.mark.parametrize(
+    ("given", "name", "remedy"),
+    [
+        ("--method medusa-2", "method", "give it to adapt itself"),
+        ("--meth=medusa-2", "method", "give it to adapt itself"),
+        ("--seed 3", "seed", "give it to adapt itself"),
+        ("--dtype bfloat16", "dtype", "give it to adapt itself"),
+        ("--heldout-share 0.2", "heldout-share", "give it to adapt itself"),
+        ("--num-heads 3", "num-heads", "give it to adapt itself"),
+        ("--epochs 9", "epochs", "give it to adapt itself"),
+        ("--output elsewhere", "output", "leave it out"),
+        ("-i mine.jsonl", "data", "leave it out"),
+        ("--heldout mine.jsonl", "heldout", "leave it out"),
+        ("--overwrite", "overwrite", "leave it out"),
+    ],
+)
+def test_train_args_that_adapt_sets_itself(
+    refused: Any, given: str, name: str, remedy: str
+) -> None:
+    assert f"--train-args has --{name}, which adapt decides: {remedy}" in refused(
+        f"--train-args={given}"
+    )
+
+
+def test_train_args_that_leave_no_target_to_serve(refused: Any) -> None:
+    said = refused("--method", "medusa-2", "--train-args=--save adapter")
+    assert "--train-args has --save, which adapt decides: leave it out" in said
+
+
 def test_finished_heads_are_not_made_again(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
