@@ -31,10 +31,10 @@ _EPILOG = """\
 Prompts: as for `generate`. "prompt" is continued as it stands, "messages" and "turns" are rendered
 in the target's chat template.
 
-Records: index, request_id, token_ids, generated ([start, end) of what the target wrote),
+Records: index, request_id, group, token_ids, generated ([start, end) of what the target wrote),
 temperature, seed, finish_reason and text. A conversation is one record with a span for each answer;
 where the template or the tokenizer renders an answer otherwise than it was written, the
-conversation falls into several."""
+conversation falls into several. Records of one prompt have one group, which no split divides."""
 
 
 def add_parser(commands: Any) -> None:

@@ -6,14 +6,12 @@ their contents alone, so it doesn't depend on the order of the file's lines.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm_medusa.offline.prompts import BadLine
-from vllm_medusa.training.records import Record, load_records, split_heldout
+from vllm_medusa.training.records import Record, load_records, split_heldout, write_records
 
 LEAST = 8  # prompts held out, unless that is more than half of them
 FILES = ("train.jsonl", "calibration.jsonl", "measurement.jsonl")
@@ -58,27 +56,10 @@ def split_records(source: Path, folder: Path, share: float) -> Split:
     if disjoint := _prompts(heldout) > 1:
         parts[1:] = split_heldout(heldout, 0.5)
     for name, part in zip(FILES, parts, strict=True):
-        _write(folder / name, part)
+        write_records(folder / name, part)
     tokens = [sum(record.num_generated for record in part) for part in parts]
     return Split([_prompts(part) for part in parts], tokens, bad, disjoint)
 
 
 def _prompts(records: Sequence[Record]) -> int:
     return len({record.prompt_key for record in records})
-
-
-def _write(path: Path, records: Sequence[Record]) -> None:
-    part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
-        for record in records:
-            line = {
-                "index": record.index,
-                "request_id": record.request_id,
-                "token_ids": record.token_ids,
-                "generated": record.generated,
-                "temperature": record.temperature,
-            }
-            file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)

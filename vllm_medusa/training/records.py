@@ -21,8 +21,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +49,9 @@ class Record:
 
     ``generated`` holds the [start, end) spans that the target or the assistant wrote, sorted,
     disjoint and not empty; ``temperature`` is what they were sampled at, None where the target
-    didn't sample them; ``truncated`` says that top_p or top_k had cut the distribution.
+    didn't sample them; ``top_p`` and ``top_k`` are what had cut the distribution, where they had.
+    ``group`` is the `key_of` the prompt that `vllm-medusa distill` wrote the text for: of a
+    conversation in several records the later ones have more before their first span.
     """
 
     index: int
@@ -57,7 +60,14 @@ class Record:
     token_ids: tuple[int, ...]
     generated: tuple[Span, ...]
     temperature: float | None = None
-    truncated: bool = False
+    top_p: float | None = None
+    top_k: int | None = None
+    group: str | None = None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the text was not drawn from the whole distribution."""
+        return self.top_p is not None or self.top_k is not None
 
     @property
     def num_generated(self) -> int:
@@ -66,17 +76,34 @@ class Record:
 
     @property
     def prompt_key(self) -> str:
-        """A digest of what stands before the first span: equal for all samples of one prompt.
+        """What splits go by: the ``group``, else the `key_of` what stands before the first span.
 
-        Of plain texts, which have no prompt, it covers all tokens.
+        It is equal for all samples of one prompt.
         """
-        end = self.generated[0][0] if self.generated[0][0] > 1 else len(self.token_ids)
-        return hashlib.sha256(array("q", self.token_ids[:end]).tobytes()).hexdigest()
+        return self.group or key_of(self.token_ids, self.generated[0][0])
 
     @property
     def order(self) -> tuple[Any, ...]:
         """What records are sorted by: the index, then (in joined files) the content."""
         return (self.index, self.request_id, self.token_ids)
+
+    def to_row(self) -> dict[str, Any]:
+        """What `read_records` makes the same record of (but for ``line``), plain JSON."""
+        row = {
+            "index": self.index,
+            "request_id": self.request_id,
+            "token_ids": self.token_ids,
+            "generated": self.generated,
+            "temperature": self.temperature,
+        }
+        more = {"top_p": self.top_p, "top_k": self.top_k, "group": self.group}
+        return row | {key: value for key, value in more.items() if value is not None}
+
+
+def key_of(token_ids: Sequence[int], prompt_length: int) -> str:
+    """A digest of a text's prompt; of plain texts, which have none, it covers all tokens."""
+    end = prompt_length if prompt_length > 1 else len(token_ids)
+    return hashlib.sha256(array("q", token_ids[:end]).tobytes()).hexdigest()
 
 
 def read_records(
@@ -146,14 +173,9 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
     part = path.with_name(f"{path.name}.part")
     with part.open("w", encoding="utf-8") as file:
         for record in records:
-            line = {
-                "index": record.index,
-                "request_id": record.request_id,
-                "token_ids": record.token_ids,
-                "generated": record.generated,
-                "temperature": record.temperature,
-            }
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(record.to_row()) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     part.replace(path)
 
 
@@ -235,6 +257,12 @@ def _from_ids(row: Mapping[str, Any], index: int, line: int, name: str) -> Recor
         type(temperature) in (int, float) and math.isfinite(temperature) and temperature >= 0
     ):
         raise PromptError(f"'temperature' is {_short(temperature)}; use a number from 0, or null")
+    for key in ("top_p", "top_k"):
+        if row.get(key) is not None and type(row[key]) not in (int, float):
+            raise PromptError(f"{key!r} is {_short(row[key])}; use a number, or null")
+    group = row.get("group")
+    if group is not None and not (isinstance(group, str) and group):
+        raise PromptError(f"'group' is {_short(group)}; use the text that `distill` wrote")
     return Record(
         own,
         line,
@@ -242,7 +270,9 @@ def _from_ids(row: Mapping[str, Any], index: int, line: int, name: str) -> Recor
         tuple(ids),
         tuple((start, end) for start, end in spans),
         None if temperature is None else float(temperature),
-        any(row.get(key) is not None for key in ("top_p", "top_k")),
+        row.get("top_p"),
+        row.get("top_k"),
+        group,
     )
 
 

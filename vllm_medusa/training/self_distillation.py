@@ -24,6 +24,7 @@ from typing import Any
 
 from vllm_medusa.offline.batch import Answer, Conversation, Engine, Request, Result, Session
 from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.training.records import key_of
 from vllm_medusa.training.self_talk import SelfTalk
 
 
@@ -90,10 +91,14 @@ class Plan:
         if not pieces:
             name = {"index": slot * self.stride, "request_id": result.prompt.request_id}
             return [name | {"error": result.error or "the target wrote nothing"}]
+        prompt = list(result.answers[0].prompt_token_ids)
+        whole = prompt if len(prompt) > 1 else pieces[0].token_ids
+        group = key_of(whole, len(prompt))
         lines = [
             {
                 "index": slot * self.stride + number,
                 "request_id": result.prompt.request_id,
+                "group": group,
                 "token_ids": piece.token_ids,
                 "generated": piece.spans,
                 "temperature": self.temperature(slot),

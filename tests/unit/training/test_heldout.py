@@ -1,5 +1,6 @@
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,21 @@ def test_no_prompt_is_on_two_sides(tmp_path: Path, prompts: int, heldout: int) -
     else:
         assert keys[1] == keys[2]
     assert all(record.temperature == 0.7 for record in train)
+
+
+def test_a_group_is_on_one_side_and_what_a_record_says_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    made = [json.loads(line) for line in write(path, 40).read_text().splitlines()]
+    more = {"top_p": 0.9, "top_k": 7}
+    groups = [line | more | {"group": f"{line['index'] % 20:064x}"} for line in made]
+    path.write_text("".join(json.dumps(line) + "\n" for line in groups))
+    counts, *_ = split_records(path, tmp_path, 0.4)
+    assert counts == [12, 4, 4]
+    written = parts(tmp_path)
+    indices = [{record.index % 20 for record in part} for part in written]
+    assert [len(part) for part in indices] == counts and len(set().union(*indices)) == 20
+    kept = {replace(record, line=0) for part in written for record in part}
+    assert kept == {replace(record, line=0) for record in load_records(path)[0]}
 
 
 def test_the_files_do_not_depend_on_the_order_of_the_lines(tmp_path: Path) -> None:

@@ -7,7 +7,13 @@ import pytest
 from support import chat
 
 from vllm_medusa.offline.prompts import BadLine, PromptError
-from vllm_medusa.training.records import Record, load_records, read_records, split_heldout
+from vllm_medusa.training.records import (
+    Record,
+    load_records,
+    read_records,
+    split_heldout,
+    write_records,
+)
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -27,6 +33,15 @@ def test_the_native_form(tmp_path: Path) -> None:
     assert isinstance(first, Record)
     assert first.num_generated == 3
     assert second == Record(0, 2, "a", (5, 6, 7, 8), ((1, 2), (2, 4)), None)
+
+
+def test_what_was_read_is_written_again(tmp_path: Path) -> None:
+    cut = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "group": "a1"}
+    path = write(tmp_path / "r.jsonl", GOOD | cut, {**GOOD, "index": 5, "temperature": None})
+    records, bad = load_records(path)
+    assert not bad and [r.truncated for r in records] == [True, False]
+    write_records(tmp_path / "again.jsonl", records)
+    assert load_records(tmp_path / "again.jsonl") == (records, [])
 
 
 def test_all_forms_in_one_file(tmp_path: Path) -> None:
@@ -82,6 +97,8 @@ BAD = [
     (GOOD | {"index": -1}, "'index' is -1"),
     (GOOD | {"temperature": "hot"}, "'temperature' is 'hot'"),
     (GOOD | {"temperature": float("nan")}, "'temperature' is nan"),
+    (GOOD | {"top_p": "most"}, "'top_p' is 'most'"),
+    (GOOD | {"group": 3}, "'group' is 3"),
     (GOOD | {"token_ids": [5] * 7}, "7 tokens; at most 6 are allowed"),
     (GOOD | {"generated": [[0, 1]]}, "1 generated tokens; at least 2 are needed"),
     (GOOD | {"request_id": "\ud800"}, "surrogate"),
@@ -157,6 +174,16 @@ def test_all_samples_of_a_prompt_are_on_one_side(tmp_path: Path) -> None:
     assert split_heldout(records, 0) == (records, [])
     third = {r.index for r in split_heldout(records, 0.3)[1]}
     assert third < {r.index for r in split_heldout(records, 0.5)[1]}
+
+
+def test_records_of_one_group_are_on_one_side(tmp_path: Path) -> None:
+    """Pieces of a conversation begin differently; only their group says that they belong to it."""
+    made = [row | {"group": f"{row['index'] % 10:064x}"} for row in rows(20, 3)]
+    records, _ = load_records(write(tmp_path / "a.jsonl", *made))
+    for share in (0.1, 0.3, 0.5):
+        train, heldout = split_heldout(records, share)
+        assert len(heldout) == 60 * share
+        assert not {r.index % 10 for r in train} & {r.index % 10 for r in heldout}
 
 
 def test_texts_without_a_prompt_are_told_apart_by_their_content(tmp_path: Path) -> None:

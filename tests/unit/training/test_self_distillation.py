@@ -9,7 +9,7 @@ from support.fake_engine import FakeEngine
 
 from vllm_medusa.offline.batch import Delta, RequestRefused, run_batch
 from vllm_medusa.offline.prompts import Message, Prompt, read_prompts
-from vllm_medusa.training.records import Record, load_records
+from vllm_medusa.training.records import Record, load_records, split_heldout
 from vllm_medusa.training.self_distillation import Plan, Summary
 
 EOT = 3
@@ -90,6 +90,30 @@ def test_answers_that_are_rendered_otherwise_are_records_of_their_own() -> None:
     ]
     assert trained == [["one\x03"], ["two\x03"], ["three"]]
     assert bytes(lines[2]["token_ids"]).startswith(b"[u]x\x03[a]ONE\x03[u]y\x03[a]TWO")
+
+
+def test_no_split_divides_a_conversation_that_falls_into_records(tmp_path: Path) -> None:
+    """Records of one prompt, the second's samples too; old files, without groups, still load."""
+    plan = Plan(samples=2, temperatures=(0.7,), turns=3)
+    prompts = [Prompt(i, i + 1, f"t{i}", turns=(chr(97 + i), "y", "z")) for i in range(6)]
+    script = {f"{slot}.{turn}": (ids(f"{slot}|"), "stop") for slot in range(12) for turn in "012"}
+    slots = plan.slots(prompts, set())
+    lines = lines_of(Scripted(script, rewrite=True, end=4), plan, *slots)
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records, bad = load_records(path)
+    assert not bad and len(records) == 36
+    of = {record.index // plan.stride // 2: record.prompt_key for record in records}
+    assert len(set(of.values())) == 6
+    assert all(r.prompt_key == of[r.index // plan.stride // 2] for r in records)
+    train, heldout = split_heldout(records, 0.5)
+    names = [{r.request_id.split("#")[0] for r in part} for part in (train, heldout)]
+    assert len(heldout) == 18 and not names[0] & names[1]
+
+    path.write_text("".join(json.dumps({**line, "group": None}) + "\n" for line in lines))
+    old, bad = load_records(path)
+    firsts = [r for r in old if bytes(r.token_ids).count(b"[a]") == 1]
+    assert not bad and {r.prompt_key for r in firsts} == set(of.values()), "keys are the same"
 
 
 def test_an_end_of_turn_that_the_template_does_not_write_divides_too() -> None:
