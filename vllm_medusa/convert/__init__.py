@@ -17,7 +17,7 @@ from vllm_medusa.convert.calibration import copy_calibration
 from vllm_medusa.convert.folder import check_apart, check_output, new_folder, write_output
 from vllm_medusa.convert.heads import Heads, Output
 from vllm_medusa.convert.target import TargetWeights
-from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint
+from vllm_medusa.heads.files import CheckpointFiles, download_whole, find_checkpoint
 from vllm_medusa.heads.fingerprint import match_target, target_fingerprint
 from vllm_medusa.heads.formats import TOKEN_MAP, read_layout
 from vllm_medusa.heads.info import HeadsInfo, check_vocab, describe
@@ -63,7 +63,8 @@ def convert(
         to: One of `FORMATS`.
         output: A folder that doesn't exist yet, or with ``overwrite`` one that holds heads only.
         target: The model of these heads, for a copy of its LM head, its sizes and fingerprint.
-        base: Where to write the target that a full Medusa-2 checkpoint holds beside the heads.
+        base: Where to write the target that a full Medusa-2 checkpoint holds beside the heads, with
+            all that lies beside its weights; of a hub name that is downloaded, too.
         revision: Of a hub name.
         overwrite: Replace an existing output.
         provenance: An entry to append to the heads' own.
@@ -88,6 +89,8 @@ def convert(
     weights = None if target is None else TargetWeights(target)
     if weights is not None:
         _check_target(files, layout, info, weights)
+    if base is not None and folder is None:
+        files = download_whole(files, revision)
     heads = Heads.read(files, layout, info)
     heads, warnings = _identified(heads, info, source, target)
     if provenance is not None:

@@ -11,7 +11,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,16 @@ MODEL_FILES = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+)
+_BESIDE_WEIGHTS = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+    "*.py",
+    "*.md",
+    "LICENSE*",
 )
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 DTYPES = {  # as safetensors calls them
@@ -103,6 +113,19 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
         f"heads {str(source)!r}: no such file or folder, nor a hub name (owner/name). Give the "
         "folder or file of the heads, or their hub name"
     )
+
+
+def download_whole(files: CheckpointFiles, revision: str | None = None) -> CheckpointFiles:
+    """Download what `find_checkpoint` left on the hub: other weights, tokenizer and settings."""
+    shards = sorted({path.name for path in files.files.values()})
+    try:
+        folder = _hub(files.label, revision)([*shards, *_BESIDE_WEIGHTS])
+    except (OSError, ValueError) as error:
+        raise HeadsError(
+            f"{files.label!r}: the hub did not give all of it ({error}). Download the whole "
+            "checkpoint and give its folder"
+        ) from error
+    return replace(find_checkpoint(folder), label=files.label)
 
 
 def find_target(source: str | Path, revision: str | None = None) -> CheckpointFiles:

@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -318,6 +319,38 @@ def test_a_full_medusa_2_model_comes_apart(suffix, target, read, tmp_path):
     assert "same checkpoint" in done.warnings[0]
     with pytest.raises(HeadsError, match="heads only"):
         convert(tmp_path / "heads", "v1", tmp_path / "x", base=tmp_path / "y")
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_base_of_a_hub_name_has_all_of_it(shards, full, tmp_path, monkeypatch):
+    """Heads need only some of its files."""
+    if shards > 1:
+        tensors = load_file(full / "model.safetensors")
+        (full / "model.safetensors").unlink()
+        heads = {name: tensors.pop(name) for name in list(tensors) if "medusa" in name}
+        config = json.loads((full / "config.json").read_text())
+        split = {"a.safetensors": tensors, "b.safetensors": heads}
+        write_sharded(full, split, "model.safetensors.index.json", config)
+    beside = {"tokenizer.json", "tokenizer.model", "generation_config.json", "chat_template.jinja"}
+    for name in (*beside, "original.pth"):
+        (full / name).write_text("{}")
+    cache = tmp_path / "cache"
+
+    def hub(name, *, revision, allow_patterns):
+        assert (name, revision) == ("someone/medusa-2", "v3")
+        cache.mkdir(exist_ok=True)
+        for entry in full.iterdir():
+            if any(map(entry.match, allow_patterns)):
+                shutil.copyfile(entry, cache / entry.name)
+        return str(cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    base = tmp_path / "base"
+    convert("someone/medusa-2", "v1", tmp_path / "heads", base=base, revision="v3")
+    assert not (cache / "original.pth").exists()
+    written = {path.name for path in base.iterdir()}
+    assert written == beside | {"config.json", "model.safetensors"}
+    assert target_fingerprint(base) == target_fingerprint(full)
 
 
 def test_an_output_is_replaced_only_on_demand_and_only_if_it_is_heads(native, read, tmp_path):
