@@ -68,6 +68,11 @@ class TreeAttentionBackend(TritonAttentionBackend):
         return attn_type == AttentionType.DECODER
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """No: into how many parts the keys go depends on the batch."""
+        return False
+
+    @classmethod
     def supports_mm_prefix(cls) -> bool:
         """No: nodes see nothing that comes later."""
         return False

@@ -176,6 +176,7 @@ class TestBackend:
             {"use_mm_prefix": True},
             {"use_non_causal": True},
             {"use_rswa": True},
+            {"use_batch_invariant": True},
             {"use_mla": True},
             {"attn_type": AttentionType.ENCODER_ONLY},
             {"device_capability": DeviceCapability(7, 5)},
