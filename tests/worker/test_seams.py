@@ -56,8 +56,8 @@ MOVED = {
 # A method of ours that no longer overrides anything would be silently left out by vLLM.
 OVERRIDES = {
     "MedusaModelRunner": {
-        "load_model", "initialize_kv_cache", "_prepare_inputs", "_build_attention_metadata", "_sample",
-        "propose_draft_token_ids", "_input_fits_in_drafter", "_bookkeeping_sync",
+        "load_model", "initialize_kv_cache", "_prepare_inputs", "_build_attention_metadata",
+        "_sample", "propose_draft_token_ids", "_input_fits_in_drafter", "_bookkeeping_sync",
     },
     "MedusaCPUWorker": {"init_device"},
     "TreeMetadataBuilder": {"build"},
