@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import end_to_end
 from benchmarks.gpu.attention_checks import MIXED, Shape, _planted, judge
 from benchmarks.gpu.cases import Case, Lab, NotHere, plain, run_case
 from benchmarks.gpu.clock import HostClock
@@ -277,6 +278,91 @@ def test_the_verdicts_on_tiles_and_checks():
     skipped = [{"name": "a", "status": "skipped", "reason": "vLLM is not installed"}]
     found = by_claim({"vllm": skipped}, "vllm")
     assert found["verdict"] == "not measured" and "vLLM is not installed" in found["text"]
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+
+class Engines:
+    """In the place of processes: they find the same tokens, and say what ``says`` gives them."""
+
+    def __init__(self, says: str = "") -> None:
+        self.says = says
+        self.asked: list[dict[str, object]] = []
+        self.environments: list[dict[str, str]] = []
+
+    def run(
+        self, command: list[str], env: dict[str, str], **_: object
+    ) -> subprocess.CompletedProcess[str]:
+        self.asked.append(json.loads(command[-1])["engine"])
+        self.environments.append(env)
+        found = {t: {"ids": [[1, 2]] * end_to_end.PROMPTS, "seconds": 1.0} for t in ("0.0", "0.8")}
+        said = self.says if "speculative_config" in self.asked[-1] else ""
+        return subprocess.CompletedProcess(command, 0, f"FOUND{json.dumps(found)}\n", said)
+
+
+@pytest.mark.parametrize(
+    ("says", "passed"),
+    [
+        ("", True),
+        ("Triton kernel JIT compilation during inference: attend. This causes", False),
+        ("Triton kernel JIT compilation during inference: _of_vllm. This causes", True),
+        ("/x/vllm_medusa/worker/a.py:7: UserWarning: called a synchronizing CUDA", False),
+        ("/x/vllm_medusa/a.py:7: UserWarning: Tensor.to: that may be silently synchronous", False),
+        ("/x/vllm/worker/a.py:7: UserWarning: called a synchronizing CUDA operation", True),
+    ],
+)
+def test_engines_are_compared_alike_and_watched(monkeypatch, says, passed):
+    engines = Engines(says)
+    monkeypatch.setattr(end_to_end, "find_spec", lambda name: object())
+    monkeypatch.setattr(subprocess, "run", engines.run)
+    on_cuda = Lab("cuda", HostClock(), Storage("cpu", 0), {})
+    for eager in (True, False):
+        assert end_to_end.compare(eager, on_cuda)["passed"] == passed
+    plain, trees = engines.asked[:2]
+    assert trees.pop("speculative_config")["method"] == "medusa"
+    assert plain == trees and plain["attention_backend"] == "TRITON_ATTN"
+    for environment in engines.environments:  # TF32 would make plain vLLM's tokens others
+        assert environment["TRITON_F32_DEFAULT"] == "ieee"
+        assert environment["PYTHONPATH"].startswith(str(ROOT))
+    watched = ["VLLM_GPU_SYNC_CHECK" in environment for environment in engines.environments]
+    assert watched == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("active", "asked", "status"), [(True, True, 0), (False, True, 1), (True, False, 1)]
+)
+def test_an_engine_without_the_plugin_is_no_engine_with_trees(tmp_path, active, asked, status):
+    """Stock vLLM has a Medusa of its own, a chain, whose tokens are right as well."""
+    (tmp_path / "vllm.py").write_text(
+        textwrap.dedent(f"""
+        from types import SimpleNamespace as Some
+        SamplingParams = Some
+        class LLM:
+            def __init__(self, **engine):
+                config = Some(
+                    additional_config={{"medusa": {{}}}} if {active} else None,
+                    parallel_config=Some(worker_cls="W"),
+                )
+                self.llm_engine = Some(vllm_config=config)
+            def generate(self, prompts, params, use_tqdm):
+                return [Some(outputs=[Some(token_ids=[1])]) for _ in prompts]
+        """)
+    )
+    engine = {"speculative_config": {}} if asked else {}
+    given = {"engine": engine, "prompts": ["a"], "temperatures": [0.0], "tokens": 1}
+    done = subprocess.run(
+        [sys.executable, "-c", end_to_end._ENGINE, json.dumps(given)],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert bool(done.returncode) == bool(status), done.stderr
+    assert ("trees were asked for" in done.stderr) == bool(status)
+
+
+def test_the_names_of_our_kernels():
+    assert {"attend", "merge", "walk", "vocabulary"} <= end_to_end.own_kernels()
 
 
 # --- what is measured -----------------------------------------------------------------------------
