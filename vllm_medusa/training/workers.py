@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
+
+# The others wait while one merges, measures or builds the last shard; NCCL would give up after
+# 10 minutes. A process that died is noticed by the launcher, which ends the rest.
+PATIENCE = timedelta(days=2)
 
 
 class Workers:
@@ -25,7 +30,7 @@ class Workers:
         """
         from accelerate import PartialState
 
-        self._state = PartialState(cpu=device == "cpu")
+        self._state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
         self.rank, self.world = self._state.process_index, self._state.num_processes
         chosen = self._state.device if device == "auto" or self.world > 1 else torch.device(device)
         self.device = torch.device(chosen)

@@ -1,0 +1,23 @@
+"""The processes of a run wait for each other as long as it takes."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+
+from vllm_medusa.training.workers import Workers
+
+
+def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def state(**options: Any) -> SimpleNamespace:
+        asked.update(options)
+        return SimpleNamespace(process_index=0, num_processes=2, device=torch.device("cpu"))
+
+    monkeypatch.setattr(accelerate, "PartialState", state)
+    assert Workers("cpu").main
+    assert asked["cpu"] and asked["timeout"] >= timedelta(days=1)
