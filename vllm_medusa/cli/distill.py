@@ -139,10 +139,12 @@ def _settings(args: argparse.Namespace) -> tuple[EngineSettings, Sampling]:
         raise PromptError(
             f"--turns {args.turns} is of --self-talk; else the prompts' own turns are answered."
         )
-    if args.samples > 1 and not any(args.temperature):
+    plan = Plan(args.samples, args.temperature)
+    if (greedy := sum(not plan.temperature(slot) for slot in range(args.samples))) > 1:
+        shown = ",".join(f"{value:g}" for value in args.temperature)
         raise PromptError(
-            f"--samples {args.samples} at temperature 0 would be {args.samples} times the same "
-            "text; raise --temperature."
+            f"--samples {args.samples} at temperature {shown} would be {greedy} times the same "
+            "text at temperature 0; take fewer samples, or raise --temperature."
         )
     one = argparse.Namespace(**vars(args))
     one.temperature, one.no_medusa = args.temperature[0], args.speculative_model is None
@@ -154,7 +156,13 @@ def _talker(args: argparse.Namespace) -> Any:
 
     from vllm_medusa.training.self_talk import require_self_talk
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        raise PromptError(
+            f"--self-talk needs the target's tokenizer, and {args.model} has none that can be "
+            f"read: {error}"
+        ) from None
     require_self_talk(tokenizer)
     return tokenizer
 

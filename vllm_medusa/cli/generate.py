@@ -27,7 +27,14 @@ from vllm_medusa.cli.quiet import stderr_to_log
 from vllm_medusa.config import run_engines_in_this_process
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Engine, Result, run_batch
-from vllm_medusa.offline.prompts import FORMATS, BadLine, Prompt, PromptError, read_prompts
+from vllm_medusa.offline.prompts import (
+    FORMATS,
+    BadLine,
+    Prompt,
+    PromptError,
+    detect_format,
+    read_prompts,
+)
 from vllm_medusa.offline.results import ResultError, ResultLog, digest_of, fingerprint
 
 _SHOWN_BAD_LINES = 20
@@ -138,7 +145,7 @@ def run_resumable(
         console = Console(file=terminal, highlight=False)
         try:
             return job(args, console)
-        except (PromptError, ResultError, EngineRefused) as error:
+        except (PromptError, ResultError, EngineRefused, OSError) as error:
             console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
             return 2
         except KeyboardInterrupt:
@@ -178,8 +185,11 @@ def depends_on(
 ) -> dict[str, Any]:
     """What the results depend on: those of other settings are never mixed into one file."""
     return {
+    format = detect_format(args.prompts) if args.format == "auto" else args.format
         "prompts_sha256": digest_of(args.prompts),
         "checkpoints": {
+        # None: older files don't tell it, and are mostly of JSON lines
+        "format": None if format == "jsonl" else format,
             name: fingerprint(Path(name))
             for name in (args.model, args.speculative_model)
             if name is not None and Path(name).exists()

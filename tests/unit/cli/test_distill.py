@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from dataclasses import replace
@@ -10,6 +11,7 @@ from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
 from vllm_medusa.cli import generate
+from vllm_medusa.offline.results import ResultLog
 from vllm_medusa.training.records import load_records
 
 
@@ -140,10 +142,21 @@ def test_other_settings_refuse_the_output(
     assert "it holds results of other settings" in capfd.readouterr().err
 
 
+def test_a_file_read_otherwise_is_another_job(prompts: Path, tmp_path: Path, capfd: Any) -> None:
+    options = ("-i", prompts, "-o", tmp_path / "r.jsonl")
+    assert run(*options, "--format", "text") == 0
+    assert run(*options) == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "format was 'text' and is now None" in said
+    assert run("-i", prompts, "-o", tmp_path / "auto.jsonl") == 0
+    assert run("-i", prompts, "-o", tmp_path / "auto.jsonl", "--format", "jsonl") == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--samples", "2", "--temperature", "0"], "2 times the same text"),
+        (["--samples", "3", "--temperature", "0,0.7"], "2 times the same text at temperature 0"),
         (["--tree", "mc_sim_7b_63"], "need heads"),
         (["--turns", "2"], "is of --self-talk"),
         (["--temperature", "0.5,-1"], "'-1' is not allowed"),
@@ -182,3 +195,29 @@ def test_self_talk_needs_a_template_before_an_engine(
     assert exit.value.code == 2
     assert "--self-talk needs a chat template" in capfd.readouterr().err
     assert engine.built == []
+
+
+def test_self_talk_without_a_tokenizer_is_refused(
+    prompts: Path, tmp_path: Path, engine: type[Engine], capfd: Any
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    options = ("-i", prompts, "-o", tmp_path / "r.jsonl", "--self-talk")
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["distill", str(model), *map(str, options)])
+    assert exit.value.code == 2
+    assert "--self-talk needs the target's tokenizer" in capfd.readouterr().err
+    assert engine.built == []
+
+
+def test_a_full_disk_is_told(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultLog, "append", full)
+        assert run("-i", prompts, "-o", tmp_path / "r.jsonl") == 2
+    assert "No space left on device" in capfd.readouterr().err
+    assert run("-i", prompts, "-o", tmp_path / "r.jsonl") == 0
