@@ -167,7 +167,8 @@ class Medusa2:
         recipe, workers = self.recipe, self.workers
         texts = self.plan[self.step]
         passes = split_passes(texts, self.lengths, recipe.pass_tokens)
-        batches = [self._batch(part) for part in passes[workers.rank :: workers.world]]
+        mine = range(workers.rank, len(passes), workers.world)
+        batches = [self._batch(passes[number]) for number in mine]
         counts = torch.zeros(1 + self.heads.num_heads, dtype=torch.float64)
         for batch in batches:
             counts += torch.cat([torch.tensor([batch.counts[0]]), batch.counts[1].cpu()])
@@ -176,8 +177,9 @@ class Medusa2:
         factors = (weight * self.decay / counts[1:]).float()
         sums = torch.zeros_like(counts)
         self.optimizer.zero_grad(set_to_none=True)
-        with dropping_out(self.adapted, hash((recipe.seed, self.step, workers.rank))):
-            for batch in batches:
+        for number, batch in zip(mine, batches, strict=True):
+            # a pass drops the same out in whatever process it is
+            with dropping_out(self.adapted, hash((recipe.seed, self.step, number))):
                 found = self._losses(batch, 1.0 / float(counts[0]), factors)
                 found.loss.backward()
                 sums += torch.cat([found.lm_sum.view(1), found.head_sums])

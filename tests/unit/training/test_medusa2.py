@@ -15,7 +15,9 @@ from torch import Tensor
 
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.training import lora
+from vllm_medusa.training.batches import split_passes
 from vllm_medusa.training.hidden_cache import HiddenStates
+from vllm_medusa.training.joint_loss import JointLosses
 from vllm_medusa.training.joint_recipe import JointRecipe
 from vllm_medusa.training.lora import LoraSettings
 from vllm_medusa.training.medusa1 import NotFiniteError
@@ -253,6 +255,37 @@ def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(
     job.trainer.train()
     (step,) = [entry for entry in job.log() if "lambda_0" in entry]
     assert step["losses"] == pytest.approx([sum(x) / len(x) for x in found], rel=1e-3)
+
+
+def test_a_pass_drops_the_same_out_in_whatever_process_it_is(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Job(source, tmp_path, dataclasses.replace(RECIPE, pass_tokens=20)).trainer
+    losses = trainer._losses
+    found: list[Tensor] = []
+
+    def noted(*given: Any) -> JointLosses:
+        losses_of_pass = losses(*given)
+        found.append(losses_of_pass.lm_sum)
+        return losses_of_pass
+
+    monkeypatch.setattr(trainer, "_losses", noted)
+    monkeypatch.setattr(trainer.optimizer, "step", lambda: None)
+    monkeypatch.setattr(trainer.workers, "add_up", lambda tensor: tensor)
+    for parameter in trainer.adapter.values():
+        torch.nn.init.normal_(parameter, std=0.1)  # a fresh one has nothing to drop
+    trainer._one_step()
+    alone, found[:] = list(found), []
+    assert len(alone) > 3
+    monkeypatch.setattr(trainer.workers, "world", 2)
+    for rank in range(2):
+        monkeypatch.setattr(trainer.workers, "rank", rank)
+        trainer._one_step()
+    assert torch.equal(torch.stack(found), torch.stack(alone[::2] + alone[1::2]))
+    (texts, *_) = split_passes(trainer.plan[0], trainer.lengths, 20)
+    with torch.no_grad():
+        dry = losses(trainer._batch(texts), 1.0, trainer.decay).lm_sum
+    assert not torch.equal(dry, alone[0]), "dropout was on"
 
 
 def test_before_and_after_are_measured_alike_in_bfloat16_too(source: str, tmp_path: Path) -> None:
