@@ -13,7 +13,7 @@ from rich.console import Console
 
 from vllm_medusa.cli import generate
 from vllm_medusa.cli.engine import EngineSettings, Sampling
-from vllm_medusa.cli.generate import positive
+from vllm_medusa.cli.generate import positive, seed_number
 from vllm_medusa.cli.progress import PromptProgress
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Engine, run_batch
@@ -56,9 +56,11 @@ def add_parser(commands: Any) -> None:
         type=_temperatures,
         default=(0.7,),
         metavar="T[,T...]",
-        help="sample after sample takes the next one (0.7)",
+        help="one, or several separated by commas; sample after sample takes the next (0.7)",
     )
-    texts.add_argument("--seed", type=int, default=0, help="text i uses the seed SEED + i (0)")
+    texts.add_argument(
+        "--seed", type=seed_number, default=0, help="text i uses the seed SEED + i (0)"
+    )
     texts.add_argument(
         "--self-talk", action="store_true", help="the target writes the user's later turns too"
     )

@@ -38,6 +38,7 @@ from vllm_medusa.offline.prompts import (
 from vllm_medusa.offline.results import ResultError, ResultLog, digest_of, fingerprint
 
 _SHOWN_BAD_LINES = 20
+_LARGEST_SEED = (1 << 32) - 1
 
 _DESCRIPTION = """\
 Generate for every prompt of a file and write one JSON line per prompt, in the order in which they
@@ -184,12 +185,12 @@ def depends_on(
     args: argparse.Namespace, settings: EngineSettings, sampling: Sampling
 ) -> dict[str, Any]:
     """What the results depend on: those of other settings are never mixed into one file."""
-    return {
     format = detect_format(args.prompts) if args.format == "auto" else args.format
+    return {
         "prompts_sha256": digest_of(args.prompts),
-        "checkpoints": {
         # None: older files don't tell it, and are mostly of JSON lines
         "format": None if format == "jsonl" else format,
+        "checkpoints": {
             name: fingerprint(Path(name))
             for name in (args.model, args.speculative_model)
             if name is not None and Path(name).exists()
@@ -323,6 +324,30 @@ def positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a whole number from 1")
+    return value
+
+
+def from_zero(text: str) -> int:
+    """Parse an integer from 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a whole number from 0")
+    return value
+
+
+def seed_number(text: str) -> int:
+    """Parse a seed that all generators take; -1 would be none to vLLM."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= _LARGEST_SEED:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; use a whole number from 0 to {_LARGEST_SEED}"
+        )
     return value
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_medusa.cli.generate import at_least_zero, positive
+from vllm_medusa.cli.generate import at_least_zero, from_zero, positive, seed_number
 
 if TYPE_CHECKING:
     from vllm_medusa.training.inputs import Inputs
@@ -122,10 +122,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive_number,
         help="the heads' peak (1e-3; more for targets narrower than 1280)",
     )
-    training.add_argument("--warmup-steps", type=int, default=50, help="at most a tenth (50)")
+    training.add_argument(
+        "--warmup-steps",
+        type=from_zero,
+        metavar="N",
+        help="at most a tenth (50; in medusa-2's joint stage 20)",
+    )
     training.add_argument("--weight-decay", type=at_least_zero, default=0.0)
     training.add_argument("--clip", type=_positive_number, default=1.0, help="gradient norm (1.0)")
-    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--seed", type=seed_number, default=0)
     training.add_argument(
         "--measure-every", type=positive, default=500, metavar="N", help="steps (500)"
     )

@@ -13,6 +13,8 @@ from vllm_medusa.cli.generate import at_least_zero
 from vllm_medusa.cli.train_progress import StepProgress, accuracy_table, line_of
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_medusa.heads.model import MedusaHeads
     from vllm_medusa.training.hidden_cache import HiddenStates
     from vllm_medusa.training.inputs import Inputs
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from vllm_medusa.training.target import Target
     from vllm_medusa.training.texts import Texts
     from vllm_medusa.training.workers import Workers
+
+
+CACHE_KEY = ("target", "target_config", "dtype", "quantization")  # hidden states depend on these
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +39,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=at_least_zero,
         default=50.0,
         metavar="GB",
-        help="at most; states beyond are computed whenever they are needed, for a text's labels "
-        "in one go, so the order of the steps depends on it (50)",
+        help="at most, of what is held out first; states beyond are computed whenever they are "
+        "needed, for a text's labels in one go, so the order of the steps depends on it (50)",
     )
     group.add_argument(
         "--cache-dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="auto: what the target computes in, so that nothing is lost",
+        help="of the text to train on; auto: what the target computes in, so that nothing is lost, "
+        "as what is held out for medusa-2 always is",
     )
     group.add_argument("--keep-cache", action="store_true", help="for another run on these texts")
 
@@ -55,7 +61,7 @@ def check(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: Console) -> int:
     """Train heads on the frozen target; returns the exit status."""
     from vllm_medusa.training import machine
-    from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates
+    from vllm_medusa.training.hidden_cache import HiddenStates
     from vllm_medusa.training.inputs import require_labels
     from vllm_medusa.training.medusa1 import Medusa1
     from vllm_medusa.training.state import TrainingRun
@@ -68,9 +74,9 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
     if heldout is not None:
         require_labels(heldout, args.num_heads, f"held-out records of {args.heldout or args.data}")
     dtype = machine.target_dtype(args.dtype, inputs.dtype, workers.device)
-    kept = dtype if args.cache_dtype == "auto" else DTYPES[args.cache_dtype]
+    kept = cache_dtype(args, dtype)
     recipe = recipe_of(args, workers, inputs, texts)
-    settings = settings_of(args, inputs, texts, heldout, recipe, str(dtype), str(kept))
+    settings = settings_of(args, inputs, recipe, str(dtype), str(kept))
     with TrainingRun(args.output, settings, overwrite=args.overwrite, main=workers.main) as run:
         if run.complete:
             console.print(f"nothing to do; the heads are in {args.output}", soft_wrap=True)
@@ -79,7 +85,7 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
         target = Target.load(
             inputs.source, dtype=dtype, device=workers.device, quantization=args.quantization
         )
-        key = {name: settings[name] for name in ("target", "dtype", "quantization")}
+        key = {name: settings[name] for name in CACHE_KEY}
         bytes_left, sources = int(args.cache_gb * 1e9), []
         for part in (heldout, texts):
             if part is None:
@@ -107,6 +113,13 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
     return 0
 
 
+def cache_dtype(args: argparse.Namespace, dtype: torch.dtype) -> torch.dtype:
+    """What the states of the text to train on are kept in; the target computes in ``dtype``."""
+    from vllm_medusa.training.hidden_cache import DTYPES
+
+    return dtype if args.cache_dtype == "auto" else DTYPES[args.cache_dtype]
+
+
 def recipe_of(args: argparse.Namespace, workers: Workers, inputs: Inputs, texts: Texts) -> Recipe:
     """How the heads are trained alone; what isn't given follows from the target and the texts."""
     from vllm_medusa.training import machine
@@ -114,6 +127,8 @@ def recipe_of(args: argparse.Namespace, workers: Workers, inputs: Inputs, texts:
     from vllm_medusa.training.optimisation import Optimisation
 
     epochs = args.epochs or Recipe.epochs
+    given = args.warmup_steps
+    warmup = Optimisation.warmup_steps if given is None else given
     return Recipe(
         labels=args.labels,
         decay=args.decay,
@@ -123,7 +138,7 @@ def recipe_of(args: argparse.Namespace, workers: Workers, inputs: Inputs, texts:
         bf16=machine.use_bf16(args.precision, workers.device),
         optimisation=Optimisation(
             learning_rate=args.learning_rate or usual_rate(inputs.fingerprint["hidden_size"]),
-            warmup_steps=args.warmup_steps,
+            warmup_steps=warmup,
             weight_decay=args.weight_decay,
             clip=args.clip,
         ),
@@ -135,19 +150,20 @@ def recipe_of(args: argparse.Namespace, workers: Workers, inputs: Inputs, texts:
 def settings_of(
     args: argparse.Namespace,
     inputs: Inputs,
-    texts: Texts,
-    heldout: Texts | None,
     recipe: Recipe,
     dtype: str,
-    cache_dtype: str,
+    kept: str,
 ) -> dict[str, Any]:
-    """Everything that the heads depend on."""
+    """Everything that the heads depend on; ``kept`` is the cache's dtype."""
+    from vllm_medusa.training.records import digest_of
+
     return {
         "method": args.method,
         "target": inputs.fingerprint,
+        "target_config": inputs.config,
         "data": {
-            "train": texts.digest(),
-            "heldout": None if heldout is None else heldout.digest(),
+            "train": digest_of(inputs.train),
+            "heldout": digest_of(inputs.heldout) if inputs.heldout else None,
         },
         "heads": {
             name: getattr(args, name)
@@ -156,7 +172,7 @@ def settings_of(
         "recipe": recipe.to_dict(),
         "dtype": dtype,
         "quantization": args.quantization,
-        "cache": {"dtype": cache_dtype, "gb": args.cache_gb},
+        "cache": {"dtype": kept, "gb": args.cache_gb},
     }
 
 

@@ -29,7 +29,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "heads and a LoRA adapter in the target together. The output holds a new target as well"
     )
     group.add_argument(
-        "--start-heads", type=Path, metavar="HEADS", help="trained heads, instead of a warm-up"
+        "--start-heads",
+        type=Path,
+        metavar="HEADS",
+        help="trained heads, instead of a warm-up: its options (--epochs, --batch-tokens, "
+        "--learning-rate, --accumulate) then do nothing, and the heads' shape is theirs",
     )
     group.add_argument("--lora-rank", type=positive, default=32, help="(32)")
     group.add_argument("--lora-alpha", type=at_least_zero, default=16.0, help="(16)")
@@ -120,6 +124,18 @@ def check(args: argparse.Namespace) -> None:
     for name in ("backbone_rate", "heads_rate"):
         if not getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} is 0; use a number above 0.")
+    if args.start_heads is not None:
+        for name, unused in (
+            ("lm_heads", "shared"),
+            ("draft_vocab", None),
+            ("cache", None),
+            ("cache_dtype", "auto"),
+        ):
+            if getattr(args, name) != unused:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is of new heads and their warm-up, and "
+                    "--start-heads brings trained ones. Leave one of the two out."
+                )
     bounds_of(args)
 
 
@@ -140,11 +156,11 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
     require_labels(heldout, args.num_heads, f"held-out records of {args.heldout or args.data}")
     dtype = machine.target_dtype(args.dtype, inputs.dtype, workers.device)
     machine.require_gradients(dtype)
+    _require_room(args, heldout.num_rows * inputs.fingerprint["hidden_size"] * dtype.itemsize)
     warm_up = train_medusa1.recipe_of(args, workers, inputs, texts)
     joint = _joint_recipe(args, inputs, warm_up)
-    settings = train_medusa1.settings_of(
-        args, inputs, texts, heldout, warm_up, str(dtype), str(dtype)
-    )
+    kept = train_medusa1.cache_dtype(args, dtype)
+    settings = train_medusa1.settings_of(args, inputs, warm_up, str(dtype), str(kept))
     settings |= {
         "start_heads": _fingerprint(args.start_heads),
         "joint": joint.to_dict(),
@@ -170,6 +186,16 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
     return _verdict(args.output, console)
 
 
+def _require_room(args: argparse.Namespace, needed: int) -> None:
+    """Refuse held-out states of ``needed`` bytes that --cache-gb has no room for."""
+    if needed > args.cache_gb * 1e9:
+        raise ValueError(
+            f"the original's hidden states on held-out text take {needed / 1e9:.3g} GB, all of "
+            f"which have to be kept, and --cache-gb is {args.cache_gb:g}. Raise it, or hold out "
+            "less text."
+        )
+
+
 def _joint_recipe(args: argparse.Namespace, inputs: Inputs, warm_up: Recipe) -> JointRecipe:
     from vllm_medusa.training.joint_recipe import JointRecipe
     from vllm_medusa.training.lora import LoraSettings
@@ -185,7 +211,7 @@ def _joint_recipe(args: argparse.Namespace, inputs: Inputs, warm_up: Recipe) -> 
     peak = args.heads_weight
     if peak is None:
         peak = PEAK_SELF_DISTILLED if lm_loss == "kl" else PEAK_OTHER
-    default = JointRecipe()
+    default, given = JointRecipe(), args.warmup_steps
     return JointRecipe(
         lora=LoraSettings(
             args.lora_rank, args.lora_alpha, args.lora_dropout, tuple(args.lora_modules)
@@ -203,7 +229,7 @@ def _joint_recipe(args: argparse.Namespace, inputs: Inputs, warm_up: Recipe) -> 
         bf16=warm_up.bf16,
         optimisation=Optimisation(
             learning_rate=args.backbone_rate,
-            warmup_steps=default.optimisation.warmup_steps,
+            warmup_steps=default.optimisation.warmup_steps if given is None else given,
             weight_decay=args.weight_decay,
             clip=args.clip,
         ),
@@ -227,19 +253,23 @@ def _verdict(output: Path, console: Console) -> int:
     config = json.loads((output / "config.json").read_text(encoding="utf-8"))
     training = config["medusa"]["training"]
     if quality := training.get("quality"):
+
+        def shown(name: str, form: str) -> str:
+            return "not finite" if quality[name] is None else format(quality[name], form)
+
         table = Table(title=f"the new target, merged, on {quality['num_tokens']} held-out tokens")
         for name in ("", "value", "allowed"):
             table.add_column(name, justify="left" if not name else "right")
         bounds = training["bounds"]
         for name, value, allowed in (
-            ("KL(original || new), nats a token", f"{quality['kl']:.4g}", f"{bounds['max_kl']:g}"),
-            ("KL(new || original)", f"{quality['reverse_kl']:.4g}", ""),
-            ("same likeliest token", f"{quality['top1_agreement']:.2%}", ""),
-            ("perplexity before", f"{quality['perplexity_before']:.4f}", ""),
-            ("perplexity after", f"{quality['perplexity_after']:.4f}", ""),
+            ("KL(original || new), nats a token", shown("kl", ".4g"), f"{bounds['max_kl']:g}"),
+            ("KL(new || original)", shown("reverse_kl", ".4g"), ""),
+            ("same likeliest token", shown("top1_agreement", ".2%"), ""),
+            ("perplexity before", shown("perplexity_before", ".4f"), ""),
+            ("perplexity after", shown("perplexity_after", ".4f"), ""),
             (
                 "after / before",
-                f"{quality['perplexity_ratio']:.4f}",
+                shown("perplexity_ratio", ".4f"),
                 f"{bounds['max_perplexity_ratio']:g}",
             ),
         ):

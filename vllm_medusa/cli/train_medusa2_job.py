@@ -14,6 +14,8 @@ from vllm_medusa.cli.train_progress import StepProgress, accuracy_table, line_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
+
     from vllm_medusa.heads.model import MedusaHeads
     from vllm_medusa.training.hidden_cache import HiddenStates
     from vllm_medusa.training.inputs import Inputs
@@ -63,7 +65,8 @@ class Medusa2Job:
 
     def measure_original(self, texts: Texts) -> None:
         """Keep what the original model makes of the held-out text."""
-        self.heldout = self._states(texts, self.run.work, 1 << 62)
+        bound = int(self.args.cache_gb * 1e9)  # all of them fit: see `_require_room`
+        self.heldout = self._states(texts, self.run.work, self.dtype, bound)
         train_medusa1.build_states([self.heldout], self.workers, self.console)
 
     def warm_up(self, texts: Texts, recipe: Recipe) -> None:
@@ -73,9 +76,12 @@ class Medusa2Job:
         from vllm_medusa.training.medusa1 import Medusa1
         from vllm_medusa.training.state import TrainingRun
 
-        assert self.target is not None
+        assert self.target is not None and self.heldout is not None
         states = self._states(
-            texts, self.args.cache or self.run.work, int(self.args.cache_gb * 1e9)
+            texts,
+            self.args.cache or self.run.work,
+            train_medusa1.cache_dtype(self.args, self.dtype),
+            int(self.args.cache_gb * 1e9) - self.heldout.cached_bytes,
         )
         train_medusa1.build_states([states], self.workers, self.console)
         folder = self.run.work / "warm-up"
@@ -128,6 +134,8 @@ class Medusa2Job:
             save_adapter(adapted, self.run.work / "adapter")
             title = f"Medusa-2 on {self.inputs.source}"
             draw_curves(self.run.entries(), self.run.folder / "curves.png", title)
+        elif self.heldout is not None:
+            self.heldout.release()  # the main process may remove them
         self.target = None
 
     def publish(self) -> None:
@@ -161,24 +169,28 @@ class Medusa2Job:
         from vllm_medusa.training.target import Target
 
         assert self.heldout is not None
+        self.heldout.remove()  # of the quantised model
         original = Target.load(self.inputs.source, dtype=self.dtype, device=self.workers.device)
         self.heldout = HiddenStates(
             original,
             self.heldout.texts,
             self.run.work,
-            {"target": self.settings["target"], "quantization": None},
+            {name: self.settings[name] for name in train_medusa1.CACHE_KEY}
+            | {"quantization": None},
             dtype=self.dtype,
-            max_bytes=1 << 62,
+            max_bytes=int(self.args.cache_gb * 1e9),
         )
         self.heldout.build()
         let_target_go(self.heldout)
 
-    def _states(self, texts: Texts, folder: Path, max_bytes: int) -> HiddenStates:
+    def _states(
+        self, texts: Texts, folder: Path, dtype: torch.dtype, max_bytes: int
+    ) -> HiddenStates:
         from vllm_medusa.training.hidden_cache import HiddenStates
 
         assert self.target is not None
-        key = {name: self.settings[name] for name in ("target", "dtype", "quantization")}
-        return HiddenStates(self.target, texts, folder, key, dtype=self.dtype, max_bytes=max_bytes)
+        key = {name: self.settings[name] for name in train_medusa1.CACHE_KEY}
+        return HiddenStates(self.target, texts, folder, key, dtype=dtype, max_bytes=max_bytes)
 
     def _check_space(self, target: Target) -> None:
         """Refuse to start what the disk can't hold in the end: the merged model."""

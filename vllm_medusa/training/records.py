@@ -168,6 +168,17 @@ def load_records(
     return sorted(records, key=lambda r: r.order), bad
 
 
+def digest_of(records: Iterable[Record]) -> str:
+    """SHA-256 of all that training takes from records, in their order, in hexadecimal."""
+    digest = hashlib.sha256()
+    for record in records:
+        spans = [edge for span in record.generated for edge in span]
+        sizes = (len(record.token_ids), len(spans))
+        digest.update(array("q", (*sizes, *record.token_ids, *spans)).tobytes())
+        digest.update(f"{record.temperature}\n".encode())
+    return digest.hexdigest()
+
+
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """Write records as `read_records` reads them; an old file is replaced as a whole."""
     part = path.with_name(f"{path.name}.part")

@@ -161,6 +161,7 @@ def test_a_file_read_otherwise_is_another_job(prompts: Path, tmp_path: Path, cap
         (["--turns", "2"], "is of --self-talk"),
         (["--temperature", "0.5,-1"], "'-1' is not allowed"),
         (["--temperature", ""], "'' is not allowed"),
+        (["--seed", "-1"], "'-1' is not allowed; use a whole number from 0 to 4294967295"),
         (["--acceptance", "typical"], "unrecognized arguments"),
     ],
 )

@@ -132,6 +132,26 @@ def test_the_same_command_again_has_nothing_to_do(
     assert (trained / "model.safetensors").stat().st_mtime_ns == before
 
 
+def test_a_span_that_no_head_learns_from_makes_another_run(
+    data: Data, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Draft vocabularies and Medusa-2's own loss read it."""
+    other = tmp_path / "records.jsonl"
+    other.write_text(data[1].read_text().replace("[[6, 20], ", "[[6, 20], [20, 21], "))
+    assert status(arguments((data[0], other), trained)) == 2
+    assert "data.train was" in " ".join(capsys.readouterr().err.split())
+
+
+def test_numbers_that_training_can_not_use_are_refused_by_name(
+    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option, value in (("--seed", "-1"), ("--seed", str(10**15)), ("--warmup-steps", "-1")):
+        assert status(arguments(data, tmp_path / "new", option, value)) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"argument {option}: '{value}' is not allowed; use a whole number from 0" in said
+    assert not (tmp_path / "new").exists()
+
+
 def test_two_processes_train_as_one(data: Data, trained: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -276,3 +296,12 @@ def test_a_cache_can_be_kept_bounded_and_used_again(
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert a["token_map"].shape == (300,)
+    target = Path(shutil.copytree(data[0], tmp_path / "target"))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    other, bound = (str(target), data[1]), ("--cache-gb", "0.0001")
+    assert status(arguments(other, tmp_path / "a", *cache, *bound)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"target_config.rms_norm_eps was {config['rms_norm_eps']} and is now 0.5" in said
+    assert status(arguments(other, tmp_path / "c", *cache, *bound)) == 0
+    assert len(list((tmp_path / "cache").rglob("*.bin"))) == 2 * len(files)

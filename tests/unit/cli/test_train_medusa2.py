@@ -1,6 +1,7 @@
 """`vllm-medusa train --method medusa-2` from records to a new target, on a tiny random model."""
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from vllm_medusa.heads import load_heads
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.training.medusa2_result import DEGRADED, MODEL
 from vllm_medusa.training.merging import merge_adapter
+from vllm_medusa.training.quality import Quality, QualityMeter
 from vllm_medusa.training.records import load_records, split_heldout
+from vllm_medusa.training.target import Target
+from vllm_medusa.training.texts import Texts
 
 K = 2
 OPTIONS = (
@@ -144,6 +148,45 @@ def test_a_degraded_target_is_kept_says_so_and_fails(
     assert train(source, data, output, *bounds) == 1  # not silently done the second time, either
 
 
+@pytest.mark.parametrize("diverged", ["quality", "states"])
+def test_a_target_that_diverged_is_kept_as_degraded(
+    diverged: str,
+    source: str,
+    data: Path,
+    done: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if diverged == "quality":
+        bad = Quality(9, 2.0, math.inf, math.nan, math.nan, 0.5)
+        monkeypatch.setattr(QualityMeter, "result", lambda _: bad)
+    else:
+        load = Target.load
+
+        def loaded(path: str | Path, **options: Any) -> Target:
+            target = load(path, **options)
+            if Path(path).name == "merged":
+                target.model.get_input_embeddings().weight.fill_(math.nan)
+            return target
+
+        monkeypatch.setattr(Target, "load", loaded)
+    output = tmp_path / "heads"
+    options = (*LOOSE, "--start-heads", str(done), "--joint-steps", "1")
+    assert train(source, data, output, *options) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    training = told(output)["training"]
+    assert training["degraded"] and (output / DEGRADED / "model.safetensors").exists()
+    stated = json.loads((output / DEGRADED / "config.json").read_text(), parse_constant=pytest.fail)
+    assert stated["medusa_2"]["shortfalls"] == training["shortfalls"]
+    if diverged == "quality":
+        assert training["quality"]["kl"] is training["quality"]["perplexity_after"] is None
+        assert "not finite" in said and "KL(original || new) a token is nan" in said
+    else:
+        assert "the new target, which is being trained, diverged" in said and "dtype" not in said
+    assert train(source, data, output, *options) == 1
+
+
 def test_an_adapter_instead_of_a_target_from_given_heads(
     source: str, data: Path, done: Path, tmp_path: Path
 ) -> None:
@@ -161,6 +204,9 @@ def test_unmeasured_it_is_refused_before_anything_starts(
     for options, words in (
         (("--heldout-share", "0"), "its quality has to be measured: give --heldout"),
         (("--max-perplexity-ratio", "0.5"), "max_perplexity_ratio is 0.5; use a number from 1"),
+        (("--start-heads", "h", "--lm-heads", "own"), "--lm-heads is of new heads"),
+        (("--start-heads", "h", "--draft-vocab", "9"), "--draft-vocab is of new heads"),
+        (("--start-heads", "h", "--cache-dtype", "float32"), "--cache-dtype is of new heads"),
         (("--backbone-rate", "0"), "--backbone-rate is 0; use a number above 0"),
     ):
         assert train("nowhere", data, tmp_path / "heads", *options) == 2
@@ -173,6 +219,41 @@ def test_a_backbone_in_float16_is_refused_before_anything_is_made(
 ) -> None:
     assert train(source, data, tmp_path / "heads", "--dtype", "float16") == 2
     assert "Train it with --dtype bfloat16" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "heads").exists()
+
+
+def test_options_of_the_warm_up_reach_where_they_are_said_to(
+    source: str, data: Path, tmp_path: Path
+) -> None:
+    """--cache-dtype and --cache-gb its states, of which the held-out ones come first."""
+    output, cache = tmp_path / "heads", tmp_path / "cache"
+    options = (*LOOSE, "--cache", str(cache), "--keep-cache", "--save", "adapter")
+    options += ("--cache-dtype", "bfloat16", "--cache-gb", "0.00002", "--warmup-steps", "1")
+    options += ("--epochs", "1", "--joint-steps", "1")
+    assert train(source, data, output, *options) == 0
+    _, heldout = split_heldout(load_records(data)[0], 0.2)
+    kept = Texts.of(heldout).num_rows * HIDDEN * 4
+    (key,) = cache.glob("hidden-*/key.json")
+    assert json.loads(key.read_text())["dtype"] == "torch.bfloat16"
+    files = sum(path.stat().st_size for path in cache.rglob("*.bin"))
+    assert 0 < files <= 20_000 - kept
+    training = told(output)["training"]
+    assert training["cache"] == {"dtype": "torch.bfloat16", "gb": 0.00002}
+    for recipe in (training["recipe"], training["joint"]):
+        assert recipe["optimisation"]["warmup_steps"] == 1
+
+
+def test_without_warmup_steps_each_stage_has_its_own(done: Path) -> None:
+    training = told(done)["training"]
+    assert training["recipe"]["optimisation"]["warmup_steps"] == 50
+    assert training["joint"]["optimisation"]["warmup_steps"] == 20
+
+
+def test_held_out_states_beyond_the_bound_are_refused_before_anything_is_made(
+    source: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(source, data, tmp_path / "heads", "--cache-gb", "0.000001") == 2
+    assert "--cache-gb is 1e-06. Raise it" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "heads").exists()
 
 

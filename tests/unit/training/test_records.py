@@ -1,5 +1,6 @@
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from support import chat
 from vllm_medusa.offline.prompts import BadLine, PromptError
 from vllm_medusa.training.records import (
     Record,
+    digest_of,
     load_records,
     read_records,
     split_heldout,
@@ -42,6 +44,23 @@ def test_what_was_read_is_written_again(tmp_path: Path) -> None:
     assert not bad and [r.truncated for r in records] == [True, False]
     write_records(tmp_path / "again.jsonl", records)
     assert load_records(tmp_path / "again.jsonl") == (records, [])
+
+
+def test_the_digest_knows_everything_that_is_trained() -> None:
+    one = Record(0, 1, "a", (1, 2, 3, 4, 5), ((1, 2), (3, 5)), None)
+    changes = (
+        {},
+        {"token_ids": (1, 2, 3, 4, 6)},
+        {"generated": ((3, 5),)},  # a span without labels for heads is in the target's own loss
+        {"generated": ((2, 3), (3, 5))},
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+    )
+    two = Record(1, 2, "b", (7, 8), ((1, 2),), None)
+    digests = {digest_of([replace(one, **change), two]) for change in changes}  # type: ignore[arg-type]
+    assert len(digests) == len(changes)
+    assert digest_of([replace(one, line=9, index=4), two]) in digests
+    assert digest_of([two, one]) not in digests
 
 
 def test_all_forms_in_one_file(tmp_path: Path) -> None:
