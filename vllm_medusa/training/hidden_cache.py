@@ -35,6 +35,7 @@ from vllm_medusa.training.texts import Piece, Texts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WORDS = {4: (np.int32, torch.int32), 2: (np.int16, torch.int16)}  # by size: how files are mapped
 _VERSION = 1
+_REMEDY = "Try another --dtype or --cache-dtype, or drop the line."
 
 
 class CacheError(ValueError):
@@ -61,6 +62,8 @@ class HiddenStates:
         max_bytes: int,
         shard_bytes: int = 256 << 20,
         forward_tokens: int = 4096,
+        file: str | Path = "",
+        remedy: str = _REMEDY,
     ) -> None:
         """Plan the shards; nothing is written yet.
 
@@ -74,8 +77,11 @@ class HiddenStates:
             max_bytes: how much may be kept.
             shard_bytes: about how large a shard is.
             forward_tokens: tokens of a pass of the target, padding included.
+            file: what the texts' lines are of, for messages.
+            remedy: what to do about states that aren't finite.
 
         """
+        self._file, self._remedy = str(file), remedy
         self.target, self.texts, self.dtype = target, texts, dtype
         self.forward_tokens = forward_tokens
         self._row_bytes = target.hidden_size * dtype.itemsize
@@ -311,9 +317,9 @@ class HiddenStates:
             for row, record in enumerate(batch):
                 found = states[row, : len(texts[record])]
                 if not bool(found.isfinite().all()):
+                    where = f"{self._file}, " if self._file else ""
                     raise CacheError(
-                        f"line {self.texts.lines[record]}: the target's hidden states are not "
-                        f"finite in {self.dtype}. Try another --dtype or --cache-dtype, or drop "
-                        "the line."
+                        f"{where}line {self.texts.lines[record]}: the target's hidden states are "
+                        f"not finite in {self.dtype}. {self._remedy}"
                     )
                 yield record, found

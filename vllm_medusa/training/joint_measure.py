@@ -21,6 +21,10 @@ from vllm_medusa.training.texts import Piece, Texts
 from vllm_medusa.training.workers import Workers
 
 _BATCH_ROWS = 4096
+_DIVERGED = (
+    "So the new target, which is being trained, diverged: use a smaller --backbone-rate or "
+    "--heads-weight."
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,16 @@ class JointMeasurement:
 
 def states_of(target: Target, texts: Texts) -> HiddenStates:
     """States that are computed whenever they are read: of a model that changes."""
-    return HiddenStates(target, texts, Path(), {}, dtype=torch.float32, max_bytes=0)
+    return HiddenStates(
+        target,
+        texts,
+        Path(),
+        {},
+        dtype=torch.float32,
+        max_bytes=0,
+        file="held-out text",
+        remedy=_DIVERGED,
+    )
 
 
 def let_target_go(states: HiddenStates) -> HiddenStates:

@@ -15,6 +15,7 @@ a name that says so.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.export import round_to, save_trained
-from vllm_medusa.training.hidden_cache import HiddenStates
+from vllm_medusa.training.hidden_cache import CacheError, HiddenStates
 from vllm_medusa.training.initial_heads import draft_lm_head
 from vllm_medusa.training.joint_measure import JointMeasurement, measure_joint, states_of
 from vllm_medusa.training.merging import merge_adapter
@@ -106,21 +107,24 @@ def publish(
     if original is not None:
         target = Target.load(merged, dtype=dtype, device=device)
         heads = heads.to(target.device)
-        measured = measure_joint(
-            heads,
-            draft_lm_head(target, heads),
-            target,
-            original,
-            states_of(target, original.texts),
-            rows=rows,
-        )
-        shortfalls = measured.quality.shortfalls(bounds or QualityBounds())
+        try:
+            measured = measure_joint(
+                heads,
+                draft_lm_head(target, heads),
+                target,
+                original,
+                states_of(target, original.texts),
+                rows=rows,
+            )
+            shortfalls = measured.quality.shortfalls(bounds or QualityBounds())
+        except CacheError as error:  # the new target computes NaN
+            shortfalls = [str(error).removesuffix(".")]
         del target
-    fared = {
-        "degraded": bool(shortfalls),
-        "shortfalls": shortfalls,
-        **({} if measured is None else measured.to_dict()),
-    }
+    found = {} if measured is None else measured.to_dict()
+    stored = plain_json(found)
+    if stored != found and not shortfalls:
+        shortfalls = ["not all that was measured is finite"]
+    fared = {"degraded": bool(shortfalls), "shortfalls": shortfalls, **stored}
     output = run.output
     clear_results(output)
     model: Path | None = None
@@ -145,3 +149,12 @@ def publish(
         provenance=provenance,
     )
     return Medusa2Result(output, model, kept, measured, tuple(shortfalls))
+
+
+def plain_json(value: Any) -> Any:
+    """The same with None for NaN and infinity, for which JSON has no word."""
+    if isinstance(value, dict):
+        return {key: plain_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

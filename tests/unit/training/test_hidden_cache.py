@@ -242,3 +242,5 @@ def test_states_that_are_not_finite_name_their_line(broken: Target, tmp_path: Pa
     with pytest.raises(CacheError, match="line 9"):
         states(broken, Texts.of([good, bad]), tmp_path).build()
     assert not list(tmp_path.rglob("*.bin"))
+    with pytest.raises(CacheError, match=r"mine\.jsonl, line 9: .* Drop it"):
+        states(broken, Texts.of([bad]), tmp_path, file="mine.jsonl", remedy="Drop it").build()
