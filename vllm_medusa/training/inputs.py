@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from vllm_medusa.heads.files import find_target
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.offline.prompts import BadLine
@@ -14,6 +15,13 @@ from vllm_medusa.training.records import Record, load_records, split_heldout
 from vllm_medusa.training.target import TargetError
 from vllm_medusa.training.texts import Texts
 
+# of a target's config.json: nothing that its hidden states depend on, besides what is known of it
+_NOT_COMPUTED = (
+    *("_name_or_path", "architectures", "transformers_version"),
+    *("dtype", "torch_dtype", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *("id2label", "label2id", "medusa", "medusa_2"),
+)
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
 
 
@@ -31,8 +39,9 @@ class Inputs:
         dtype: the name of its weights' dtype, if its config says it.
         train: records to train on.
         heldout: records to measure on, maybe none.
-        trained_too: how many held-out records were left out, since their prompts are trained on.
         bad: lines of the files that aren't used, with the file each is in.
+        config: what of its config.json acts on the same weights, such as RoPE scaling.
+        trained_too: how many held-out records were left out, since their prompts are trained on.
 
     """
 
@@ -42,6 +51,7 @@ class Inputs:
     train: list[Record]
     heldout: list[Record]
     bad: list[tuple[Path, BadLine]]
+    config: dict[str, Any] = field(default_factory=dict)
     trained_too: int = 0
 
     @classmethod
@@ -81,7 +91,7 @@ class Inputs:
             bad += [(heldout, line) for line in found]
         dtype = getattr(config, "dtype", None)
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        return cls(source, fingerprint, name, train, measured, bad)
+        return cls(source, fingerprint, name, train, measured, bad, computed_with(source))
 
     def apart(self, data: Path, heldout: Path | None, share: float) -> Inputs:
         """The same with held-out records whose prompts nothing is trained on.
@@ -110,6 +120,12 @@ class Inputs:
                 "--heldout-share of the prompts is."
             )
         return replace(self, heldout=measured, trained_too=len(self.heldout) - len(measured))
+
+
+def computed_with(source: str) -> dict[str, Any]:
+    """What a target's config.json says of how it computes, beside its weights' fingerprint."""
+    config = find_target(source).config
+    return {name: value for name, value in config.items() if name not in _NOT_COMPUTED}
 
 
 def require_labels(texts: Texts, num_heads: int, name: str) -> None:
