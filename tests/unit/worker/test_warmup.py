@@ -115,18 +115,28 @@ def many(make: Callable[[int, int], None], nodes: int) -> set[tuple[str, str]]:
     return used
 
 
-def test_acceptance() -> None:
+def target_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """As vLLM's models give them: rows of a padded vocabulary, cut."""
+    return torch.zeros(rows, -(-vocab // 64) * 64, dtype=dtype)[:, :vocab]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("vocab", [512, 501])
+def test_acceptance(dtype: torch.dtype, vocab: int) -> None:
+    """At temperature 1 vLLM hands the target's logits on as they are, else a copy in fp32."""
     tensors = TreeTensors.from_tree(TokenTree.dense([15, 16]))
-    rules, vocab, device = Rules(sampler.target_verdict, sampler.typical_path), 501, "cpu"
+    rules = Rules(sampler.target_verdict, sampler.typical_path)
     with needed() as compiled:
-        warm_up_rules(rules, tensors, vocab, torch.device(device))
+        warm_up_rules(rules, tensors, target_logits(2, vocab, dtype))
 
     def step(batch: int, width: int) -> None:
         tree = TreeBatch.from_static(tensors.prefix(width), torch.ones(batch, dtype=torch.int64))
         ids = torch.zeros(batch, width, dtype=torch.int64)
-        logits = torch.zeros(batch * width, vocab)
         rules.walk(tree, ids, ids)
-        rules.typical(tree, ids, logits, ids, torch.ones(batch), torch.ones(batch))
+        logits = target_logits(batch * width, vocab, dtype)
+        copy = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
+        for given in (logits, copy):
+            rules.typical(tree, ids, given, ids, torch.ones(batch), torch.ones(batch))
 
     used = many(step, tensors.num_nodes)
     assert used <= compiled

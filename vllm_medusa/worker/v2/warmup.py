@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_medusa.tree import TreeBatch, TreeTensors
 from vllm_medusa.worker.v2.platform import tree_backend
@@ -27,22 +28,28 @@ def warm_up(runner: Any) -> None:
     groups = (group for groups in runner.attn_groups for group in groups)
     backend.warm_up(runner.vllm_config.compilation_config.static_forward_context, groups)
     model, device = runner.model_config, runner.device
-    warm_up_rules(Rules.of(device), speculator.trees.tensors, model.get_vocab_size(), device)
+    two = torch.zeros(2, model.get_hidden_size(), dtype=model.dtype, device=device)
+    logits = runner.model.compute_logits(two)
+    warm_up_rules(Rules.of(device), speculator.trees.tensors, logits)
     for batch in (1, 16):  # strides of logits that are multiples of 16, or are not
         hidden = torch.zeros(batch, model.get_hidden_size(), dtype=model.dtype, device=device)
         speculator.drafter.propose(hidden)
 
 
-def warm_up_rules(
-    rules: Rules, tensors: TreeTensors, vocab_size: int, device: torch.device
-) -> None:
-    """Both rules, for whole trees and for steps in which all trees are cut."""
-    nodes = tensors.num_nodes
-    logits = torch.zeros(1, vocab_size, device=device)
+def warm_up_rules(rules: Rules, tensors: TreeTensors, logits: Tensor) -> None:
+    """Both rules, for whole trees and for steps in which all trees are cut.
+
+    ``logits`` [2, V] are the target's. Where nothing has to be done to them (temperature 1) the
+    rules get them as they are, in their dtype and with their padding behind each row; else vLLM's
+    copy in fp32, which has the padding if it is of one row.
+    """
+    nodes, device = tensors.num_nodes, logits.device
     one = torch.ones(1, device=device)
     for width in (*(n for n in (16, 32, 64, 128, 192) if n < nodes), nodes):
         count = torch.ones(1, dtype=torch.int64, device=device)
         tree = TreeBatch.from_static(tensors.prefix(width), count)
         ids = torch.zeros(1, width, dtype=torch.int64, device=device)
         rules.walk(tree, ids, ids)
-        rules.typical(tree, ids, logits, ids, one, one)
+        for rows in (logits[:1], logits):
+            for given in (rows, torch.empty_like(rows, dtype=torch.float32).copy_(rows)):
+                rules.typical(tree, ids, given, ids, one, one)
