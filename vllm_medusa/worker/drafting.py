@@ -45,13 +45,13 @@ def arranged(
     """The heads in the form that ``device`` runs best, less the vocabulary outside ``rows``.
 
     CPUs read packed matrices two to three times faster, one by one. Elsewhere a step's few rows
-    wait for launches, so a layer of all heads is one product.
+    wait for launches, so a layer of all heads is one product (``heads`` may be on the host still).
     """
     if device.type == "cpu":
         return PackedHeads(heads, compat.packed_linear, rows)
     if rows is not None:
         heads.keep_vocabulary(rows)
-    return heads.requires_grad_(False)
+    return heads.to(device).requires_grad_(False)
 
 
 class MedusaDrafter:
@@ -71,15 +71,17 @@ class MedusaDrafter:
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads beside ``target_model``, whose LM head serves heads that store none.
 
-        Of stored LM heads a tensor-parallel rank keeps its own rows only.
+        Of stored LM heads a tensor-parallel rank keeps its own rows only, and no others ever come
+        to its device.
         """
         self._target = target_model
+        in_parts = sharding.num_ranks() > 1
         heads, info = load_heads(
             self.options.heads,
             hidden_size=self.model_config.get_hidden_size(),
             vocab_size=self.model_config.get_vocab_size(),
             dtype=self.model_config.dtype,
-            device=self.device,
+            device="cpu" if in_parts else self.device,
             revision=self.options.revision,
             max_heads=self.options.tree.max_depth,
         )
@@ -95,6 +97,18 @@ class MedusaDrafter:
             info.format,
             self.tree.num_nodes - 1,
         )
+
+    def kept_asleep(self) -> nn.Module:
+        """The heads' tensors as buffers, for vLLM's sleep of level 2.
+
+        It gives all weights up, to be loaded anew by whoever put the engine to sleep, and nobody
+        would load the heads. Buffers it keeps, of what the runner calls the draft model too.
+        """
+        module = nn.Module()
+        if isinstance(self.heads, nn.Module):  # CPUs, which never sleep, pack theirs
+            for name, tensor in [*self.heads.named_parameters(), *self.heads.named_buffers()]:
+                module.register_buffer(name.replace(".", "_"), tensor.detach())
+        return module
 
     @torch.inference_mode()
     def propose(self, hidden_states: Tensor) -> Tensor:

@@ -19,6 +19,11 @@ from vllm_medusa.proposer.sharded import VocabShard
 FEWEST_IDS = 64  # a rank's part of a smaller vocabulary is not worth the exchange
 
 
+def num_ranks() -> int:
+    """Ranks of the tensor-parallel group."""
+    return int(get_tp_group().world_size)
+
+
 def shard_of_rows(num_ids: int) -> VocabShard | None:
     """Which rows of LM heads over ``num_ids`` ids this rank is to hold; None: all of them."""
     group = get_tp_group()

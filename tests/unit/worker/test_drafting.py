@@ -13,18 +13,34 @@ pytest.importorskip("vllm")
 import torch
 from support.one_rank import one_rank
 from support.random_heads import HIDDEN, VOCAB, random_heads, write
+from vllm.v1.worker.cpu_worker import Worker  # that module first: it fits V2 to the CPU
 
 from vllm_medusa.config import AcceptanceConfig
+from vllm_medusa.heads import MedusaHeads, load_heads
 from vllm_medusa.tree import TokenTree
-from vllm_medusa.worker import compat
+from vllm_medusa.worker import compat, drafting, sharding
 from vllm_medusa.worker.drafting import MedusaDrafter
 from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.v2 import speculator
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with one_rank(tmp_path_factory.mktemp("ranks") / "store"):
         yield
+
+
+def make_drafter(heads: Path, tree: TokenTree, device: str = "cpu") -> MedusaDrafter:
+    options = EngineOptions(str(heads), None, tree, AcceptanceConfig())
+    model = SimpleNamespace(
+        get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB, dtype=torch.float32
+    )
+    config: Any = SimpleNamespace(
+        additional_config={"medusa": options.to_dict()},
+        model_config=model,
+        device_config=SimpleNamespace(device=device),
+    )
+    return MedusaDrafter(config)
 
 
 @pytest.mark.parametrize("num_lm_heads", [5, 0])
@@ -56,16 +72,7 @@ def test_five_heads_trained_and_three_used_cost_what_three_cost(
     for name, plain in (("five", five), ("three", three)):
         write(tmp_path / name / "model.safetensors", plain.spelled("vllm"))
         tree = TokenTree.dense([3, 2, 1])
-        options = EngineOptions(str(tmp_path / name), None, tree, AcceptanceConfig())
-        model = SimpleNamespace(
-            get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB, dtype=torch.float32
-        )
-        config = SimpleNamespace(
-            additional_config={"medusa": options.to_dict()},
-            model_config=model,
-            device_config=SimpleNamespace(device="cpu"),
-        )
-        drafter = MedusaDrafter(config)  # type: ignore[arg-type]
+        drafter = make_drafter(tmp_path / name, tree)
         drafter.load_model(target)  # type: ignore[arg-type]
         drafts.append(drafter.propose(torch.randn(4, HIDDEN, generator=torch.manual_seed(0))))
         costs.append((sum(weights), sum(products)))
@@ -74,3 +81,68 @@ def test_five_heads_trained_and_three_used_cost_what_three_cost(
     own = 3 * 2 * HIDDEN * HIDDEN + (3 * VOCAB * HIDDEN if num_lm_heads else 0)
     assert costs == [(own, 4 * own)] * 2
     assert torch.equal(*drafts)
+
+
+@pytest.mark.parametrize(("ranks", "loaded", "rows"), [(1, "meta", VOCAB), (2, "cpu", VOCAB // 2)])
+def test_a_rank_s_device_never_holds_rows_of_others(
+    ranks: int, loaded: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[str] = []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        heads, info = load_heads(*args, **kwargs)
+        devices.extend(parameter.device.type for parameter in heads.parameters())
+        return heads, info
+
+    monkeypatch.setattr(drafting, "load_heads", load)
+    group = SimpleNamespace(rank_in_group=ranks - 1, world_size=ranks)
+    monkeypatch.setattr(sharding, "get_tp_group", lambda: group)
+    monkeypatch.setattr(sharding, "FEWEST_IDS", 1)
+    write(tmp_path / "model.safetensors", random_heads(2, 1, num_lm_heads=2).spelled("vllm"))
+    drafter = make_drafter(tmp_path, TokenTree.chain(2), "meta")  # in place of a GPU
+    drafter.load_model(SimpleNamespace())  # type: ignore[arg-type]
+    assert isinstance(drafter.heads, MedusaHeads)
+    assert set(devices) == {loaded}
+    assert {p.device.type for p in drafter.heads.parameters()} == {"meta"}
+    assert drafter.heads.lm_head_weight is not None
+    assert drafter.heads.lm_head_weight.shape == (2, rows, HIDDEN)
+
+
+def test_heads_outlive_a_sleep_of_level_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's own code, whose allocator drops the weights and says nothing."""
+    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=torch.arange(5)).requires_grad_(False)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+
+    def load(self: MedusaDrafter, target: Any) -> None:
+        self.heads = heads
+
+    monkeypatch.setattr(MedusaDrafter, "load_model", load)
+    monkeypatch.setattr(speculator, "tree_model_state", lambda *_: object)
+    owner: Any = SimpleNamespace(
+        drafter=MedusaDrafter.__new__(MedusaDrafter), vllm_config=None, trees=None
+    )
+    draft = speculator.TreeSpeculator.load_draft_model(owner, SimpleNamespace(), set())
+
+    def lose_weights(level: int) -> None:
+        for tensor in heads.state_dict().values():
+            tensor.fill_(99)
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1, 1))
+    model_config = SimpleNamespace(
+        enable_nccl_comm_suspend=False, sleep_preserve_parameter_names=None
+    )
+    worker: Any = Worker.__new__(Worker)
+    worker.vllm_config = SimpleNamespace(model_config=model_config)
+    worker.model_config = model_config
+    worker.model_runner = SimpleNamespace(model=torch.nn.Module(), get_draft_model=lambda: draft)
+    worker._sleep_mode_backend = SimpleNamespace(suspend=lose_weights, resume=lambda tags: None)
+    worker._sleep_saved_draft_buffers = {}
+    worker.synchronize_device = lambda: None
+    worker.sleep(2)
+    assert not torch.equal(heads.state_dict()["lm_head_weight"], before["lm_head_weight"])
+    worker.wake_up()
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(tensor, before[name]), name

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -52,7 +52,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self._target = target_model
         state_cls = tree_model_state(self.vllm_config, target_model, self.trees)
         target_model.get_model_state_cls = lambda: state_cls
-        return nn.Module()  # what the runner calls the draft model has nothing to unload
+        return self.drafter.kept_asleep()
 
     def set_attn(self, *args: Any) -> None:
         """No attention."""
