@@ -87,11 +87,12 @@ def train(args: argparse.Namespace, inputs: Inputs, workers: Workers, console: C
         )
         key = {name: settings[name] for name in CACHE_KEY}
         bytes_left, sources = int(args.cache_gb * 1e9), []
-        for part in (heldout, texts):
+        for part, file in ((heldout, args.heldout or args.data), (texts, args.data)):
             if part is None:
                 continue
+            folder = args.cache or run.work
             states = HiddenStates(
-                target, part, args.cache or run.work, key, dtype=kept, max_bytes=bytes_left
+                target, part, folder, key, dtype=kept, max_bytes=bytes_left, file=file
             )
             bytes_left -= states.cached_bytes
             sources.append(states)

@@ -66,7 +66,8 @@ class Medusa2Job:
     def measure_original(self, texts: Texts) -> None:
         """Keep what the original model makes of the held-out text."""
         bound = int(self.args.cache_gb * 1e9)  # all of them fit: see `_require_room`
-        self.heldout = self._states(texts, self.run.work, self.dtype, bound)
+        file = self.args.heldout or self.args.data
+        self.heldout = self._states(texts, file, self.run.work, self.dtype, bound)
         train_medusa1.build_states([self.heldout], self.workers, self.console)
 
     def warm_up(self, texts: Texts, recipe: Recipe) -> None:
@@ -79,6 +80,7 @@ class Medusa2Job:
         assert self.target is not None and self.heldout is not None
         states = self._states(
             texts,
+            self.args.data,
             self.args.cache or self.run.work,
             train_medusa1.cache_dtype(self.args, self.dtype),
             int(self.args.cache_gb * 1e9) - self.heldout.cached_bytes,
@@ -179,18 +181,21 @@ class Medusa2Job:
             | {"quantization": None},
             dtype=self.dtype,
             max_bytes=int(self.args.cache_gb * 1e9),
+            file=self.args.heldout or self.args.data,
         )
         self.heldout.build()
         let_target_go(self.heldout)
 
     def _states(
-        self, texts: Texts, folder: Path, dtype: torch.dtype, max_bytes: int
+        self, texts: Texts, file: Path, folder: Path, dtype: torch.dtype, max_bytes: int
     ) -> HiddenStates:
         from vllm_medusa.training.hidden_cache import HiddenStates
 
         assert self.target is not None
         key = {name: self.settings[name] for name in train_medusa1.CACHE_KEY}
-        return HiddenStates(self.target, texts, folder, key, dtype=dtype, max_bytes=max_bytes)
+        return HiddenStates(
+            self.target, texts, folder, key, dtype=dtype, max_bytes=max_bytes, file=file
+        )
 
     def _check_space(self, target: Target) -> None:
         """Refuse to start what the disk can't hold in the end: the merged model."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.models import save_model
 
 from vllm_medusa.cli import main
@@ -280,6 +280,28 @@ def test_what_stops_another_process_than_the_main_one_is_told(
     assert status(arguments((data[0], nothing), tmp_path / "heads")) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"error in process 1: {nothing}: no such file" in said
+
+
+def test_states_that_are_not_finite_name_their_file(
+    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_model(tmp_path / "target", "Llama")
+    weights = load_file(f"{target}/model.safetensors")
+    weights["model.embed_tokens.weight"][1] = float("nan")  # no other record has this token
+    save_file(weights, f"{target}/model.safetensors", {"format": "pt"})
+    bad = tmp_path / "bad.jsonl"
+    line = {"token_ids": [4, 1, 5, 6, 7, 8], "generated": [[2, 6]], "temperature": 1.0}
+    bad.write_text(json.dumps(line) + "\n")
+    brief = ("--num-heads", "1", "--heldout-share", "0")
+    joint = (*brief, "--method", "medusa-2", "--heldout")
+    for file, more in (
+        (bad, brief),
+        (data[1], (*brief, "--heldout", str(bad))),
+        (data[1], (*joint, str(bad))),
+        (bad, (*joint, str(data[1]))),
+    ):
+        assert status(arguments((target, file), tmp_path / "heads", *more, "--overwrite")) == 2
+        assert f"{bad}, line 1: the target's hidden" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_cache_can_be_kept_bounded_and_used_again(
