@@ -28,6 +28,7 @@ def check_engine(vllm_config: Any) -> None:
         raise MedusaConfigError(
             "Medusa can not run with this configuration:\n- " + "\n- ".join(reasons)
         )
+    _warn_if_crowded(vllm_config, options)
 
 
 def check_layers(layers: Mapping[str, Any], kv_cache_config: Any) -> None:
@@ -144,10 +145,33 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
         yield "enable_trace_replay puts tokens into chains only. Switch it off."
 
 
-def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:
-    nodes = options.tree.num_nodes
+def _warn_if_crowded(config: Any, options: EngineOptions) -> None:
+    """Say so if running requests alone can take all tokens of a step."""
+    nodes, scheduler = options.tree.num_nodes, config.scheduler_config
+    budget, seqs = _budget(config), scheduler.max_num_seqs
+    if seqs * nodes > budget:
+        compat.logger.warning_once(
+            "%d running requests with trees of %d nodes (root included) need %d tokens a step, "
+            "which schedules at most %d: trees are then cut, and new requests wait. Raise "
+            "max_num_batched_tokens to %d or more, lower max_num_seqs to %d, or cap the tree with "
+            "num_speculative_tokens.",
+            seqs,
+            nodes,
+            seqs * nodes,
+            budget,
+            seqs * nodes,
+            budget // nodes,
+        )
+
+
+def _budget(config: Any) -> int:
+    """Tokens of a step, at most."""
     scheduler = config.scheduler_config
-    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    return int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
+
+
+def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:
+    nodes, scheduler, budget = options.tree.num_nodes, config.scheduler_config, _budget(config)
     if budget < nodes:
         yield (
             f"the tree has {nodes} nodes (root included) but a step schedules at most {budget} "

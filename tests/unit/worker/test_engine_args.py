@@ -17,6 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_medusa.tree import TokenTree, load_preset
 from vllm_medusa.tree.presets import DEFAULT_TREE
+from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import CPU_WORKER, DRAFTER, EngineOptions
 
 Parse = Callable[..., AsyncEngineArgs]
@@ -140,6 +141,24 @@ def test_said_twice(parse: Parse, heads: str, arguments: list[str], word: str) -
     with pytest.raises(ValueError, match=r"twice|mutually exclusive") as caught:
         args.create_engine_config()
     assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("seqs", "warned"), [(64, False), (65, True)])
+def test_running_requests_that_can_fill_a_step_are_warned_of(
+    parse: Parse, heads: str, monkeypatch: pytest.MonkeyPatch, seqs: int, warned: bool
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        compat.logger, "warning_once", lambda text, *values: lines.append(text % values)
+    )
+    tree = {"tree": {"chain": 3}}
+    limits = ["--max-num-seqs", str(seqs), "--max-num-batched-tokens", "256"]
+    limits += ["--max-model-len", "256"]
+    args = parse("--speculative-model", heads, "--speculative-config", json.dumps(tree), *limits)
+    args.create_engine_config()
+    found = [line for line in lines if "max_num_batched_tokens to 260 or more" in line]
+    assert len(found) == warned
+    assert all("65 running requests" in x and "max_num_seqs to 64" in x for x in found)
 
 
 def tree_file(folder: Path) -> str:
