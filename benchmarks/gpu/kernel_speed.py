@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.cases import Case, Lab, Record
 from benchmarks.gpu.layouts import Setup, Spec, check, copies_of, setup, step_tree, to_compile
+from benchmarks.gpu.mixed_speed import Mixed
 from vllm_medusa.tree.batch import TreeTensors
 
 LAYOUTS = {  # query heads, key heads
@@ -42,11 +43,12 @@ RELATIVE = 1.2e-2  # of bf16, as in `attention_checks`
 def cases(small: bool) -> list[Case]:
     """Every layout, batch, context and number of nodes.
 
-    Then a few in bounds much too large, as a graph has that was captured for any length; a lone
-    row, which is plain decoding; and fp8 caches.
+    First trees beside a prompt. Then a few in bounds much too large, as a graph has that was
+    captured for any length; a lone row, which is plain decoding; and fp8 caches.
     """
     if small:
-        return [_case(Spec("tiny", 4, 2, 2, 40, 5, head_size=16))]
+        tiny = Mixed("tiny", 4, 2, trees=2, context=20, nodes=5, chunk=40, head_size=16)
+        return [_case(Spec("tiny", 4, 2, 2, 40, 5, head_size=16)), tiny.case()]
     specs = [
         Spec(layout, *heads, batch, context, nodes)
         for batch in BATCHES
@@ -59,7 +61,8 @@ def cases(small: bool) -> list[Case]:
         Spec(n, *h, b, 8192, 64, torch.float8_e4m3fn) for n, h in LAYOUTS.items() for b in (1, 16)
     ]
     loose = [Spec(n, *h, b, 4096, 64, planned=32768) for n, h in LAYOUTS.items() for b in (1, 4)]
-    return [_case(spec) for spec in (*specs, *loose, *plain, *fp8)]
+    mixed = [Mixed(name, *LAYOUTS[name]).case() for name in ("Llama-3-8B", "Llama-2-7B")]
+    return [*mixed, *(_case(spec) for spec in (*specs, *loose, *plain, *fp8))]
 
 
 def _case(spec: Spec) -> Case:

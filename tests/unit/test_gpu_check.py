@@ -421,7 +421,11 @@ def test_every_measurement_runs_and_is_reported(tmp_path):
     for records in parts.values():
         assert {record["status"] for record in records} == {"passed"}, records
     assert len(parts["kernels"]) == 6
-    (timed,), (sweep,), (step,) = parts["speed"], parts["tiles"], parts["step"]
+    (timed, mixed), (sweep,), (step,) = parts["speed"], parts["tiles"], parts["step"]
+    assert mixed["ours_us"] == mixed["trees_us"] == mixed["chunk_us"] == mixed["flash_chunk_us"]
+    tokens, pairs = 2 * 25 + 40, 2 * 5 * 25 + 40**2 / 2
+    assert mixed["floor_us"] == pytest.approx(tokens * 2 * 16 * 2 * 2 / 4e9 * 1e6)
+    assert mixed["arithmetic_us"] == pytest.approx(4 * pairs * 4 * 16 / 8e11 * 1e6)
     assert timed["ours_us"] == timed["flash_us"] == 40 and timed["ours_eager_us"] == 90
     assert timed["masked_us"] is None and timed["masked_reason"]  # CUDA only
     assert timed["floor_us"] == pytest.approx(2 * 45 * 2 * 16 * 2 * 2 / 4e9 * 1e6)
