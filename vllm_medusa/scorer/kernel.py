@@ -14,6 +14,9 @@ leaves, then those of its own rows, counted from row 0. Own tiles therefore neve
     context 150, 70 rows, BLOCK_N 64      [0 64) [64 128) | [128 150)   [150 214) [214 220)
                                            no mask        | masked       word 0    word 1
 
+Where there is neither tree nor window (prefill) the rows before those of a program are context too,
+down to a whole tile: own tiles then start close to the program's first row, and few are masked.
+
 Parts are whole tiles, dealt out evenly over the grid's last axis; a short request leaves some
 empty, whose LSE is -inf. Each part's normalised output and LSE go to the workspace and `merge`
 weighs them; with one part the output is written at once. The grid follows from shapes and upper
@@ -163,23 +166,27 @@ def attend(
         other=0.0,
     )  # [BLOCK_M, HEAD_PADDED]
 
-    # key tiles: context_tiles from position left, then own tiles from row first_own
+    # key tiles: context_tiles from position left up to context, then own tiles from row first_own
     own_end = tl.minimum((m_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, num_rows)
     left = 0
-    first_own = 0
+    context = base
     if HAS_WINDOW:
         lowest = tl.min(tl.where(exists, place, 2147483647), 0)
         left = tl.maximum(base + lowest - window + 1, 0)
         # rows that far back are hidden in trees too, as no node is deeper than its index
         first_own = tl.maximum(left - base, 0) // BLOCK_N * BLOCK_N
-    context_tiles = (tl.maximum(base - left, 0) + BLOCK_N - 1) // BLOCK_N
+    else:
+        before_all = m_tile * BLOCK_M // GROUP // BLOCK_N * BLOCK_N  # seen whole but in trees
+        first_own = tl.where(tree_rows > 0, 0, before_all)
+        context = base + first_own
+    context_tiles = (tl.maximum(context - left, 0) + BLOCK_N - 1) // BLOCK_N
     num_tiles = context_tiles + (own_end - first_own + BLOCK_N - 1) // BLOCK_N
     per_split = (num_tiles + num_splits - 1) // num_splits
     start = tl.minimum(split * per_split, num_tiles)
     stop = tl.minimum(start + per_split, num_tiles)
     whole = start  # tiles before this one are seen whole by every row
     if not HAS_WINDOW:
-        whole = tl.maximum(tl.minimum(tl.maximum(base, 0) // BLOCK_N, stop), start)
+        whole = tl.maximum(tl.minimum(tl.maximum(context, 0) // BLOCK_N, stop), start)
 
     # logits in base 2
     factor = scale
@@ -214,7 +221,7 @@ def attend(
                 is_own = tile >= context_tiles
                 own_row = first_own + (tile - context_tiles) * BLOCK_N
                 position = tl.where(is_own, base + own_row, left + tile * BLOCK_N) + lane
-                end = tl.where(is_own, base + own_end, base)
+                end = tl.where(is_own, base + own_end, context)
                 filled = (position >= 0) & (position < end)
                 block = tl.load(table_row_ptr + position // BLOCK_SIZE, mask=filled, other=0).to(
                     tl.int64
@@ -249,7 +256,7 @@ def attend(
             if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1), which can't overflow to NaN
                 logits = cap * (1.0 - 2.0 / (tl.exp2(logits) + 1.0))
             if MASKED == 1:
-                other = position - base  # the key's row; negative in the context
+                other = position - base  # the key's row; negative before the request's own
                 word = tl.load(
                     bits_row_ptr + tl.maximum(own_row, 0) // 64 * bits_stride_word,
                     mask=is_node,

@@ -241,6 +241,31 @@ class TestInterpreted(Cases):
         )
         check(case)
 
+    @pytest.mark.parametrize(
+        ("request_", "window", "unmasked"),
+        [
+            (chunk(70, 40), None, 2 + 3 + 4 + 5 + 6),  # all that lies before a tile of rows
+            (chunk(70), None, 0 + 1 + 2 + 3 + 4),
+            (tree(70, 40), None, 5 * 2),
+            (chunk(70, 40), 50, 0),
+        ],
+    )
+    def test_tiles_that_need_no_mask(self, monkeypatch, request_, window, unmasked):
+        """Only those look blocks up for all of their keys."""
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        small = tiles.Tiles(16, 16, 4, 1)
+        monkeypatch.setattr("vllm_medusa.scorer.launch.tile_sizes", lambda *_: small)
+        load, loaded = InterpreterBuilder.create_load, []
+
+        def create_load(self, pointers, *options):
+            loaded.append(pointers.data.size)
+            return load(self, pointers, *options)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_load", create_load)
+        check(self.make([request_], heads=(1, 1), window=window))
+        assert loaded.count(16) == unmasked
+
     def test_small_tiles_give_the_same(self, monkeypatch):
         """Sixteen rows and sixteen keys a tile: every loop and every edge is met."""
         small = tiles.Tiles(16, 16, 4, 1)
