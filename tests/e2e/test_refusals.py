@@ -19,6 +19,13 @@ from vllm.model_executor.models import llama
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
+from vllm_medusa.cli.engine import (
+    EngineRefused,
+    EngineSettings,
+    Sampling,
+    VllmEngine,
+    check_engine_args,
+)
 from vllm_medusa.worker import drafting
 from vllm_medusa.worker.v1.worker import MedusaCPUWorker
 
@@ -260,3 +267,13 @@ def test_a_worker_that_derives_from_ours_starts(
         assert type(core.engine_core.model_executor.driver_worker.worker) is MyWorker
         assert len(complete(llm, [[5, 6, 7]], greedy(4))[0].token_ids) == 4
     assert loaded == ["load_model", "load_heads"]
+
+
+def test_engine_arguments_that_vllm_does_not_have() -> None:
+    with pytest.raises(EngineRefused, match=r"'enforce_eagre' is no argument.*enforce_eager"):
+        check_engine_args(["dtype", "log_level", "enforce_eagre"])
+
+
+def test_a_target_that_is_nowhere_is_named() -> None:
+    with pytest.raises(EngineRefused, match="no-such-folder"):
+        VllmEngine(EngineSettings("no-such-folder"), Sampling())

@@ -21,6 +21,8 @@ from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_promp
 from vllm_medusa.offline.results import ResultLog, indices_of
 from vllm_medusa.training.self_distillation import Plan, Summary
 
+_MOST_SAMPLES = 10_000  # of a prompt
+
 _DESCRIPTION = """\
 Let the target write the texts that its heads are trained on: it continues every prompt of a file,
 as often as wanted, through vLLM. Killed or interrupted, the same command goes on where it stopped;
@@ -141,8 +143,11 @@ def _settings(args: argparse.Namespace) -> tuple[EngineSettings, Sampling]:
         raise PromptError(
             f"--turns {args.turns} is of --self-talk; else the prompts' own turns are answered."
         )
-    plan = Plan(args.samples, args.temperature)
-    if (greedy := sum(not plan.temperature(slot) for slot in range(args.samples))) > 1:
+    if args.samples > _MOST_SAMPLES:
+        raise PromptError(f"--samples {args.samples} is not allowed; use at most {_MOST_SAMPLES}.")
+    of_zero = (slot for slot, value in enumerate(args.temperature) if value == 0)
+    greedy = sum(len(range(slot, args.samples, len(args.temperature))) for slot in of_zero)
+    if greedy > 1:
         shown = ",".join(f"{value:g}" for value in args.temperature)
         raise PromptError(
             f"--samples {args.samples} at temperature {shown} would be {greedy} times the same "
@@ -191,7 +196,7 @@ def _write(
     console: Console,
 ) -> None:
     """Let the target write and keep each text as it is finished."""
-    acceptance, tokens = Acceptance(), 0
+    acceptance, tokens, early, ended = Acceptance(), 0, 0, 0
     start = time.perf_counter()
     slots = plan.slots(_usable(args), frozenset(log.done))
     cut = {"top_p": args.top_p} if args.top_p < 1 else {}
@@ -207,6 +212,9 @@ def _write(
                     log.append(record | cut)
             acceptance = Acceptance.total((acceptance, result.acceptance))
             tokens += result.num_tokens
+            answers = sum(answer.role == "assistant" for answer in result.answers)
+            early += args.self_talk and 0 < answers < plan.turns
+            ended += bool(answers)
             progress.advance(tokens / (time.perf_counter() - start), acceptance.tau)
     seconds = time.perf_counter() - start
     tau = f", {acceptance.tau:.2f} tokens per step" if acceptance.tau else ""
@@ -214,6 +222,13 @@ def _write(
         f"{tokens} tokens in {seconds:.1f} s ({tokens / seconds:.1f} a second){tau}",
         soft_wrap=True,
     )
+    if early:
+        console.print(
+            f"{early} of {ended} conversations ended before their {plan.turns} answers: a text was "
+            "cut at --max-tokens, or a user's turn was empty",
+            style="yellow",
+            soft_wrap=True,
+        )
 
 
 def _usable(args: argparse.Namespace) -> Iterator[Prompt]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.offline.batch import Delta, RequestRefused
@@ -90,6 +92,27 @@ class EngineRefused(ValueError):
     """vLLM or the plugin refuses what the engine was to be built from."""
 
 
+def check_engine_args(names: Iterable[str]) -> None:
+    """Refuse arguments that ``LLM`` does not have.
+
+    Raises:
+        EngineRefused: naming the first one and what it may have meant.
+
+    """
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {each.name for each in fields(EngineArgs)} | signature(LLM).parameters.keys()
+    for name in names:
+        if name not in known:
+            close = get_close_matches(name, known)
+            meant = f" Did you mean {' or '.join(close)}?" if close else ""
+            raise EngineRefused(
+                f"--engine-args: {name!r} is no argument of vLLM's LLM.{meant} Correct it, or "
+                "leave it out."
+            )
+
+
 class VllmEngine:
     """A vLLM engine that reports the tokens of every step of every request."""
 
@@ -129,13 +152,20 @@ class VllmEngine:
                 arguments["enable_chunked_prefill"] = False
             if not _MEMORY_OPTIONS & settings.engine_args.keys():
                 arguments["gpu_memory_utilization"] = _share_of_free_memory()
+        check_engine_args(settings.engine_args)
         arguments |= settings.engine_args
         if settings.speculative_config:
             arguments["speculative_config"] = dict(settings.speculative_config)
         try:
             self.llm: LLM = LLM(**arguments)
         except (ValueError, OSError) as error:
-            raise EngineRefused(str(error)) from error
+            reason = str(error)
+            if "huggingface.co" in reason:  # transformers' words for what is neither here nor there
+                reason = (
+                    f"{settings.model!r} is no folder of a model here, and no hub name that could "
+                    f"be looked up. {reason}"
+                )
+            raise EngineRefused(reason) from error
 
     def submit(
         self,

@@ -10,7 +10,7 @@ from support import chat
 from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
-from vllm_medusa.cli import generate
+from vllm_medusa.cli import distill, generate
 from vllm_medusa.offline.results import ResultLog
 from vllm_medusa.training.records import load_records
 
@@ -21,6 +21,7 @@ class Engine(FakeEngine):
     built: list[Any]
     limit = 10_000
     steps_left: int | None = None
+    ends_by = "stop"
 
     def __init__(self, settings: Any, sampling: Any, **options: Any):
         super().__init__(max_tokens=6, longest_prompt=self.limit)
@@ -32,7 +33,7 @@ class Engine(FakeEngine):
             if not self.steps_left:
                 raise KeyboardInterrupt
         deltas = super().step()
-        return [replace(d, finish_reason=d.finish_reason and "stop") for d in deltas]
+        return [replace(d, finish_reason=d.finish_reason and self.ends_by) for d in deltas]
 
     def close(self) -> None: ...
 
@@ -158,6 +159,7 @@ def test_a_file_read_otherwise_is_another_job(prompts: Path, tmp_path: Path, cap
         (["--samples", "2", "--temperature", "0"], "2 times the same text"),
         (["--samples", "3", "--temperature", "0,0.7"], "2 times the same text at temperature 0"),
         (["--tree", "mc_sim_7b_63"], "need heads"),
+        (["--samples", "999999999999999"], "use at most 10000"),
         (["--turns", "2"], "is of --self-talk"),
         (["--temperature", "0.5,-1"], "'-1' is not allowed"),
         (["--temperature", ""], "'' is not allowed"),
@@ -222,3 +224,13 @@ def test_a_full_disk_is_told(
         assert run("-i", prompts, "-o", tmp_path / "r.jsonl") == 2
     assert "No space left on device" in capfd.readouterr().err
     assert run("-i", prompts, "-o", tmp_path / "r.jsonl") == 0
+
+
+def test_self_talk_says_that_conversations_ended_early(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: type[Engine], capfd: Any
+) -> None:
+    monkeypatch.setattr(distill, "_talker", lambda args: chat.tokenizer(chat.CHATML))
+    monkeypatch.setattr(engine, "ends_by", "length")
+    assert run("-i", prompts, "-o", tmp_path / "r.jsonl", "--self-talk", "--turns", 2) == 0
+    said = " ".join(capfd.readouterr().err.split())
+    assert "6 of 6 conversations ended before their 2 answers" in said
