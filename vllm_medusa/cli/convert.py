@@ -38,14 +38,14 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("source", help="the heads: a folder, a file or a hub name")
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format to write")
-    parser.add_argument("--output", "-o", type=Path, required=True, help="the folder to write")
+    parser.add_argument("--output", "-o", type=_folder, required=True, help="the folder to write")
     parser.add_argument(
         "--target",
         help="the model of these heads, for a copy of its LM head, its sizes and its fingerprint",
     )
     parser.add_argument(
         "--base",
-        type=Path,
+        type=_folder,
         metavar="FOLDER",
         help="of a full Medusa-2 model: also write the model without its heads",
     )
@@ -54,6 +54,13 @@ def add_parser(commands: Any) -> None:
         "--overwrite", action="store_true", help="replace an output that holds nothing but heads"
     )
     parser.set_defaults(run=run)
+
+
+def _folder(text: str) -> Path:
+    """Parse a folder's name; `Path` takes none for the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty; name a folder, . for the current one")
+    return Path(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,14 +14,18 @@ from torch import Tensor
 
 from vllm_medusa.convert.heads import Output
 from vllm_medusa.heads.checkpoint import config_text
+from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.formats import read_layout
+from vllm_medusa.heads.info import describe
 from vllm_medusa.heads.model import HeadsError
 
-# What a conversion writes, so what it may replace.
-_OURS = ("config.json", "model.safetensors", "medusa_lm_head.*", "calibration.safetensors")
+# What a conversion writes, so what it may replace if the weights are heads.
+_WEIGHTS = ("model.safetensors", "medusa_lm_head.*")
+_OURS = ("config.json", "calibration.safetensors", *_WEIGHTS)
 
 
 def check_output(path: Path, *, overwrite: bool, sources: Sequence[str | Path | None]) -> None:
-    """Refuse an output that exists, holds what is not ours, or is what is read."""
+    """Refuse an output that exists, holds anything but heads, or is what is read."""
     for source in sources:
         if source is not None and path.exists() and Path(source).resolve() == path.resolve():
             raise HeadsError(f"{path} is what is being read: give another output")
@@ -31,11 +35,37 @@ def check_output(path: Path, *, overwrite: bool, sources: Sequence[str | Path | 
         raise HeadsError(f"{path} exists: give another output, or --overwrite to replace it")
     if not path.is_dir() or path.is_symlink():
         raise HeadsError(f"{path} is no folder: --overwrite replaces folders of checkpoints only")
-    strangers = [e.name for e in sorted(path.iterdir()) if not any(map(e.match, _OURS))]
+    entries = sorted(path.iterdir())
+    strangers = [e.name for e in entries if not (e.is_file() and any(map(e.match, _OURS)))]
     if strangers:
         raise HeadsError(
             f"{path} also holds {', '.join(strangers[:4])}, which --overwrite would delete: give "
             "another output, or move them away"
+        )
+    weights = [entry for entry in entries if any(map(entry.match, _WEIGHTS))]
+    for file in weights:
+        _check_heads(file)
+    if entries and not weights:
+        raise HeadsError(
+            f"{path} holds {entries[0].name} but no heads: --overwrite replaces heads only. Give "
+            "another output"
+        )
+
+
+def _check_heads(file: Path) -> None:
+    """Refuse weights that are not Medusa heads, or not only; reads names and shapes."""
+    try:
+        files = find_checkpoint(file)
+        info = describe(files, read_layout(files.files, files.config, files.label))
+    except HeadsError as error:
+        raise HeadsError(
+            f"{file} is not known to hold Medusa heads, which is all that --overwrite replaces: "
+            f"give another output, or remove it yourself ({error})"
+        ) from error
+    if info.includes_base:
+        raise HeadsError(
+            f"{file} holds a language model beside its Medusa heads, which --overwrite would "
+            "delete: give another output"
         )
 
 
@@ -57,14 +87,21 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     and the next try takes it away. A folder that is replaced is never half one, half the other.
 
     Raises:
-        HeadsError: Without ``overwrite``, something is at ``path``, even if only since the start.
+        HeadsError: Without ``overwrite``, something is at ``path``, even if only since the start;
+            no folder can be made there.
 
     """
     path = path.resolve()  # "." has no name
     part, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+    except OSError as error:
+        raise HeadsError(
+            f"{path} can't be made ({error.strerror}): give an output in a folder that can be "
+            "written to"
+        ) from error
     try:
         yield part
         for entry in [*part.iterdir(), part]:

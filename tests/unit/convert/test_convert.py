@@ -377,6 +377,71 @@ def full(target, read, tmp_path):
     return tmp_path / "full"
 
 
+def model(base, full, out):
+    write(out / "model.safetensors", *base)
+
+
+def model_of_heads_name(base, full, out):
+    write(out / "medusa_lm_head.safetensors", *base)
+
+
+def model_beside_heads(base, full, out):
+    model(base, full, out)
+    write(out / "medusa_lm_head.safetensors", random_heads(3, 1).spelled("v1"), {})
+
+
+def model_with_heads(base, full, out):
+    shutil.copytree(full, out)
+
+
+def broken_weights(base, full, out):
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"of something else")
+
+
+def config_alone(base, full, out):
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps(base[1]))
+
+
+def a_folder_of_our_name(base, full, out):
+    (out / "medusa_lm_head.d").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        model,
+        model_of_heads_name,
+        model_beside_heads,
+        model_with_heads,
+        broken_weights,
+        config_alone,
+        a_folder_of_our_name,
+    ],
+)
+def test_what_is_not_heads_alone_is_never_replaced(put, target, full, native, read, tmp_path):
+    source, out = native(), tmp_path / "out"
+    put(read(target[0]), full, out)
+    before = {p.name: p.is_file() and p.read_bytes() for p in out.iterdir()}
+    with pytest.raises(HeadsError, match="another output"):
+        convert(source, "vllm", out, target=target[0], overwrite=True)
+    assert {p.name: p.is_file() and p.read_bytes() for p in out.iterdir()} == before
+
+
+def test_an_empty_output_is_filled(native, tmp_path):
+    (tmp_path / "out").mkdir()
+    convert(native(), "v1", tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_an_output_that_no_folder_can_be_made_at(native, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "out", Path("/proc/out")):
+        with pytest.raises(HeadsError, match=f"^{out} can't be made .*: give an output"):
+            convert(native(), "v1", out)
+
+
 @pytest.mark.parametrize(
     ("output", "base"), [("a", "a"), ("a", "a/base"), ("a/heads", "a"), ("a", "b/../a/./base")]
 )
