@@ -18,7 +18,8 @@ _DESCRIPTION = """\
 Tell what a checkpoint of Medusa heads holds, where it comes from, whether anything about it is odd
 (every value is looked at), and, with --target, whether it fits that model.
 
-Exit status: 0 it fits, 1 it does not, 2 it is no checkpoint of heads."""
+Exit status: 0 it fits, 1 it does not, 2 it is no checkpoint of heads, or --target
+is no model."""
 
 _MARKS = {"fits": "ok ", "does not fit": "NO ", "unknown": "?  "}
 _FORMATS = {

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vllm_medusa.heads.formats import head_names, is_head_tensor
+from vllm_medusa.heads.formats import head_names, holds_heads, is_head_tensor
 from vllm_medusa.heads.model import HeadsError
 
 # Looked for in this order: heads alone come before whole models, safetensors before pickles.
@@ -132,7 +132,7 @@ def find_target(source: str | Path, revision: str | None = None) -> CheckpointFi
     """Find a target's own weights in a folder or the hub's local cache; downloads nothing.
 
     Heads that lie beside them, or in the same files, are left out. Raises `HeadsError` when there
-    are none here.
+    are none here, or heads only.
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
@@ -143,6 +143,11 @@ def find_target(source: str | Path, revision: str | None = None) -> CheckpointFi
         if (folder / candidate).is_file():
             found = _from_file(folder / candidate, lambda names: folder, str(source), heads=False)
             files = {n: path for n, path in found.files.items() if not is_head_tensor(n)}
+            if (found.files and not files) or holds_heads(files, found.config):
+                raise HeadsError(
+                    f"target {str(source)!r} holds Medusa heads and no language model. Give the "
+                    "model that the heads are for"
+                )
             return CheckpointFiles(found.label, found.config, files)
     raise HeadsError(
         f"target {str(source)!r}: none of {', '.join(MODEL_FILES)} is there. Give the folder of "

@@ -154,6 +154,14 @@ def read_layout(names: Iterable[str], config: Mapping[str, Any], label: str) -> 
     return layout
 
 
+def holds_heads(names: Iterable[str], config: Mapping[str, Any]) -> bool:
+    """Whether these are the names of whole Medusa heads and of nothing else."""
+    try:
+        return read_layout(names, config, "").format != "full"
+    except HeadsError:
+        return False
+
+
 def _canonical(name: str, num_layers: int) -> str | None:
     if match := _V1_LAYER.fullmatch(name):
         return layer_name(int(match[1]), int(match[2]), match[3])

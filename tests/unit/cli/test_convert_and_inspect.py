@@ -88,6 +88,35 @@ def test_inspect_says_that_it_does_not_fit(command, tmp_path):
     assert "IT DOES NOT FIT" in out
 
 
+def test_a_model_is_not_overwritten(command, tmp_path):
+    out = tmp_path / "onlymodel"
+    out.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(DEMO / "target" / name, out / name)
+    options = ("--to", "vllm", "--output", out, "--target", TARGET, "--overwrite")
+    status, _, err = command("convert", HEADS, *options)
+    assert status == 2
+    assert "is not known to hold Medusa heads" in err
+    assert target_fingerprint(out) == target_fingerprint(TARGET)
+
+
+@pytest.mark.parametrize("option", ["--output", "--base"])
+def test_an_empty_name_of_a_folder(command, option):
+    options = ["--output", "somewhere", option, ""]
+    status, _, err = command("convert", HEADS, "--to", "v1", *options, "--overwrite")
+    assert status == 2
+    assert f"{option}" in err and "the name is empty" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("form", ["native", "vllm", "v1", "tensorrt-llm"])
+def test_heads_are_no_target(command, tmp_path, form):
+    heads = tmp_path / "heads"
+    command("convert", HEADS, "--to", form, "-o", heads, "--target", TARGET)
+    status, out, err = command("inspect", HEADS, "--target", heads)
+    assert (status, out) == (2, "")
+    assert "Give the" in err
+
+
 def test_inspect_of_a_target_and_of_neither(command, tmp_path):
     status, out, _ = command("inspect", TARGET)
     assert status == 2
