@@ -208,10 +208,13 @@ def _expectations(document: dict[str, Any]) -> list[str]:
         expected = document["expected"][str(row["num_draft_tokens"])]
         if expected is not None and row["tau"]:
             error = 100 * (expected / row["tau"] - 1)
-            found.append(f"{row['num_draft_tokens']} nodes {expected:.2f} ({error:+.0f} %)")
+            found.append(
+                f"{row['num_draft_tokens']} nodes {expected:.2f} "
+                f"({abs(error):.0f} % {'above' if error >= 0 else 'below'} the measured)"
+            )
     if not found:
         return []
-    return [f"Expected tau, from calibration, and its error: {'; '.join(found)}.", ""]
+    return [f"Expected tau, from calibration: {'; '.join(found)}.", ""]
 
 
 def _of_two_targets(document: dict[str, Any]) -> list[str]:

@@ -110,7 +110,7 @@ def test_the_output_is_heads_that_know_how_they_fared(made: Made) -> None:
         "The first 3 nodes of the tree became the heads' own.",
         "| **3** | **1.50** |",
         "| 1 | t + 3 | 0.250 | 0.400 | 0.400 |",
-        "1 nodes 1.20 (-4 %); 3 nodes 1.50 (+0 %)",
+        "1 nodes 1.20 (4 % below the measured); 3 nodes 1.50 (0 % above the measured)",
         f"vllm-medusa serve target --speculative-model {output}",
         "10 prompts of prompts.jsonl",
         "(500 tokens of the target's)",
