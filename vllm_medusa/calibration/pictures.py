@@ -16,11 +16,14 @@ from vllm_medusa.calibration.observations import NO_LABEL, Observations
 from vllm_medusa.tree.topology import Path as TreePath
 
 SUFFIXES = (".png", ".svg", ".pdf")
+_STARTS = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml", ".pdf": b"%PDF-"}
+_AUTHOR = b"Matplotlib"  # it signs what it draws
+_LARGEST = 1 << 26  # bytes, far more than a picture drawn here
 _FAINTEST = 1e-3  # chances below look alike
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a file that no picture could be written to, before anything expensive starts."""
+    """Refuse a file that no picture may be written to, before anything expensive starts."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -34,6 +37,19 @@ def check_picture(path: Path) -> None:
         )
     if not path.parent.is_dir():
         raise CalibrationError(f"{path}: the folder {path.parent} doesn't exist; make it first.")
+    if os.path.lexists(path) and not _drawn(path):
+        raise CalibrationError(
+            f"{path} exists and is no {path.suffix[1:].upper()} drawn by matplotlib, so it is not "
+            "replaced: name another file, or remove it yourself."
+        )
+
+
+def _drawn(path: Path) -> bool:
+    """Whether a file may be drawn anew: a picture that was drawn here, or an empty file."""
+    if not path.is_file() or path.stat().st_size > _LARGEST:
+        return False
+    content = path.read_bytes()
+    return not content or (content.startswith(_STARTS[path.suffix.lower()]) and _AUTHOR in content)
 
 
 def draw_calibration(path: Path, observations: Observations, accuracy: Accuracy) -> None:

@@ -18,6 +18,7 @@ from vllm_medusa.cli import compare_report as report
 from vllm_medusa.cli.engine import EngineRefused, EngineSettings, Sampling, medusa_config
 from vllm_medusa.cli.engine_defaults import engine_arguments
 from vllm_medusa.cli.generate import at_least_zero, json_object, positive, report_bad_lines
+from vllm_medusa.cli.outputs import check_json
 from vllm_medusa.offline.budgets import Budget, measure
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
 
@@ -104,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, console: Console, errors: Console) -> int:
     if args.output is not None and not args.output.parent.is_dir():
         raise PromptError(f"{args.output}: no folder {args.output.parent}. Make it first.")
+    if args.output is not None:
+        check_json(args.output, "figures", report.is_document)
     tree, budgets = budgets_of(args)
     prompts, temperature = prompts_of(args, errors)
     sampling = Sampling(max_tokens=args.max_tokens, temperature=temperature)

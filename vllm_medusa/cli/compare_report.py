@@ -48,6 +48,12 @@ def opening(
     }
 
 
+def is_document(document: Mapping[str, Any]) -> bool:
+    """Whether this is a document of this command, of any version of its format."""
+    keys = ("format_version", "target", "heads", "budgets", "rows", "fastest")
+    return all(key in document for key in keys)
+
+
 def setting(document: dict[str, Any]) -> str:
     """What is measured, in words."""
     mode = (

@@ -16,6 +16,7 @@ from rich.markup import escape
 from vllm_medusa.cli import tree_measure
 from vllm_medusa.cli.generate import positive
 from vllm_medusa.cli.measuring import check_folder, heads_digest, terminal
+from vllm_medusa.cli.outputs import check_json
 from vllm_medusa.cli.tree_report import origin, print_curves, print_measured, print_spread
 
 if TYPE_CHECKING:
@@ -102,11 +103,13 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     from vllm_medusa.tree.topology import TokenTree
     from vllm_medusa.tree.walks import Walks
 
+    if args.output:
+        check_json(args.output, "tree", _is_tree)
+    if args.draw:
+        check_picture(args.draw)
     observations = Observations.load(args.heads)
     _check(args, observations)
     cost = StepCost.load(args.step_cost) if args.step_cost else None
-    if args.draw:
-        check_picture(args.draw)
     prompts = tree_measure.read_prompts(args, observations)
     limits = Limits(args.num_draft_tokens, args.max_rank or observations.num_ranks, args.max_depth)
     sizes = list(range(1, limits.num_draft_tokens + 1))
@@ -259,6 +262,19 @@ def _save(args: argparse.Namespace, tree: list[list[int]], note: dict[str, Any])
         tree_source=note,
         provenance=origin,
     )
+
+
+def _is_tree(document: dict[str, Any]) -> bool:
+    """Whether this is what --output holds."""
+    from vllm_medusa.tree.forms import read_tree
+    from vllm_medusa.tree.topology import TreeError
+
+    try:
+        read_tree(document)
+    except TreeError:
+        return False
+    note = document.get("source")
+    return isinstance(note, dict) and "algorithm" in note
 
 
 def _write_json(path: Path, document: dict[str, Any]) -> None:

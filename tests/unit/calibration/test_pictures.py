@@ -8,7 +8,13 @@ from PIL import Image
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import measure_accuracy
 from vllm_medusa.calibration.observations import Observations
-from vllm_medusa.calibration.pictures import _layout, check_picture, draw_calibration, draw_tree
+from vllm_medusa.calibration.pictures import (
+    SUFFIXES,
+    _layout,
+    check_picture,
+    draw_calibration,
+    draw_tree,
+)
 from vllm_medusa.tree import load_preset
 
 
@@ -56,3 +62,22 @@ def test_what_no_picture_can_be_is_refused_at_once(tmp_path):
         check_picture(Path("tree.jpeg2"))
     with pytest.raises(CalibrationError, match="doesn't exist"):
         check_picture(tmp_path / "nowhere" / "tree.png")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_only_a_picture_of_ours_is_drawn_over(tmp_path, suffix):
+    file, theirs = tmp_path / f"tree{suffix}", tmp_path / f"theirs{suffix}"
+    for _ in range(2):
+        check_picture(file)
+        draw_tree(file, [(0,)], {(): 1.0, (0,): 0.5}, "a title")
+    drawn = file.read_bytes()
+    for content in (b"notes", drawn[1:], drawn.replace(b"Matplotlib", b"MyDrawings")):
+        theirs.write_bytes(content)
+        with pytest.raises(CalibrationError, match="name another file"):
+            check_picture(theirs)
+    theirs.write_bytes(b"")
+    check_picture(theirs)
+    theirs.unlink()
+    theirs.mkdir()
+    with pytest.raises(CalibrationError, match="name another file"):
+        check_picture(theirs)

@@ -86,6 +86,19 @@ def test_every_budget_is_measured_and_the_fastest_named(
     assert len(Engine.started) == 3  # plain vLLM once
 
 
+def test_figures_replace_figures_only(arguments: list[str], tmp_path: Path, capsys: Any) -> None:
+    options = [*arguments, "--budgets", "2", "--rounds", "1"]
+    assert run(options) == run(options) == 0
+    started = len(Engine.started)
+    for text in ("notes", '{"rows": []}', "[1]"):
+        (tmp_path / "figures.json").write_text(text)
+        assert run(options) == 2
+        assert "holds no figures written by this command" in capsys.readouterr().err
+        assert (tmp_path / "figures.json").read_text() == text
+    assert run([*options, "--output", str(tmp_path / "prompts.jsonl")]) == 2
+    assert len(Engine.started) == started, "before any engine starts"
+
+
 def test_a_budget_beyond_the_tree_is_the_whole_tree(arguments: list[str], tmp_path: Path) -> None:
     assert run([*arguments, "--budgets", "6", "32", "--rounds", "1"]) == 0
     assert figures(tmp_path)["budgets"] == [6]
