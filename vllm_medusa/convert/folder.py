@@ -59,8 +59,8 @@ def _check_heads(file: Path) -> None:
         info = describe(files, read_layout(files.files, files.config, files.label))
     except HeadsError as error:
         raise HeadsError(
-            f"{file} is not known to hold Medusa heads, which is all that --overwrite replaces: "
-            f"give another output, or remove it yourself ({error})"
+            f"{file} holds no Medusa heads that can be read, and --overwrite replaces nothing "
+            "else: give another output, or move it away"
         ) from error
     if info.includes_base:
         raise HeadsError(
