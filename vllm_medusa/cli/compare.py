@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from vllm_medusa.cli import compare_report as report
 from vllm_medusa.cli.engine import EngineRefused, EngineSettings, Sampling, medusa_config
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from vllm_medusa.training.records import Record
 
 BUDGETS = (4, 8, 16, 32)
+_PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
 _SHORT = 8  # tokens; a text whose first span starts before that has no prompt of its own
 _TEXT_PROMPT = 32  # tokens of such a text that become the prompt
 
@@ -229,6 +232,8 @@ def measure_budgets(
     def start(name: str, speculation: dict[str, Any] | None) -> EngineProcess:
         task = bar.add_task(f"starting {name}", total=None)
         bar.refresh()
+        if not errors.is_terminal:
+            errors.print(f"starting {name}")
         settings = EngineSettings(
             args.target, speculation, args.dtype, args.max_model_len, engine_args
         )
@@ -237,6 +242,16 @@ def measure_budgets(
         return engine
 
     measured = []
+    said = time.perf_counter()
+
+    def advance(task: TaskID) -> None:
+        nonlocal said
+        bar.update(task, advance=1, refresh=True)
+        if not errors.is_terminal and time.perf_counter() - said > _PLAIN_SECONDS:
+            said = time.perf_counter()
+            now = bar.tasks[task]
+            errors.print(f"{now.description}: {now.completed:.0f}/{groups}")
+
     groups = args.rounds * -(-len(prompts) // args.batch)
     bar = Progress(
         TextColumn("{task.description:<36}"),
@@ -261,7 +276,7 @@ def measure_budgets(
                         concurrency=args.batch,
                         seed=args.seed,
                         rounds=args.rounds,
-                        progress=lambda task=task: bar.update(task, advance=1, refresh=True),  # type: ignore[misc]
+                        progress=partial(advance, task),
                     )
                 )
             if not errors.is_terminal:

@@ -99,8 +99,7 @@ def check_engine_args(names: Iterable[str]) -> None:
         EngineRefused: naming the first one and what it may have meant.
 
     """
-    from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm import LLM, EngineArgs
 
     known = {each.name for each in fields(EngineArgs)} | signature(LLM).parameters.keys()
     for name in names:
