@@ -84,6 +84,15 @@ class TypicalRequests:
         )
 
 
+def follows_grammar(params: Any) -> bool:
+    """Whether a request's output is structured, and so gets no drafts.
+
+    ``params`` are its ``SamplingParams``, or None. vLLM walks a grammar along the drafts as if they
+    were a chain, so of its masks only the first, the root's, is right for a tree.
+    """
+    return params is not None and params.structured_outputs is not None
+
+
 def acceptance_of(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
     """The rule of a request with these sampling parameters."""
     if not params.extra_args:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -21,7 +22,7 @@ from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.worker.attention import TreeMetadataBuilder, compact_group
 from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.options import EngineOptions
-from vllm_medusa.worker.requests import TypicalRequests
+from vllm_medusa.worker.requests import TypicalRequests, follows_grammar
 from vllm_medusa.worker.step import TreeStep
 from vllm_medusa.worker.verification import TreeVerifier
 from vllm_medusa.worker.weights import heads_left_out
@@ -108,8 +109,7 @@ class MedusaModelRunner(CPUModelRunner):
     ) -> list[list[int]]:
         """Draft from the last accepted node of every request that goes on and may be drafted for.
 
-        A request whose output follows a grammar gets no draft: vLLM walks the grammar along the
-        drafts as if they were a chain.
+        Requests that follow a grammar may not be, see `follows_grammar`.
         """
         step, verdict = self._step, self._verdict
         self._step = self._verdict = None
@@ -118,7 +118,7 @@ class MedusaModelRunner(CPUModelRunner):
         drafts = self.drafter.propose(sample_hidden_states[rows]).tolist()
         limit = scheduler_output.num_spec_tokens_to_schedule
         return [
-            draft[:limit] if tokens and not self._follows_grammar(req_id) else []
+            draft[:limit] if tokens and not follows_grammar(self._params(req_id)) else []
             for draft, tokens, req_id in zip(
                 drafts, sampled_token_ids, self.input_batch.req_ids, strict=True
             )
@@ -149,13 +149,12 @@ class MedusaModelRunner(CPUModelRunner):
             compact_group(layers, group.layer_names, step.slots(gid), path.nodes, path.num_accepted)
 
     def _typical_requests(self) -> TypicalRequests | None:
-        params = [self.requests[req_id].sampling_params for req_id in self.input_batch.req_ids]
+        params = [self._params(req_id) for req_id in self.input_batch.req_ids]
         return TypicalRequests.of(params, self._options.acceptance, self.device)
 
     def _discarded(self) -> list[int]:
         mask = self.discard_request_mask.np[: self.input_batch.num_reqs]
         return np.nonzero(mask)[0].tolist()
 
-    def _follows_grammar(self, req_id: str) -> bool:
-        params = self.requests[req_id].sampling_params
-        return params is not None and params.structured_outputs is not None
+    def _params(self, req_id: str) -> SamplingParams | None:
+        return self.requests[req_id].sampling_params

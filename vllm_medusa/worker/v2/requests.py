@@ -13,7 +13,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.penalties import use_penalty
 
 from vllm_medusa.config import AcceptanceConfig
-from vllm_medusa.worker.requests import GREEDY_BELOW, acceptance_of
+from vllm_medusa.worker.requests import GREEDY_BELOW, acceptance_of, follows_grammar
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RequestOptions:
         rule = acceptance_of(params, self.default)
         typical = rule.mode == "typical" and params.temperature >= GREEDY_BELOW
         self._by_path[slot] = use_penalty(params) or bool(params.bad_words_token_ids)
-        self._undrafted[slot] = params.structured_outputs is not None
+        self._undrafted[slot] = follows_grammar(params)
         self._typical[slot] = typical
         self._greedy_root[slot] = typical and rule.greedy_root
         self._epsilon[slot], self._delta[slot] = rule.epsilon, rule.delta
@@ -59,11 +59,7 @@ class RequestOptions:
         return bool(self._undrafted[slot])
 
     def undrafted(self, slots: np.ndarray) -> Tensor | None:
-        """Requests whose drafts must not count, bool [B]; None if there are none.
-
-        Those that follow a grammar: vLLM walks it along the drafts as if they were a chain, so
-        only the first of its masks, the root's, is right for a tree.
-        """
+        """Requests whose drafts must not count (`follows_grammar`), bool [B]; None: no request."""
         return self._mask(self._undrafted[slots])
 
     def typical(self, slots: np.ndarray) -> TypicalRule | None:
