@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from vllm_medusa.cli.engine import EngineSettings, Sampling
-from vllm_medusa.cli.engine_process import EngineProcess
 from vllm_medusa.decode import decode
 from vllm_medusa.heads import load_heads
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Result
+from vllm_medusa.offline.engine import EngineSettings, Sampling
+from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.sampler import draw_splitmix
 from vllm_medusa.training.accuracy import label_ranks

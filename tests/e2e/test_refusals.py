@@ -19,7 +19,7 @@ from vllm.model_executor.models import llama
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
-from vllm_medusa.cli.engine import (
+from vllm_medusa.offline.engine import (
     EngineRefused,
     EngineSettings,
     Sampling,

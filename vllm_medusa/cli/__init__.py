@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
         help="vLLM's OpenAI-compatible server, with Medusa; every option is vLLM's own",
     )
-    convert.add_parser(commands)
+    convert.COMMAND.add_to(commands)
     inspect.add_parser(commands)
     demo.add_parser(commands)
     compare.add_parser(commands)

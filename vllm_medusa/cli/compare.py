@@ -17,11 +17,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from vllm_medusa.cli import compare_report as report
-from vllm_medusa.cli.engine import EngineRefused, EngineSettings, Sampling, medusa_config
-from vllm_medusa.cli.engine_defaults import engine_arguments
 from vllm_medusa.cli.generate import at_least_zero, json_object, positive, report_bad_lines
 from vllm_medusa.cli.outputs import check_json
 from vllm_medusa.offline.budgets import Budget, measure
+from vllm_medusa.offline.defaults import engine_arguments
+from vllm_medusa.offline.engine import EngineRefused, EngineSettings, Sampling, medusa_config
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0, 1 if a token differs in float32, 2 for bad input."""
-    from vllm_medusa.cli.engine_process import EngineDied
     from vllm_medusa.heads import HeadsError
+    from vllm_medusa.offline.process import EngineDied
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
@@ -227,7 +227,7 @@ def measure_budgets(
         ValueError: an engine refuses a prompt.
 
     """
-    from vllm_medusa.cli.engine_process import EngineProcess
+    from vllm_medusa.offline.process import EngineProcess
 
     def start(name: str, speculation: dict[str, Any] | None) -> EngineProcess:
         task = bar.add_task(f"starting {name}", total=None)

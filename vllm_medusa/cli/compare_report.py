@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_medusa.cli.machine import describe_machine, machine_in_words
+from vllm_medusa.offline.machine import describe_machine, machine_in_words
 from vllm_medusa.offline.prompts import Prompt
 
 FORMAT_VERSION = 1

@@ -12,19 +12,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from vllm_medusa.cli import demo_report as report
-from vllm_medusa.cli.engine import (
+from vllm_medusa.cli.generate import at_least_zero, positive
+from vllm_medusa.config import run_engines_in_this_process
+from vllm_medusa.offline.batch import run_batch
+from vllm_medusa.offline.compare import compare
+from vllm_medusa.offline.engine import (
     EngineRefused,
     EngineSettings,
     Sampling,
     VllmEngine,
     medusa_config,
 )
-from vllm_medusa.cli.generate import at_least_zero, positive
-from vllm_medusa.cli.quiet import stderr_to_log
-from vllm_medusa.config import run_engines_in_this_process
-from vllm_medusa.offline.batch import run_batch
-from vllm_medusa.offline.compare import compare
 from vllm_medusa.offline.prompts import Prompt, PromptError, read_prompts
+from vllm_medusa.offline.quiet import stderr_to_log
 
 _DEMO = Path(__file__).resolve().parents[2] / "demo"
 _SEED = 20_000

@@ -11,10 +11,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_medusa.cli.engine import Sampling
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Answer, Result
 from vllm_medusa.offline.compare import Comparison
+from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.prompts import Prompt
 
 DRAFT_STYLE = "black on green"

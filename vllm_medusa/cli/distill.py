@@ -12,11 +12,11 @@ from typing import Any
 from rich.console import Console
 
 from vllm_medusa.cli import generate
-from vllm_medusa.cli.engine import EngineSettings, Sampling
 from vllm_medusa.cli.generate import positive, seed_number
 from vllm_medusa.cli.progress import PromptProgress
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Engine, run_batch
+from vllm_medusa.offline.engine import EngineSettings, Sampling
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
 from vllm_medusa.offline.results import ResultLog, indices_of
 from vllm_medusa.training.self_distillation import Plan, Summary

@@ -15,18 +15,17 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_medusa.cli.engine import (
+from vllm_medusa.cli.progress import PromptProgress
+from vllm_medusa.config import run_engines_in_this_process
+from vllm_medusa.offline.acceptance import Acceptance
+from vllm_medusa.offline.batch import Engine, Result, run_batch
+from vllm_medusa.offline.engine import (
     EngineRefused,
     EngineSettings,
     Sampling,
     VllmEngine,
     medusa_config,
 )
-from vllm_medusa.cli.progress import PromptProgress
-from vllm_medusa.cli.quiet import stderr_to_log
-from vllm_medusa.config import run_engines_in_this_process
-from vllm_medusa.offline.acceptance import Acceptance
-from vllm_medusa.offline.batch import Engine, Result, run_batch
 from vllm_medusa.offline.prompts import (
     FORMATS,
     BadLine,
@@ -35,6 +34,7 @@ from vllm_medusa.offline.prompts import (
     detect_format,
     read_prompts,
 )
+from vllm_medusa.offline.quiet import stderr_to_log
 from vllm_medusa.offline.results import ResultError, ResultLog, digest_of, fingerprint
 
 _SHOWN_BAD_LINES = 20

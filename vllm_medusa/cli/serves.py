@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from vllm_medusa.cli.quiet import stderr_to_log
+from vllm_medusa.offline.quiet import stderr_to_log
 
 
 def check(target: str, folder: Path, dtype: str) -> None:

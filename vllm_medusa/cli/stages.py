@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_medusa.cli.children import run_logged
+from vllm_medusa.offline.children import run_logged
 from vllm_medusa.offline.results import digest_of
 
 HERE, WORK = "{here}", "{work}"  # in a command: the stage's folder, the folder of all stages

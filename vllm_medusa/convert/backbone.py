@@ -6,7 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from vllm_medusa.convert.folder import apart, new_folder, save_tensors
+from vllm_medusa.convert.folder import apart, save_tensors
+from vllm_medusa.files import new_folder
 from vllm_medusa.heads.checkpoint import config_text
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.formats import is_head_tensor

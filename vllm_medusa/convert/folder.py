@@ -1,11 +1,8 @@
-"""Folders that appear whole or not at all."""
+"""What a conversion may replace, and how it writes tensors."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_medusa.convert.heads import Output
+from vllm_medusa.files import new_path, refuse_strangers
 from vllm_medusa.heads.checkpoint import config_text
 from vllm_medusa.heads.files import find_checkpoint
 from vllm_medusa.heads.formats import read_layout
@@ -35,13 +33,8 @@ def check_output(path: Path, *, overwrite: bool, sources: Sequence[str | Path | 
         raise HeadsError(f"{path} exists: give another output, or --overwrite to replace it")
     if not path.is_dir() or path.is_symlink():
         raise HeadsError(f"{path} is no folder: --overwrite replaces folders of checkpoints only")
+    refuse_strangers(path, _OURS)
     entries = sorted(path.iterdir())
-    strangers = [e.name for e in entries if not (e.is_file() and any(map(e.match, _OURS)))]
-    if strangers:
-        raise HeadsError(
-            f"{path} also holds {', '.join(strangers[:4])}, which --overwrite would delete: give "
-            "another output, or move them away"
-        )
     weights = [entry for entry in entries if any(map(entry.match, _WEIGHTS))]
     for file in weights:
         _check_heads(file)
@@ -79,46 +72,6 @@ def check_apart(output: Path, base: Path) -> None:
         )
 
 
-@contextmanager
-def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes ``path`` when the block ends well and else vanishes.
-
-    Killed inside the block, ``path`` is what it was; a rest of it lies beside as ``.NAME.part``,
-    and the next try takes it away. A folder that is replaced is never half one, half the other.
-
-    Raises:
-        HeadsError: Without ``overwrite``, something is at ``path``, even if only since the start;
-            no folder can be made there.
-
-    """
-    path = path.resolve()  # "." has no name
-    part, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-    except OSError as error:
-        raise HeadsError(
-            f"{path} can't be made ({error.strerror}): give an output in a folder that can be "
-            "written to"
-        ) from error
-    try:
-        yield part
-        for entry in [*part.iterdir(), part]:
-            _sync(entry)
-        if path.exists() and not overwrite:
-            raise HeadsError(f"{path} was made meanwhile: give another output")
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-    part.rename(path)
-    _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def write_output(folder: Path, made: Output) -> int:
     """Write a format's tensors and config; returns the bytes of the tensors' file."""
     text = config_text(made.config, folder / "config.json")
@@ -133,10 +86,8 @@ def write_output(folder: Path, made: Output) -> int:
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file with the permissions of any new file, not its writer's own."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, {"format": "pt"})
-    path.chmod(mode)
+    with new_path(path) as part:
+        save_file(tensors, part, {"format": "pt"})
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -158,11 +109,3 @@ def _without_larger_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         larger = tensor.untyped_storage().nbytes() != used
         own.setdefault(tensor.data_ptr(), tensor.clone() if larger else tensor.detach())
     return {name: own[tensor.data_ptr()] for name, tensor in tensors.items()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

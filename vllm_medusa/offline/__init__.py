@@ -1,4 +1,4 @@
 """Batch generation over files of prompts: reading them, driving an engine, keeping the results.
 
-Knows no model and no vLLM: an engine is anything that takes requests and hands back new tokens.
+An engine is anything that takes requests and hands back new tokens; `engine` makes one of vLLM.
 """

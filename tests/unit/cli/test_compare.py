@@ -7,8 +7,10 @@ import torch
 from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
-from vllm_medusa.cli import compare, compare_report, engine_defaults, engine_process
+from vllm_medusa.cli import compare, compare_report
 from vllm_medusa.heads import MedusaHeads, save_heads
+from vllm_medusa.offline import defaults as engine_defaults
+from vllm_medusa.offline import process as engine_process
 from vllm_medusa.offline.batch import Result, run_batch
 from vllm_medusa.offline.prompts import Prompt
 

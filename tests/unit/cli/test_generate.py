@@ -8,7 +8,7 @@ from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
 from vllm_medusa.cli import generate
-from vllm_medusa.cli.engine import medusa_config
+from vllm_medusa.offline.engine import medusa_config
 
 
 class Engine(FakeEngine):

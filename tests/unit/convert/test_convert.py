@@ -10,12 +10,14 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.conversion import convert
 from support.random_heads import HIDDEN, VOCAB, random_heads, write, write_sharded
 
-from vllm_medusa.cli.convert import FORMATS as OFFERED
-from vllm_medusa.convert import FORMATS, convert
-from vllm_medusa.convert.folder import new_folder
+from vllm_medusa.convert.job import FORMATS
+from vllm_medusa.convert.options import ConvertOptions
+from vllm_medusa.files import FileRefused, new_folder
 from vllm_medusa.heads import HeadsError, load_heads, peek_heads, target_fingerprint
+from vllm_medusa.options import described
 
 FOREIGN = [name for name in FORMATS if name != "native"]
 KINDS = {
@@ -38,7 +40,7 @@ def identical(a, b):
 
 
 def test_the_command_offers_every_format():
-    assert set(OFFERED) == set(FORMATS)
+    assert set(next(o.choices for o in described(ConvertOptions) if o.name == "to")) == set(FORMATS)
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)
@@ -361,7 +363,7 @@ def test_an_output_is_replaced_only_on_demand_and_only_if_it_is_heads(native, re
     convert(source, "tgi", out, overwrite=True)
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
     (out / "tokenizer.json").write_text("{}")
-    with pytest.raises(HeadsError, match=r"tokenizer\.json"):
+    with pytest.raises(FileRefused, match=r"tokenizer\.json"):
         convert(source, "v1", out, overwrite=True)
     with pytest.raises(HeadsError, match="being read"):
         convert(source, "v1", source, overwrite=True)
@@ -438,7 +440,7 @@ def test_an_empty_output_is_filled(native, tmp_path):
 def test_an_output_that_no_folder_can_be_made_at(native, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file" / "out", Path("/proc/out")):
-        with pytest.raises(HeadsError, match=f"^{out} can't be made .*: give an output"):
+        with pytest.raises(FileRefused, match=f"^{out} can't be made .*: give an output"):
             convert(native(), "v1", out)
 
 
@@ -453,7 +455,7 @@ def test_heads_and_base_may_not_overlap(output, base, full, tmp_path):
 
 
 def test_a_folder_that_appeared_meanwhile_is_not_replaced(tmp_path):
-    with pytest.raises(HeadsError, match="meanwhile"), new_folder(tmp_path / "out"):
+    with pytest.raises(FileRefused, match="meanwhile"), new_folder(tmp_path / "out"):
         (tmp_path / "out" / "theirs").mkdir(parents=True)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "theirs").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_medusa.cli.children import run_logged
+from vllm_medusa.offline.children import run_logged
 
 # A command that says who it is, and what happened to it.
 SLEEPER = """
@@ -24,7 +24,7 @@ except KeyboardInterrupt:
 PARENT = """
 import signal, sys
 from pathlib import Path
-from vllm_medusa.cli.children import run_logged
+from vllm_medusa.offline.children import run_logged
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell's background ignore it
 try:
     run_logged([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), sys.stderr)

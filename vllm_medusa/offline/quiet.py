@@ -61,4 +61,5 @@ def _show_end(log: str) -> None:
     """Print the last lines of a log to standard error."""
     lines = log.splitlines()
     if lines:
-        print("--- the end of its log:", *lines[-_SHOWN_LINES:], "---", sep="\n", file=sys.stderr)
+        shown = ["--- the end of its log:", *lines[-_SHOWN_LINES:], "---"]
+        sys.stderr.write("\n".join(shown) + "\n")

@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from vllm_medusa.cli.children import die_with
-from vllm_medusa.cli.engine import EngineRefused, EngineSettings, Sampling
 from vllm_medusa.offline.batch import Result
+from vllm_medusa.offline.children import die_with
+from vllm_medusa.offline.engine import EngineRefused, EngineSettings, Sampling
 from vllm_medusa.offline.prompts import Prompt
 
 Channel: TypeAlias = "Connection[Any, Any]"
@@ -124,8 +124,8 @@ def serve(channel: Channel) -> None:
     from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
-    from vllm_medusa.cli.engine import VllmEngine
     from vllm_medusa.offline.batch import run_batch
+    from vllm_medusa.offline.engine import VllmEngine
 
     settings, sampling = channel.recv()
     try:

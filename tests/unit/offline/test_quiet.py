@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_medusa.cli.quiet import stderr_to_log
+from vllm_medusa.offline.quiet import stderr_to_log
 
 
 def test_noise_goes_to_the_log_and_comes_back_on_failure(capfd: Any) -> None:

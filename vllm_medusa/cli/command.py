@@ -1,0 +1,63 @@
+"""A command of `vllm-medusa`: its options, its help, and what runs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_medusa.cli.console import ConsoleProgress, run_job
+from vllm_medusa.cli.flags import add_flags, from_flags
+from vllm_medusa.options import Options
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: of the command.
+        help: a line in the list of commands.
+        options: its options; the parser is made of them.
+        run: works with the options and prints the result; returns the exit status.
+        description: what it does, above the options.
+        epilog: formats of files and the like, below them.
+        interrupted: what Ctrl-C leaves, given the parsed command line.
+        engine: it starts vLLM in this process, whose noise is kept off the terminal.
+
+    """
+
+    name: str
+    help: str
+    options: type[Options]
+    run: Callable[[Any, ConsoleProgress], int]
+    description: str = ""
+    epilog: str = ""
+    interrupted: Callable[[argparse.Namespace], str] = lambda args: "nothing was written"
+    engine: bool = False
+
+    def add_to(self, commands: Any) -> None:
+        """Add this command to the subcommands of a parser."""
+        parser = commands.add_parser(
+            self.name,
+            help=self.help,
+            description=self.description,
+            epilog=self.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_flags(parser, self.options)
+        parser.set_defaults(run=self._run)
+
+    def _run(self, args: argparse.Namespace) -> int:
+        return run_job(
+            lambda progress: self.run(from_flags(self.options, args), progress),
+            interrupted=self.interrupted(args),
+            engine=self.engine,
+        )
+
+
+def invocation() -> list[str]:
+    """The words of the command that runs, for the provenance of what it makes."""
+    return ["vllm-medusa", *sys.argv[1:]]

@@ -1,0 +1,116 @@
+"""What all commands print: errors, notes, progress, and the exit status that goes with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from vllm_medusa.job import JobFailed, Progress
+
+_PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
+
+
+class ConsoleProgress(Progress):
+    """Bars on a terminal, elsewhere a line every few seconds; a context manager."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self._said = time.perf_counter()
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> ConsoleProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self.console.print(escape(text), soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """Print a line with a yellow word before it."""
+        self.console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
+
+    def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
+        """Move the bar of ``what``."""
+        if not self.console.is_terminal:
+            now = time.perf_counter()
+            if now - self._said > _PLAIN_SECONDS:
+                self._said = now
+                of = "" if total is None else f"/{total:.0f}"
+                self.note(f"{what}: {done:.0f}{of} {text}".rstrip())
+            return
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=total)
+            self._bars.start()
+        self._bars.update(
+            self._tasks[what], completed=done, total=total, description=f"{what} {text}".strip()
+        )
+        if total is not None and done >= total:
+            self._bars.refresh()
+            self._bars.stop()
+            self._bars.remove_task(self._tasks.pop(what))
+
+
+def run_job(
+    job: Callable[[ConsoleProgress], int], *, interrupted: str, engine: bool = False
+) -> int:
+    """Run a command's job and return its exit status: its own, 1 or 2 with an error, or 130.
+
+    Args:
+        job: reads the options, works, prints its result; returns the status.
+        interrupted: what Ctrl-C leaves behind, as "the same command goes on from OUTPUT".
+        engine: standard error may go to a log while an engine starts; this output does not.
+
+    """
+    with stderr_console(own_handle=engine) as console, ConsoleProgress(console) as progress:
+        try:
+            return job(progress)
+        except (ValueError, OSError) as error:
+            console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+            return 2
+        except JobFailed as error:
+            console.print(f"[bold red]stopped:[/] {escape(str(error))}", soft_wrap=True)
+            return error.status
+        except KeyboardInterrupt:
+            console.print(f"interrupted; {escape(interrupted)}", soft_wrap=True)
+            return 130
+
+
+@contextlib.contextmanager
+def stderr_console(*, own_handle: bool = False) -> Iterator[Console]:
+    """A console on standard error, or on a copy of it that stays where it is."""
+    if not own_handle:
+        yield Console(file=sys.stderr, highlight=False)
+        return
+    with os.fdopen(os.dup(2), "w") as terminal:
+        yield Console(file=terminal, highlight=False)
+
+
+def stdout_console() -> Console:
+    """Standard output; a file or pipe gets lines wide enough for every table."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)

@@ -1,0 +1,258 @@
+"""New files and folders, locks, digests; may this be replaced, are these other settings.
+
+What is written here is the old or the whole new one for every reader, after a crash too: it is
+written aside, synced, and then given its name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import IO, Any
+
+_END_BYTES = 1 << 16
+_LARGEST_JSON = 1 << 24  # bytes; what is written here is far smaller, and a model is not read
+
+
+class FileRefused(ValueError):
+    """A file or folder that is not read, written or replaced; the message has the remedy."""
+
+
+def aside(path: Path, tag: str = "part") -> Path:
+    """Return where ``path`` is written before it gets its name; nobody else's file is there."""
+    return path.with_name(f".{path.name}.{tag}")
+
+
+@contextmanager
+def new_path(path: Path, tag: str = "part") -> Iterator[Path]:
+    """A path to write, by whatever writes paths; it becomes ``path`` when the block ends well.
+
+    The file gets the permissions of any new file, not its writer's own.
+
+    Args:
+        path: the file to make or replace; its folder must exist.
+        tag: of the file aside; processes that may write one path at a time need their own.
+
+    """
+    part = aside(path, tag)
+    part.unlink(missing_ok=True)  # it may be a link to a file that somebody keeps
+    part.touch()
+    mode = part.stat().st_mode
+    try:
+        yield part
+        part.chmod(mode)
+        sync(part)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+@contextmanager
+def new_file(path: Path, mode: str = "w", tag: str = "part") -> Iterator[IO[Any]]:
+    """An open file that becomes ``path`` when the block ends well; see `new_path`.
+
+    ``mode`` is "w" (UTF-8) or "wb".
+    """
+    with (
+        new_path(path, tag) as part,
+        part.open(mode, encoding=None if "b" in mode else "utf-8") as file,
+    ):
+        yield file
+
+
+def write_json(path: Path, document: Any, tag: str = "part") -> None:
+    """Write a JSON file, keys in order, indented by one."""
+    with new_file(path, tag=tag) as file:
+        json.dump(document, file, indent=1, sort_keys=True)
+        file.write("\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        OSError: the file can't be read.
+        FileRefused: it holds no JSON object.
+
+    """
+    try:
+        document = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FileRefused(f"{path} is not JSON ({error}).") from None
+    if not isinstance(document, dict):
+        raise FileRefused(f"{path} holds {type(document).__name__}, not a JSON object.")
+    return document
+
+
+@contextmanager
+def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A folder to fill, which becomes ``path`` when the block ends well and else vanishes.
+
+    Killed inside the block, ``path`` is what it was; a rest of it lies beside as ``.NAME.part``,
+    and the next try takes it away. A folder that is replaced is never half one, half the other.
+
+    Raises:
+        FileRefused: without ``overwrite``, something is at ``path``, even if only since the start;
+            or no folder can be made there.
+
+    """
+    path = path.resolve()  # "." has no name, and a link to a folder can't be replaced by one
+    part, old = aside(path), aside(path, "old")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+    except OSError as error:
+        raise FileRefused(
+            f"{path} can't be made ({error.strerror}): give an output in a folder that can be "
+            "written to"
+        ) from error
+    try:
+        yield part
+        for entry in [*part.rglob("*"), part]:
+            sync(entry)
+        if path.exists() and not overwrite:
+            raise FileRefused(f"{path} was made meanwhile: give another output")
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    part.rename(path)
+    sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Push a file or a folder's entries to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
+    """Lock an open file until it is closed; False if another process holds it.
+
+    A shared lock goes with other shared ones, an exclusive one with none.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def take_lock(path: Path, busy: str) -> IO[bytes]:
+    """Open and lock a file, which is made if it isn't there; closing it gives the lock back.
+
+    Raises:
+        FileRefused: another process holds it: "PATH's folder: BUSY".
+
+    """
+    file = path.open("ab")
+    if not try_lock(file):
+        file.close()
+        raise FileRefused(busy)
+    return file
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digest_json(document: Any) -> str:
+    """SHA-256 of a value as JSON, keys in order; what JSON has no form for is written as text."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def ends_of(path: Path) -> bytes:
+    """Name, size and both ends of a file: tells checkpoints apart without reading gigabytes.
+
+    A safetensors file begins with its header and ends with weights, one of pickles ends with the
+    checksums of all its tensors: weights that were trained on are told from what they were.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_END_BYTES)
+        file.seek(max(0, size - _END_BYTES))
+        return f"{path.name} {size}\n".encode() + head + file.read(_END_BYTES)
+
+
+def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bool]) -> None:
+    """Refuse an output that exists, unless it is empty or a JSON object that is ``ours``.
+
+    Args:
+        path: the output.
+        what: what the command writes there, in words.
+        ours: whether an object looks like that.
+
+    Raises:
+        FileRefused: something else is there.
+
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_file() and (size := path.stat().st_size) <= _LARGEST_JSON:
+        with suppress(FileRefused):
+            if size == 0 or ours(read_json(path)):
+                return
+    raise FileRefused(
+        f"{path} exists and holds no {what} written by this command, so it is not replaced: "
+        "name another file, or remove it yourself."
+    )
+
+
+def strangers(folder: Path, ours: Sequence[str]) -> list[str]:
+    """Names in a folder that match none of the patterns, in order; "NAME/" matches a folder."""
+    entries = sorted(folder.iterdir())
+    names = {e.name: f"{e.name}/" if e.is_dir() and not e.is_symlink() else e.name for e in entries}
+    return [name for name, full in names.items() if not any(fnmatch(full, p) for p in ours)]
+
+
+def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
+    """Refuse to overwrite a folder that holds more than this command writes.
+
+    Raises:
+        FileRefused: naming some of what would be deleted.
+
+    """
+    if others := strangers(folder, ours):
+        raise FileRefused(
+            f"{folder} also holds {', '.join(others[:4])}, which --overwrite would delete. Name "
+            "another output, or move them away."
+        )
+
+
+def refuse_other_settings(where: Path, before: Any, now: Any, what: str, remedy: str) -> None:
+    """Refuse to continue what was begun with other settings; both are JSON objects.
+
+    Raises:
+        FileRefused: "WHERE holds WHAT of other settings: a.b was 1 and is now 2. REMEDY".
+
+    """
+    if changed := list(differences(before, now)):
+        raise FileRefused(f"{where} holds {what} of other settings: {'; '.join(changed)}. {remedy}")
+
+
+def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """Say which values of two JSON objects differ."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in sorted(before.keys() | now.keys()):
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif before != now:
+        yield f"{name} was {before!r} and is now {now!r}"
