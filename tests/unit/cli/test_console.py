@@ -1,0 +1,54 @@
+"""Exit statuses, and what a job's progress looks like where there is no terminal."""
+
+import pytest
+
+from vllm_medusa.cli import console
+from vllm_medusa.job import JobFailed
+
+
+class Stopped(JobFailed):
+    status = 7
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ValueError("x is 1 [a]"), 2, "error: x is 1 [a]\n"),
+        (OSError("no disk"), 2, "error: no disk\n"),
+        (JobFailed("loss is NaN"), 1, "stopped: loss is NaN\n"),
+        (Stopped("a stage"), 7, "stopped: a stage\n"),
+        (KeyboardInterrupt(), 130, "interrupted; go on\n"),
+    ],
+)
+@pytest.mark.parametrize("engine", [False, True])
+def test_status_and_words(error, status, text, engine, capfd):
+    def job(progress):
+        raise error
+
+    assert console.run_job(job, interrupted="go on", engine=engine) == status
+    assert capfd.readouterr().err == text
+
+
+def test_other_errors_are_faults_of_ours_and_stay_what_they_are():
+    def job(progress):
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        console.run_job(job, interrupted="")
+
+
+def test_plain_progress_is_a_line_now_and_then(monkeypatch, capfd):
+    seconds = iter([0.0, 1.0, 11.0, 12.0, 30.0])
+    monkeypatch.setattr(console.time, "perf_counter", lambda: next(seconds))
+
+    def job(progress):
+        progress.at("states", 1, 9)
+        progress.at("states", 2, 9, "3 tok/s [x]")
+        progress.at("states", 3, 9)
+        progress.at("texts", 4, None)
+        progress.note("a [b]")
+        progress.warn("c [d]")
+        return 3
+
+    assert console.run_job(job, interrupted="") == 3
+    assert capfd.readouterr().err == ("states: 2/9 3 tok/s [x]\ntexts: 4\na [b]\nwarning: c [d]\n")

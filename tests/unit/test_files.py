@@ -1,0 +1,131 @@
+"""Whole or not at all: new files and folders, locks, and what is refused."""
+
+import fcntl
+import os
+import re
+
+import pytest
+
+from vllm_medusa import files
+from vllm_medusa.files import FileRefused
+
+
+def test_a_new_file_is_the_old_one_until_it_is_whole(tmp_path):
+    path = tmp_path / "a.json"
+    files.write_json(path, {"b": 1, "a": [2]})
+    assert path.read_text() == '{\n "a": [\n  2\n ],\n "b": 1\n}\n'
+    with files.new_file(path) as file:
+        file.write("half")
+        file.flush()
+        assert files.read_json(path) == {"a": [2], "b": 1}
+        assert files.aside(path).read_text() == "half"
+    assert path.read_text() == "half"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_writer_that_fails_leaves_the_old_file_and_nothing_beside(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with pytest.raises(TypeError), files.new_file(path, "wb") as file:
+        file.write("no bytes")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_what_writes_paths_gets_the_permissions_of_any_new_file(tmp_path):
+    def narrow(path):
+        path.write_bytes(b"x")
+        path.chmod(0o600)  # as safetensors does
+
+    with files.new_path(tmp_path / "a") as part:
+        narrow(part)
+    (tmp_path / "b").touch()
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+def test_a_link_aside_is_not_written_through(tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("somebody's")
+    files.aside(tmp_path / "a").symlink_to(kept)
+    files.write_json(tmp_path / "a", {})
+    assert kept.read_text() == "somebody's"
+
+
+def test_a_new_folder_replaces_as_a_whole_and_only_on_demand(tmp_path):
+    path = tmp_path / "out"
+    with files.new_folder(path) as part:
+        (part / "one").touch()
+        assert not path.exists()
+    with pytest.raises(FileRefused, match="made meanwhile: give another"), files.new_folder(path):
+        pass
+    with pytest.raises(KeyError), files.new_folder(path, overwrite=True) as part:
+        raise KeyError
+    assert os.listdir(path) == ["one"]
+    with files.new_folder(path, overwrite=True) as part:
+        (part / "two" / "deep").mkdir(parents=True)
+    assert os.listdir(path) == ["two"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_lock_is_given_once(tmp_path):
+    path = tmp_path / "lock"
+    with files.take_lock(path, "busy: wait"):
+        with pytest.raises(FileRefused, match=r"^busy: wait$"):
+            files.take_lock(path, "busy: wait")
+        with path.open() as other:
+            assert not files.try_lock(other, shared=True)
+    with path.open() as one, path.open() as two:
+        assert files.try_lock(one, shared=True)
+        assert files.try_lock(two, shared=True)
+        assert not files.try_lock(two)
+        fcntl.flock(one, fcntl.LOCK_UN)
+
+
+def test_digests(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"abc")
+    assert files.digest(path).startswith("ba7816bf")
+    assert files.digest_json({"b": 1, "a": 2}) == files.digest_json({"a": 2, "b": 1})
+    middle = bytearray(1 << 18)
+    path.write_bytes(middle)
+    before = files.ends_of(path)
+    middle[1 << 17] = 1  # neither end
+    path.write_bytes(middle)
+    assert files.ends_of(path) == before
+    middle[-1] = 1
+    path.write_bytes(middle)
+    assert files.ends_of(path) != before
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", '{"ours": 0}', "[" * 100_000])
+def test_only_what_was_written_here_is_replaced(content, tmp_path):
+    path = tmp_path / "figures.json"
+    path.write_text(content)
+    with pytest.raises(FileRefused, match=re.escape(f"{path} exists and holds no figures")):
+        files.refuse_to_replace(path, "figures", lambda document: bool(document.get("ours")))
+    assert path.read_text() == content
+    for fine in ("", '{"ours": 1}'):
+        path.write_text(fine)
+        files.refuse_to_replace(path, "figures", lambda document: bool(document.get("ours")))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path in (tmp_path, tmp_path / "link"):
+        with pytest.raises(FileRefused):
+            files.refuse_to_replace(path, "figures", lambda document: True)
+
+
+def test_strangers(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / "training").mkdir()
+    assert files.strangers(tmp_path, ["*.safetensors"]) == ["notes.txt", "training"]
+    assert files.strangers(tmp_path, ["*.safetensors", "training/", "*.txt"]) == []
+    with pytest.raises(FileRefused, match=r"also holds notes\.txt, training, .*--overwrite"):
+        files.refuse_strangers(tmp_path, ["*.safetensors"])
+
+
+def test_other_settings_are_named():
+    before = {"a": {"b": 1, "c": [1]}, "gone": None}
+    files.refuse_other_settings("X", before, {"a": {"c": [1], "b": 1}}, "a run", "Remedy.")
+    with pytest.raises(FileRefused) as refused:
+        files.refuse_other_settings("X", before, {"a": {"b": 2, "c": [1]}}, "a run", "Do Y.")
+    assert str(refused.value) == "X holds a run of other settings: a.b was 1 and is now 2. Do Y."

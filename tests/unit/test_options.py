@@ -1,0 +1,138 @@
+"""One field: the name, default, bounds and help of Python callers and command lines alike."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from vllm_medusa.cli.flags import add_flags, from_flags
+from vllm_medusa.options import (
+    Above,
+    AtLeastZero,
+    FromZero,
+    Options,
+    Positive,
+    Seed,
+    Share,
+    command_line,
+    group,
+    option,
+    required,
+)
+
+
+class Texts(Options):
+    samples: Positive = option(1, "of each prompt")
+    temperatures: tuple[AtLeastZero, ...] = option((0.7,), joined=",")
+    stop: tuple[str, ...] = option((), repeat=True)
+    budgets: tuple[Positive, ...] = option((4, 8), "draft nodes")
+    limit: Positive | None = option(None, metavar="N")
+
+
+class Job(Options):
+    model: str = required("the target", positional=True)
+    output: Path = required("results", "-o")
+    kind: Literal["soft", "tokens"] = option("soft", "100 % soft")
+    draft_count: FromZero = option(3, "", "--num-draft-tokens", "-n")
+    rate: Above | None = option(None)
+    share: Share = option(1.0)
+    seed: Seed = option(0)
+    overwrite: bool = option(False, "throw away")
+    engine_args: dict[str, Any] = option({}, metavar="JSON")
+    texts: Texts = group(Texts, "texts")
+
+    def check(self) -> None:
+        if self.kind == "tokens" and self.rate:
+            raise ValueError("--rate is of --kind soft; leave one of them out.")
+
+
+def parse(*words: str) -> Job:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Job)
+    return from_flags(Job, parser.parse_args(["m", "-o", "x", *words]))
+
+
+def test_defaults_stand_in_the_fields_alone():
+    assert parse() == Job(model="m", output=Path("x"))
+    assert parse().engine_args is not parse().engine_args
+
+
+@pytest.mark.parametrize(
+    ("words", "read"),
+    [
+        ("--samples 3", lambda job: job.texts.samples == 3),
+        ("--temperatures 0.1,0", lambda job: job.texts.temperatures == (0.1, 0.0)),
+        ("--stop a --stop b", lambda job: job.texts.stop == ("a", "b")),
+        ("--budgets 1 2 3", lambda job: job.texts.budgets == (1, 2, 3)),
+        ("--num-draft-tokens 0", lambda job: job.draft_count == 0),
+        ("-n 7", lambda job: job.draft_count == 7),
+        ("--overw", lambda job: job.overwrite),  # argparse's abbreviations
+        ("--rate 1e-3", lambda job: job.rate == 1e-3),
+        ('--engine-args {"a":[1]}', lambda job: job.engine_args == {"a": [1]}),
+    ],
+)
+def test_words_to_options_and_back(words, read):
+    job = parse(*words.split())
+    assert read(job)
+    assert parse(*command_line(job)[1:]) == job
+    assert command_line(job)[:3] == ["m", "--output", "x"]
+
+
+def test_a_command_line_leaves_defaults_out():
+    assert command_line(parse()) == ["m", "--output", "x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--samples 0", "'0' is not allowed; use a whole number from 1"),
+        ("--samples 1.5", "'1.5' is not allowed; use a whole number from 1"),
+        ("--seed -1", "'-1' is not allowed; use a whole number from 0 to 4294967295"),
+        ("--share 1.5", "'1.5' is not allowed; use a number above 0 to 1"),
+        ("--rate 0", "'0' is not allowed; use a number above 0"),
+        ("--rate nan", "'nan' is not allowed; use a number above 0"),
+        ("--temperatures 1,-1", "'-1' is not allowed; use a number from 0"),
+        ("--budgets 2 x", "'x' is not allowed; use a whole number from 1"),
+        ("--engine-args [1]", "use a JSON object such as"),
+        ("--engine-args {", "not JSON:"),
+        ("--output=", "the name is empty"),
+        ("--kind hard", "invalid choice: 'hard' (choose from 'soft', 'tokens')"),
+    ],
+)
+def test_the_parser_names_value_bounds_and_option(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(*words.split())
+    assert ended.value.code == 2
+    assert f"error: argument --{words[2:].split()[0].strip('=')}" in (
+        text := capsys.readouterr().err
+    )
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"seed": -1}, "seed is -1; use a whole number from 0 to 4294967295"),
+        ({"seed": True}, "seed is True; use a whole number"),
+        ({"share": 0}, "share is 0; use a number above 0 to 1"),
+        ({"kind": "hard"}, "kind is 'hard'; use one of soft, tokens"),
+        ({"kind": "tokens", "rate": 1.0}, "--rate is of --kind soft"),
+    ],
+)
+def test_python_callers_are_refused_alike(values, message):
+    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(")):
+        Job(model="m", output=Path("x"), **values)
+    with pytest.raises(ValueError, match=r"^budgets is 0; use a whole number from 1"):
+        Texts(budgets=(4, 0))
+
+
+def test_help_shows_each_default_once():
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Job)
+    text = parser.format_help()
+    for words in ("of each prompt (1)", "draft nodes (4 8)", "100 % soft (soft)", "texts:"):
+        assert words in text
+    assert "{}" not in text
+    assert json.dumps({}) not in text
