@@ -29,8 +29,8 @@ from demo.heads_stage import (
 from demo.recipe import CorpusRecipe, HeadsRecipe, TargetRecipe
 from demo.sampling import sample_rows
 from demo.target_stage import heldout_loss, train_target, train_tokenizer
+from vllm_medusa.calibration.search import walked_tree
 from vllm_medusa.heads import MedusaHeads, save_heads
-from vllm_medusa.tree.search import walked_tree
 
 
 def say(text: str) -> None:

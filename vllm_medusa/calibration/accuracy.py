@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_medusa.calibration.observations import NO_LABEL, Observations
+from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.tree.topology import Path
-from vllm_medusa.tree.walks import Walks
 
 Table = npt.NDArray[np.float32]  # [K, R] shares; NaN where nothing was counted
 

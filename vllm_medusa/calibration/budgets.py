@@ -16,11 +16,11 @@ import numpy as np
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import accuracy_table
+from vllm_medusa.calibration.independence import independent_tau, independent_tree
 from vllm_medusa.calibration.observations import Observations
-from vllm_medusa.tree.independence import independent_tau, independent_tree
-from vllm_medusa.tree.search import walk_taus, walked_tree
+from vllm_medusa.calibration.search import walk_taus, walked_tree
+from vllm_medusa.calibration.walks import Ranks
 from vllm_medusa.tree.topology import Path as TreePath
-from vllm_medusa.tree.walks import Ranks
 
 ALGORITHMS = ("walk", "independence")
 

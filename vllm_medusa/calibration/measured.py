@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.tree.topology import Path
-from vllm_medusa.tree.walks import Walks
 
 
 @dataclass(frozen=True)

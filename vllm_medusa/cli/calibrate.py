@@ -101,6 +101,7 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     from vllm_medusa.calibration.accuracy import measure_accuracy
     from vllm_medusa.calibration.collect import collect, remove_work
     from vllm_medusa.calibration.pictures import check_picture, draw_calibration
+    from vllm_medusa.calibration.search import walked_tree
     from vllm_medusa.calibration.summary import summarise
     from vllm_medusa.cli.calibrate_report import report
     from vllm_medusa.config import TreeConfig
@@ -109,7 +110,6 @@ def _run(args: argparse.Namespace, console: Console) -> None:
     from vllm_medusa.heads.fingerprint import match_target, target_fingerprint
     from vllm_medusa.heads.provenance import provenance
     from vllm_medusa.training.target import Target
-    from vllm_medusa.tree.search import walked_tree
     from vllm_medusa.tree.topology import TokenTree
 
     check_folder(args.heads)

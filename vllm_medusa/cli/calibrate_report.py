@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from vllm_medusa.calibration.search import walk_tau
 from vllm_medusa.calibration.summary import calibration_errors
 from vllm_medusa.cli.measuring import terminal
-from vllm_medusa.tree.search import walk_tau
 
 if TYPE_CHECKING:
     from vllm_medusa.calibration.accuracy import Accuracy

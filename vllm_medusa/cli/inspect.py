@@ -142,7 +142,7 @@ def _lm_heads(found: Inspection) -> str:
 
 
 def _tree(found: Inspection) -> Iterator[str]:
-    from vllm_medusa.tree.sketch import sketch_tree
+    from vllm_medusa.calibration.sketch import sketch_tree
 
     tree = found.tree
     if tree is None:

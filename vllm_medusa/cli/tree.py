@@ -99,9 +99,9 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     from vllm_medusa.calibration.measured import walked_by_prompt
     from vllm_medusa.calibration.observations import Observations
     from vllm_medusa.calibration.pictures import check_picture, draw_tree
-    from vllm_medusa.tree.sketch import sketch_tree
+    from vllm_medusa.calibration.sketch import sketch_tree
+    from vllm_medusa.calibration.walks import Walks
     from vllm_medusa.tree.topology import TokenTree
-    from vllm_medusa.tree.walks import Walks
 
     if args.output:
         check_json(args.output, "tree", _is_tree)

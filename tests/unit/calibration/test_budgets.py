@@ -6,9 +6,9 @@ import pytest
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import accuracy_table
 from vllm_medusa.calibration.budgets import Limits, StepCost, build_tree, curve, usual_sizes
+from vllm_medusa.calibration.independence import independent_tau
 from vllm_medusa.calibration.observations import Observations
-from vllm_medusa.tree.independence import independent_tau
-from vllm_medusa.tree.search import walk_tau
+from vllm_medusa.calibration.search import walk_tau
 
 LIMITS = Limits(num_draft_tokens=8, max_rank=3)
 

@@ -15,11 +15,11 @@ from vllm_medusa.calibration.measure import measure
 from vllm_medusa.calibration.measured import Measured, walked_by_prompt
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.prompts import prompt_ids
+from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.decode import decode
 from vllm_medusa.heads import load_heads
 from vllm_medusa.offline.prompts import PromptError
 from vllm_medusa.tree import TokenTree
-from vllm_medusa.tree.walks import Walks
 
 DEMO = Path(__file__).parents[3] / "demo"
 TREE = TokenTree.dense([4, 3, 2, 1])

@@ -9,9 +9,9 @@ import pytest
 from vllm_medusa import cli
 from vllm_medusa.calibration.budgets import Limits, build_tree
 from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.calibration.search import walk_taus
 from vllm_medusa.cli.measuring import heads_digest
 from vllm_medusa.convert.job import FORMATS
-from vllm_medusa.tree.search import walk_taus
 
 DEMO = Path(__file__).parents[3] / "demo"
 

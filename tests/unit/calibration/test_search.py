@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_medusa.calibration.search import walk_tau, walked_tree
 from vllm_medusa.tree import TokenTree
-from vllm_medusa.tree.search import walk_tau, walked_tree
 
 HEADS, RANKS = 2, 3
 

@@ -1,4 +1,4 @@
-from vllm_medusa.tree.sketch import sketch_tree
+from vllm_medusa.calibration.sketch import sketch_tree
 
 
 def test_a_tree_as_text():

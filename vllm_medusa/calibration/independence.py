@@ -10,7 +10,7 @@ reference implementation (FasterDecoding/Medusa, medusa/eval/gen_results.py), no
 - a path of chance 0 is never taken;
 - products are made from the first head on, in the table's own precision (the reference: fp32).
 
-Averages mislead where heads are right together: see `vllm_medusa.tree.search`.
+Averages mislead where heads are right together: see `vllm_medusa.calibration.search`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_medusa.calibration.search import walk_taus, walked_tree
+from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.tree import DEFAULT_TREE, TokenTree
-from vllm_medusa.tree.search import walk_taus, walked_tree
-from vllm_medusa.tree.walks import Walks
 
 HEADS = 3
 TREES = (

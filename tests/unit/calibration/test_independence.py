@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_medusa.calibration.independence import independent_tau, independent_tree
 from vllm_medusa.tree import TokenTree, load_preset, preset_names
-from vllm_medusa.tree.independence import independent_tau, independent_tree
 
 TABLES = json.loads((Path(__file__).parent / "published_tables.json").read_text())
 

@@ -1,18 +1,18 @@
 """Trees for given heads: which nodes a budget is best spent on.
 
 What decides is how many tokens a verification step yields, so text that the target wrote is walked
-as decoding would walk it (`vllm_medusa.tree.walks`). Shares of positions at which a path would have
-been right mislead: they count positions that decoding never stops at, and after an accepted token
-the next head is right far less often than its average says (`vllm_medusa.tree.independence` builds
-the tree that such averages suggest).
+as decoding would walk it (`walks`). Shares of positions at which a path would have been right
+mislead: they count positions that decoding never stops at, and after an accepted token the next
+head is right far less often than its average says (`independence` builds the tree that such
+averages suggest).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from vllm_medusa.calibration.walks import Ranks, Walks
 from vllm_medusa.tree.topology import Path
-from vllm_medusa.tree.walks import Ranks, Walks
 
 
 def walked_tree(
