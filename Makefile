@@ -12,7 +12,7 @@ PYTEST_WORKERS ?= 2
 DEMO_ARGS ?=
 export VENV
 
-.PHONY: help setup demo test lint format unit serve-example clean
+.PHONY: help setup demo test lint format unit wheel serve-example clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/ -/' | sort
@@ -46,6 +46,9 @@ format: setup  ## rewrite the sources in the house's format
 
 unit: setup  ## the quick tests: no engine is started
 	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+wheel:  ## the wheel alone, in a fresh environment, does what the README promises
+	@scripts/check_wheel.sh
 
 serve-example: setup  ## an OpenAI-compatible server with the demo model, at port 8000
 	$(BIN)/vllm-medusa serve demo/target --speculative-model demo/heads --dtype float32 \

