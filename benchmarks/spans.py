@@ -114,10 +114,10 @@ def hook_engine(llm: Any) -> Spans:
 
 def _hook_trees(spans: Spans, runner: Any) -> None:
     """Times what only our own runner has."""
-    from vllm_medusa.worker import attention
+    from vllm_medusa.worker import cpu_attention
     from vllm_medusa.worker.v1 import runner as module
 
     spans.hook(runner, "_compact", "compaction")
     spans.hook(module.TreeStep, "build", "tree layout")
     spans.hook(module, "write_node_positions", "tree layout")
-    spans.hook(attention, "build_metadata", "tree plan")
+    spans.hook(cpu_attention, "build_metadata", "tree plan")

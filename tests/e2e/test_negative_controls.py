@@ -19,7 +19,7 @@ from support.reference import Reference, differing, plain_greedy
 from support.runner import ON_V2, compaction, on_v1, sized
 from vllm import LLM
 
-from vllm_medusa.worker import attention
+from vllm_medusa.worker import cpu_attention
 
 if ON_V2:
     from vllm_medusa.worker.v2 import trees as positions  # what looks them up
@@ -52,13 +52,13 @@ def no_compaction(patch: Patch) -> None:
 
 def causal_mask(patch: Patch) -> None:
     """Every node attends to all nodes before it."""
-    build = attention.build_metadata
+    build = cpu_attention.build_metadata
 
     def build_metadata(tree: Any, *args: Any) -> Any:
         causal = torch.ones_like(tree.ancestors).tril()
         return build(replace(tree, ancestors=causal), *args)
 
-    patch.setattr(attention, "build_metadata", build_metadata)
+    patch.setattr(cpu_attention, "build_metadata", build_metadata)
 
 
 def positions_by_slot(patch: Patch) -> None:

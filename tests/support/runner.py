@@ -24,7 +24,7 @@ def sized(on_v1: T, on_v2: T) -> T:
 
 def compaction() -> ModuleType:
     """The module in which the runner looks up ``compact_group``, for controls that replace it."""
-    name = "attention" if ON_V2 else "v1.runner"
+    name = "cpu_attention" if ON_V2 else "v1.runner"
     return importlib.import_module(f"vllm_medusa.worker.{name}")
 
 

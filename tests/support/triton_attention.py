@@ -14,10 +14,10 @@ import torch
 from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
 
 from vllm_medusa.scorer import launch
-from vllm_medusa.worker import triton_attention
-from vllm_medusa.worker.v2 import platform, state, warmup
+from vllm_medusa.worker import cuda_attention
+from vllm_medusa.worker.v2 import cuda_warmup, platform, state
 
-BACKEND = f"{triton_attention.__name__}.{triton_attention.TreeAttentionBackend.__name__}"
+BACKEND = f"{cuda_attention.__name__}.{cuda_attention.TreeAttentionBackend.__name__}"
 NUM_SMS = 8  # so many that small batches have their keys split
 
 
@@ -27,12 +27,12 @@ def triton_attention_on_cpu() -> Iterator[None]:
 
     def tree_backend() -> platform.TreeBackend:
         return platform.TreeBackend(
-            "CPU_ATTN", BACKEND, triton_attention.compact_group, triton_attention.warm_up
+            "CPU_ATTN", BACKEND, cuda_attention.compact_group, cuda_attention.warm_up
         )
 
     limits = launch.device_limits(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (platform, state, warmup):
+        for module in (platform, state, cuda_warmup):
             patch.setattr(module, "tree_backend", tree_backend)
         patch.setattr(launch, "device_limits", lambda device: limits._replace(num_sms=NUM_SMS))
         # vLLM's kernel that writes the cache asks, for its tile size

@@ -14,9 +14,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from support.models import COMMON
 from vllm_medusa.scorer.paged import PagedBatch
+from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TokenTree, TreeTensors
-from vllm_medusa.worker.step import TreeStep
-from vllm_medusa.worker.triton_metadata import TreeMetadata, TreeMetadataBuilder
+from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]])
 NODES = TREE.num_nodes  # 7

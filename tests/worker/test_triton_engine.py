@@ -35,7 +35,7 @@ from vllm_medusa import proposer
 from vllm_medusa.proposer import kernel
 from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.tree import TreeTensors
-from vllm_medusa.worker import triton_attention
+from vllm_medusa.worker import cuda_attention
 
 pytestmark = pytest.mark.engine
 IN_INTERPRETER = pytest.mark.skipif(
@@ -68,7 +68,7 @@ class Attended:
 @pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> Attended:
     seen = Attended([], set())
-    attend = triton_attention.paged_tree_attention
+    attend = cuda_attention.paged_tree_attention
 
     def spy(
         query: Any, keys: Any, values: Any, batch: PagedBatch, *args: Any, **kwargs: Any
@@ -78,7 +78,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> Attended:
         seen.windows.add(kwargs["window"])
         return attend(query, keys, values, batch, *args, **kwargs)
 
-    monkeypatch.setattr(triton_attention, "paged_tree_attention", spy)
+    monkeypatch.setattr(cuda_attention, "paged_tree_attention", spy)
     return seen
 
 
@@ -106,18 +106,18 @@ def proposed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 def causal_mask(patch: pytest.MonkeyPatch) -> None:
     """Every node attends to all nodes before it."""
-    attend = triton_attention.paged_tree_attention
+    attend = cuda_attention.paged_tree_attention
 
     def paged_tree_attention(*args: Any, **kwargs: Any) -> Any:
         query, keys, values, batch, scale = args
         batch = replace(batch, is_tree=torch.zeros_like(batch.is_tree))
         return attend(query, keys, values, batch, scale, **kwargs)
 
-    patch.setattr(triton_attention, "paged_tree_attention", paged_tree_attention)
+    patch.setattr(cuda_attention, "paged_tree_attention", paged_tree_attention)
 
 
 def no_compaction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(triton_attention, "compact_group", lambda *args: None)
+    patch.setattr(cuda_attention, "compact_group", lambda *args: None)
 
 
 Setting = tuple[str, Reference]  # a model, and what plain vLLM says
@@ -127,13 +127,13 @@ def check_warm_up(worker: Any) -> None:
     """It calls the kernel with batches of no rows, in parts and not; eager engines leave it out."""
     warmed: list[PagedBatch] = []
     with pytest.MonkeyPatch.context() as patch:
-        attend = triton_attention.paged_tree_attention
+        attend = cuda_attention.paged_tree_attention
 
         def spy(*args: Any, **kwargs: Any) -> Any:
             warmed.append(args[3])
             return attend(*args, **kwargs)
 
-        patch.setattr(triton_attention, "paged_tree_attention", spy)
+        patch.setattr(cuda_attention, "paged_tree_attention", spy)
         patch.setattr(worker.vllm_config.kernel_config, "enable_jit_warmup", True)
         worker.compile_or_warm_up_model()
     assert {batch.num_splits > 1 for batch in warmed} == {False, True}

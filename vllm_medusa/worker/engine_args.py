@@ -31,7 +31,9 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
             _refuse_lost_keys(asked, method)
             return original(self, target_model_config, target_parallel_config)
         from vllm_medusa.worker.options import prepare
+        from vllm_medusa.worker.requests import install_request_check
 
+        install_request_check()
         return prepare(self, original, target_model_config, target_parallel_config)
 
     return create_speculative_config
@@ -53,7 +55,7 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         config = original(self, *args, **kwargs)
         if self.speculative_config or self.spec_method:
             from vllm_medusa.worker.checks import check_engine
-            from vllm_medusa.worker.graphs import capture_more_trees
+            from vllm_medusa.worker.cuda_graphs import capture_more_trees
             from vllm_medusa.worker.options import EngineOptions, is_medusa
 
             if is_medusa(config.speculative_config):

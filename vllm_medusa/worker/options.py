@@ -101,9 +101,6 @@ def prepare(
         **(engine_args.additional_config or {}),
         KEY: options.to_dict(),
     }
-    from vllm_medusa.worker.requests import install_request_check
-
-    install_request_check()
     acceptance = options.acceptance.model_dump(mode="json")  # for the front end
     if on_v2:
         from vllm_medusa.worker.v2.config import tree_speculative_config

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfigError
 from vllm_medusa.tree.forms import shown
+from vllm_medusa.worker.options import is_medusa
 from vllm_medusa.worker.overrides import override
 
 GREEDY_BELOW = 1e-5  # vLLM's own bound below which a temperature means greedy
@@ -26,8 +23,6 @@ def install_request_check() -> None:
 def _validate(original: Callable[..., None]) -> Callable[..., None]:
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
         original(self, speculative_config)
-        from vllm_medusa.worker.options import is_medusa
-
         if not is_medusa(speculative_config):
             return
         from vllm.exceptions import VLLMValidationError
@@ -48,40 +43,6 @@ def _validate(original: Callable[..., None]) -> Callable[..., None]:
             ) from error
 
     return _validate_spec_decode
-
-
-@dataclass(frozen=True)
-class TypicalRequests:
-    """The requests of a batch that accept by the typical rule, among B."""
-
-    mask: list[bool]  # [B]
-    epsilon: Tensor  # float32 [B]
-    delta: Tensor  # float32 [B]
-    greedy_root: list[bool]  # [B]
-
-    @classmethod
-    def of(
-        cls, params: list[Any], default: AcceptanceConfig, device: torch.device
-    ) -> TypicalRequests | None:
-        """Collect them from the requests' sampling parameters; None if every one is lossless.
-
-        At temperature 0 typical acceptance is greedy exactly, which the lossless walk is too.
-        """
-        chosen = [acceptance_of(param, default) for param in params]
-        mask = [
-            choice.mode == "typical" and param.temperature >= GREEDY_BELOW
-            for choice, param in zip(chosen, params, strict=True)
-        ]
-        if not any(mask):
-            return None
-        return cls(
-            mask=mask,
-            epsilon=torch.tensor([choice.epsilon for choice in chosen], device=device),
-            delta=torch.tensor([choice.delta for choice in chosen], device=device),
-            greedy_root=[
-                choice.greedy_root and typical for choice, typical in zip(chosen, mask, strict=True)
-            ],
-        )
 
 
 def follows_grammar(params: Any) -> bool:

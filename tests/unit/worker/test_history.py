@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_medusa.worker.history import MinTokensAt, PathHistory, needs_tokens
+from vllm_medusa.worker.v1.history import MinTokensAt, PathHistory, needs_tokens
 
 ALL = torch.tensor([True, True])
 FIRST = torch.tensor([True, False])

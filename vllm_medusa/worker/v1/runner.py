@@ -19,12 +19,13 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
-from vllm_medusa.worker.attention import TreeMetadataBuilder, compact_group
+from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.worker.checks import check_layers
+from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
 from vllm_medusa.worker.options import EngineOptions
-from vllm_medusa.worker.requests import TypicalRequests, follows_grammar
-from vllm_medusa.worker.step import TreeStep
-from vllm_medusa.worker.verification import TreeVerifier
+from vllm_medusa.worker.requests import follows_grammar
+from vllm_medusa.worker.v1.requests import TypicalRequests
+from vllm_medusa.worker.v1.verification import TreeVerifier
 from vllm_medusa.worker.weights import heads_left_out
 
 

@@ -7,7 +7,7 @@ from vllm.v1.worker import cpu_worker
 
 from vllm_medusa.worker import compat
 
-BACKEND = "vllm_medusa.worker.attention.TreeAttentionBackend"
+BACKEND = "vllm_medusa.worker.cpu_attention.TreeAttentionBackend"
 
 
 class MedusaCPUWorker(cpu_worker.CPUWorker):

@@ -40,19 +40,19 @@ def tree_backend() -> TreeBackend:
 
     """
     if current_platform.is_cpu():
-        from vllm_medusa.worker.attention import compact_group
+        from vllm_medusa.worker.cpu_attention import compact_group
 
         return TreeBackend(
-            "CPU_ATTN", "vllm_medusa.worker.attention.TreeAttentionBackend", compact_group
+            "CPU_ATTN", "vllm_medusa.worker.cpu_attention.TreeAttentionBackend", compact_group
         )
     if current_platform.is_cuda():
-        from vllm_medusa.worker import triton_attention
+        from vllm_medusa.worker import cuda_attention
 
         return TreeBackend(
             "TRITON_ATTN",
-            "vllm_medusa.worker.triton_attention.TreeAttentionBackend",
-            triton_attention.compact_group,
-            triton_attention.warm_up,
+            "vllm_medusa.worker.cuda_attention.TreeAttentionBackend",
+            cuda_attention.compact_group,
+            cuda_attention.warm_up,
         )
     raise MedusaConfigError(
         f"Medusa has no tree attention for {current_platform.device_name!r} yet. Run on CPU or "

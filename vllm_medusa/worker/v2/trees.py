@@ -9,11 +9,11 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_medusa.sampler import Verdict
+from vllm_medusa.scorer.chains import PathChains
 from vllm_medusa.scorer.positions import write_node_positions
+from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeTensors
 from vllm_medusa.worker.options import EngineOptions
-from vllm_medusa.worker.step import TreeStep
-from vllm_medusa.worker.v2.chains import PathChains
 from vllm_medusa.worker.v2.requests import RequestOptions
 
 

@@ -28,7 +28,7 @@ class WithTrees(WorkerBase):
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile our kernels too, before vLLM's warm-up ends and graphs are captured."""
-        from vllm_medusa.worker.v2.warmup import warm_up
+        from vllm_medusa.worker.v2.cuda_warmup import warm_up
 
         if self.vllm_config.kernel_config.enable_jit_warmup:
             warm_up(self.model_runner)

@@ -31,8 +31,8 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, paged_tree_attention
 from vllm_medusa.tree import TreeTensors
-from vllm_medusa.worker import triton_metadata
-from vllm_medusa.worker.triton_metadata import TreeMetadataBuilder
+from vllm_medusa.worker import cuda_metadata
+from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def builder(target: Path, random_heads: str) -> TreeMetadataBuilder:
 @pytest.fixture
 def splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a GPU wanted the keys in 3 parts."""
-    monkeypatch.setattr(triton_metadata, "_splits", lambda *args: 3)
+    monkeypatch.setattr(cuda_metadata, "_splits", lambda *args: 3)
 
 
 def addresses(batch: PagedBatch) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class TestMetadata:
     def test_prefill_gets_no_more_parts_than_fit(
         self, target: Path, random_heads: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(triton_metadata, "_splits", lambda shape, batch, *_: 8 // batch)
+        monkeypatch.setattr(cuda_metadata, "_splits", lambda shape, batch, *_: 8 // batch)
         builder, buffers = make_builder(make_config(target, random_heads)), Buffers()
         alone = paged(build(builder, buffers.batch([(NODES, 60)]), [NODES]))
         assert alone.num_splits == 8

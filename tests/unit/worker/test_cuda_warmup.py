@@ -38,10 +38,10 @@ from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.sampler import launch as sampler
 from vllm_medusa.scorer import launch, paged
 from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
-from vllm_medusa.worker import triton_attention, triton_metadata
-from vllm_medusa.worker.triton_attention import TreeAttentionImpl
+from vllm_medusa.worker import cuda_attention, cuda_metadata
+from vllm_medusa.worker.cuda_attention import TreeAttentionImpl
+from vllm_medusa.worker.v2.cuda_warmup import warm_up_rules
 from vllm_medusa.worker.v2.rules import Rules
-from vllm_medusa.worker.v2.warmup import warm_up_rules
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
@@ -62,11 +62,11 @@ STEPS = [  # (rows, context) of requests, nodes of each
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (paged, triton_attention, triton_metadata):
+    for module in (paged, cuda_attention, cuda_metadata):
         monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
     limits = launch.DeviceLimits(132, 227 * 1024)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
-    triton_metadata._splits.cache_clear()
+    cuda_metadata._splits.cache_clear()
 
 
 def layer(dtype: torch.dtype, **changes: Any) -> Any:
@@ -92,7 +92,7 @@ def test_attention(tmp_path: Path, random_heads: str) -> None:
     }
     group = SimpleNamespace(layer_names=list(layers), get_metadata_builder=lambda: builder)
     with needed() as compiled:
-        triton_attention.warm_up(layers, [group])
+        cuda_attention.warm_up(layers, [group])
     parts: set[int] = set()
     with needed() as used:
         for requests, nodes in STEPS:

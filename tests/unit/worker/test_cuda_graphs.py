@@ -15,7 +15,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_medusa.worker.graphs import MOST_TOKENS, capture_more_trees, tree_sizes
+from vllm_medusa.worker.cuda_graphs import MOST_TOKENS, capture_more_trees, tree_sizes
 
 SEQS, TOKENS = 200, 8192
 

@@ -2,7 +2,7 @@
 
 A step without trees runs vLLM's own path, to the letter. In a step with trees our kernel attends
 for all requests, since it mixes trees, plain decodes and prefill; keys and values are written by
-vLLM in either case, and the layout of the cache is vLLM's. `triton_metadata` prepares a step.
+vLLM in either case, and the layout of the cache is vLLM's. `cuda_metadata` prepares a step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vllm_medusa.scorer.paged import (
     paged_tree_attention,
     uses_kernel,
 )
-from vllm_medusa.worker.triton_metadata import TreeMetadata, TreeMetadataBuilder
+from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
 
 class TreeAttentionBackend(TritonAttentionBackend):

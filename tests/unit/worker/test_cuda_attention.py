@@ -32,12 +32,12 @@ from support.triton_steps import (
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_medusa.worker.triton_attention import (
+from vllm_medusa.worker.cuda_attention import (
     TreeAttentionBackend,
     TreeAttentionImpl,
     compact_group,
 )
-from vllm_medusa.worker.triton_metadata import TreeMetadataBuilder
+from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder
 
 
 @pytest.fixture(scope="module")

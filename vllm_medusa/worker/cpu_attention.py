@@ -21,8 +21,8 @@ from vllm_medusa.kv import accepted_moves
 from vllm_medusa.scorer.cpu import tree_attention
 from vllm_medusa.scorer.layout import CacheLayout, TokenCopy
 from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
+from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeBatch
-from vllm_medusa.worker.step import TreeStep
 
 
 @dataclass

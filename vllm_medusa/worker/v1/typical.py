@@ -13,15 +13,15 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_medusa.sampler import Path, Verdict, typical_path, typical_verdict
+from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeBatch
-from vllm_medusa.worker.history import (
+from vllm_medusa.worker.v1.history import (
     MinTokensAt,
     min_token_rules,
     needs_tokens,
     with_min_tokens,
 )
-from vllm_medusa.worker.requests import TypicalRequests
-from vllm_medusa.worker.step import TreeStep
+from vllm_medusa.worker.v1.requests import TypicalRequests
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_medusa.scorer.chains import PathChains
 from vllm_medusa.tree import TokenTree
-from vllm_medusa.worker.v2.chains import PathChains
 
 BUSHY = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]])
 TREES = [TokenTree.chain(1), TokenTree.chain(5), TokenTree.dense([3, 2, 2]), BUSHY]

@@ -18,10 +18,10 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_medusa.sampler import Verdict, greedy_verdict, lossless_walk
-from vllm_medusa.worker.history import PathHistory
-from vllm_medusa.worker.requests import TypicalRequests
-from vllm_medusa.worker.step import TreeStep
-from vllm_medusa.worker.typical import TypicalChoice
+from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.worker.v1.history import PathHistory
+from vllm_medusa.worker.v1.requests import TypicalRequests
+from vllm_medusa.worker.v1.typical import TypicalChoice
 
 
 class TreeVerifier:

@@ -24,10 +24,10 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, uses_kernel
+from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.scorer.tiles import FEWEST_SPLITS, LARGEST_BLOCK_M
 from vllm_medusa.tree import TreeTensors
 from vllm_medusa.worker.options import EngineOptions, is_medusa
-from vllm_medusa.worker.step import TreeStep
 
 _LENGTH_STEP = 512  # lengths are rounded up to it, so that the number of parts is mostly looked up
 

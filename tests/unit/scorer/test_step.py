@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TokenTree, TreeTensors
-from vllm_medusa.worker.step import TreeStep
 
 TREE = TokenTree.dense([3, 2])  # 10 nodes
 
