@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shared: all heads use the target's LM head (default); own: each trains a copy of it",
     )
     heads.add_argument(
-        "--draft-vocab", type=positive, metavar="N", help="foretell only the N commonest tokens"
+        "--draft-vocab", type=positive, metavar="N", help="predict only the N most frequent tokens"
     )
     heads.add_argument(
         "--save-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16"

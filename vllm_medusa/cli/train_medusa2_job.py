@@ -167,7 +167,7 @@ class Medusa2Job:
 
     def _measure_unquantised(self) -> None:
         from vllm_medusa.training.hidden_cache import HiddenStates
-        from vllm_medusa.training.joint_measure import let_target_go
+        from vllm_medusa.training.joint_measure import release_target
         from vllm_medusa.training.target import Target
 
         assert self.heldout is not None
@@ -184,7 +184,7 @@ class Medusa2Job:
             file=self.args.heldout or self.args.data,
         )
         self.heldout.build()
-        let_target_go(self.heldout)
+        release_target(self.heldout)
 
     def _states(
         self, texts: Texts, file: Path, folder: Path, dtype: torch.dtype, max_bytes: int

@@ -37,7 +37,7 @@ def encode_text(value: Any, tokenizer: Any) -> _Encoded:
     """Encode a plain text: token ids, and one span of all but the first.
 
     Raises:
-        PromptError: it is no text, or too short to foretell anything.
+        PromptError: it is not a text, or too short to predict anything.
 
     """
     if not isinstance(value, str) or not value:
@@ -45,7 +45,7 @@ def encode_text(value: Any, tokenizer: Any) -> _Encoded:
     require_characters(value)
     ids = tuple(tokenizer(value)["input_ids"])
     if len(ids) < 2:
-        raise PromptError("'text' is a single token: there is nothing to foretell")
+        raise PromptError("'text' is a single token: there is nothing to predict")
     return ids, ((1, len(ids)),)
 
 
@@ -58,7 +58,7 @@ def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
         tokenizer: the target's, of transformers.
 
     Raises:
-        PromptError: it is no conversation, it has no assistant's turn, or the chat template doesn't
+        PromptError: it is not a conversation, has no assistant's turn, or the chat template doesn't
             allow to say which tokens the assistant writes.
 
     """
@@ -110,7 +110,7 @@ def _encode(messages: list[Message], tokenizer: Any) -> _Encoded:
         if not text.startswith(prompt):
             raise PromptError(
                 f"the chat template rewrites what was said before: the prompt of message "
-                f"{place + 1} is no beginning of the whole conversation"
+                f"{place + 1} is not the beginning of the whole conversation"
             )
         so_far = render(messages[: place + 1], tokenizer)
         cuts += [

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from vllm_medusa.files import new_path
+
 _SMOOTHED = 50  # points of a curve
 
 
@@ -52,7 +54,6 @@ def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") 
             axes.legend(fontsize=8)
     figure.suptitle(title)
     figure.tight_layout()
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png", dpi=110)
+    with new_path(path) as part:
+        figure.savefig(part, format="png", dpi=110)
     plt.close(figure)
-    part.replace(path)

@@ -15,20 +15,19 @@ whenever it is trained on (one pass over a text for all its pieces, which `group
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.training.state import write_json
+from vllm_medusa.files import digest_json, new_path, try_lock, write_json
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Piece, Texts
 
@@ -105,10 +104,10 @@ class HiddenStates:
             "version": _VERSION,
         }
         self._key: dict[str, Any] = json.loads(json.dumps(whole_key))
-        digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()
-        self.folder = folder / f"hidden-{digest[:16]}"
+        self.folder = folder / f"hidden-{digest_json(self._key)[:16]}"
+        self._tag = f"part-{os.getpid()}"  # of files aside
         self._maps: dict[int, Tensor] = {}
-        self._lock: BinaryIO | None = None
+        self._lock: IO[bytes] | None = None
 
     @property
     def num_shards(self) -> int:
@@ -161,7 +160,7 @@ class HiddenStates:
         if not todo:
             return
         if not (self.folder / "key.json").exists():
-            write_json(self.folder / "key.json", self._key, part=f"part-{os.getpid()}")
+            write_json(self.folder / "key.json", self._key, self._tag)
         total, ready = sum(self._rows(shard) for shard in todo), 0
         for shard in todo:
             states = torch.empty(self._rows(shard), self.target.hidden_size, dtype=self.dtype)
@@ -228,7 +227,7 @@ class HiddenStates:
         except FileNotFoundError:  # nothing was built
             return
         with lock:
-            if self._locked(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if self._locked(lock):
                 aside = self.folder.with_name(f"{self.folder.name}.removed-{os.getpid()}")
                 self.folder.replace(aside)
                 shutil.rmtree(aside, ignore_errors=True)
@@ -241,22 +240,24 @@ class HiddenStates:
                 lock = (self.folder / "lock").open("ab")
             except FileNotFoundError:  # removed meanwhile
                 continue
-            if self._locked(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):  # nobody else is here
+            if self._locked(lock):  # nobody else is here
                 for part in self.folder.glob("*.part-*"):
                     part.unlink()
                 for removed in self.folder.parent.glob(f"{self.folder.name}.removed-*"):
                     shutil.rmtree(removed, ignore_errors=True)
-            if self._locked(lock, fcntl.LOCK_SH):
+            if self._locked(lock, shared=True):
                 self._lock = lock
-            else:
+            else:  # somebody removes the folder
                 lock.close()
+                time.sleep(0.01)
 
-    def _locked(self, lock: BinaryIO, kind: int) -> bool:
+    def _locked(self, lock: IO[bytes], *, shared: bool = False) -> bool:
         """Lock a file; whether that was granted, and it is still the folder's."""
         try:
-            fcntl.flock(lock, kind)
+            if not try_lock(lock, shared=shared):
+                return False
             return os.path.samestat(os.fstat(lock.fileno()), (self.folder / "lock").stat())
-        except (BlockingIOError, FileNotFoundError):
+        except FileNotFoundError:
             return False
         except OSError as error:
             raise CacheError(
@@ -281,14 +282,9 @@ class HiddenStates:
         return path.is_file() and path.stat().st_size == self._bytes(shard)
 
     def _write(self, shard: int, states: Tensor) -> None:
-        path = self._path(shard)
-        part = path.with_suffix(f".part-{os.getpid()}")
         _, word = _WORDS[self.dtype.itemsize]
-        with part.open("wb") as file:
-            states.view(word).numpy().tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        with new_path(self._path(shard), self._tag) as part:
+            states.view(word).numpy().tofile(part)
 
     def _mapped(self, shard: int) -> Tensor:
         if shard not in self._maps:

@@ -177,7 +177,7 @@ def _identify(source: str) -> tuple[Any, dict[str, Any]]:
     except (OSError, ValueError) as error:
         if isinstance(error, HeadsError):
             raise TargetError(str(error)) from error
-        raise TargetError(f"{source} is no target that can be read: {error}") from error
+        raise TargetError(f"{source} is not a target that can be read: {error}") from error
 
 
 def _tokenizer(source: str) -> Any:

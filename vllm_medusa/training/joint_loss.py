@@ -77,7 +77,7 @@ class JointBatch:
         length = max(len(record.token_ids) for record in records)
         ids = torch.zeros(len(records), length, dtype=torch.int64)
         there = torch.zeros_like(ids)
-        following, labels, heat = [], [], []
+        following, labels, temperatures = [], [], []
         for row, record in enumerate(records):
             text, size = torch.tensor(record.token_ids), len(record.token_ids)
             ids[row, :size], there[row, :size] = text, 1
@@ -89,7 +89,7 @@ class JointBatch:
                 own = own.masked_fill(~torch.isin(own, token_map), IGNORED)
             labels.append(own)
             if soft:
-                heat.append(
+                temperatures.append(
                     torch.full((size,), 1.0 if record.temperature is None else record.temperature)
                 )
         return cls(
@@ -97,7 +97,7 @@ class JointBatch:
             there.to(device),
             torch.cat(following).to(device),
             torch.cat(labels).to(device),
-            torch.cat(heat).to(device) if soft else None,
+            torch.cat(temperatures).to(device) if soft else None,
         )
 
     @property

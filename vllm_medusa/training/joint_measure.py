@@ -53,7 +53,7 @@ def states_of(target: Target, texts: Texts) -> HiddenStates:
     )
 
 
-def let_target_go(states: HiddenStates) -> HiddenStates:
+def release_target(states: HiddenStates) -> HiddenStates:
     """Forget the model that made ``states``, all of which are kept in files; returns them.
 
     Raises:

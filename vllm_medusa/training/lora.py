@@ -91,7 +91,7 @@ def adaptable_modules(model: Any, chosen: Sequence[str] = ()) -> list[str]:
         if not found:
             kinds = sorted({name.rpartition(".")[2] for name in names})
             raise LoraError(
-                f"LoRA module {wanted!r} is no linear layer of {kind}'s decoder (its LM head is "
+                f"LoRA module {wanted!r} is not a linear layer of {kind}'s decoder (its LM head is "
                 f"never adapted); it has {', '.join(kinds)}"
             )
         kept |= dict.fromkeys(found)

@@ -1,6 +1,6 @@
 """The heads' losses, without ever holding the logits of a whole batch.
 
-Head h (0-based) at position t foretells token t + h + 2 (Medusa, https://arxiv.org/abs/2401.10774,
+Head h (0-based) at position t predicts token t + h + 2 (Medusa, https://arxiv.org/abs/2401.10774,
 section 2.2.1). With K heads over a vocabulary of V tokens the logits of T positions are
 [T, K, V] numbers: 20 GB in fp32 for 8192 positions, 5 heads and V = 128k. So loss and gradient are
 computed together, some positions and one head at a time, while the logits of those are there; what
@@ -61,7 +61,7 @@ def lm_mask(generated: Sequence[tuple[int, int]], length: int) -> Tensor:
 
 
 def head_labels(ids: Tensor, mask: Tensor) -> Tensor:
-    """Token ids that the heads should foretell: ids int64 [L], mask bool [L, K] -> int64 [L, K].
+    """Token ids that the heads should predict: ids int64 [L], mask bool [L, K] -> int64 [L, K].
 
     `IGNORED` where the mask says so.
     """
@@ -170,11 +170,11 @@ class _Teacher:
         """Of what follows rows start + 1 ...: fp32 [stop - start + num_heads - 1, V_draft]."""
         rows = slice(start + 1, stop + num_heads)
         logits = self.lm_head(self.states[rows]).float()
-        heat = self.temperatures[rows, None].clamp(min=1e-4)  # 0: see `labels_of`
+        temperature = self.temperatures[rows, None].clamp(min=1e-4)  # 0: see `labels_of`
         if self.token_map is None:
-            soft = (logits / heat).softmax(-1)
+            soft = (logits / temperature).softmax(-1)
         else:  # what is outside counts for the sum, though no head can say it
-            logits = logits / heat
+            logits = logits / temperature
             soft = (logits[:, self.token_map] - logits.logsumexp(-1, keepdim=True)).exp()
         lacking = stop - start + num_heads - 1 - len(soft)  # at the end, where no label is
         return F.pad(soft, (0, 0, 0, lacking)) if lacking else soft

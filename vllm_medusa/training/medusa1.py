@@ -229,7 +229,7 @@ class Medusa1:
 
     def _backward(self, pieces: Sequence[Piece], weights: Tensor) -> Tensor:
         """Add a micro-batch's gradients; returns its loss sums [K]."""
-        states, labels, heat = self._rows(self.train_states, pieces, soft=self.soft)
+        states, labels, temperatures = self._rows(self.train_states, pieces, soft=self.soft)
         with self._autocast():
             found = head_losses(
                 self.heads,
@@ -237,7 +237,7 @@ class Medusa1:
                 labels,
                 weights,
                 self.lm_head,
-                temperatures=heat,
+                temperatures=temperatures,
                 teacher_lm_head=self.teacher,
             )
         found.loss.backward()
@@ -251,12 +251,12 @@ class Medusa1:
         wanted = [(p.span, *texts.needed(p, count, soft=soft)) for p in pieces]
         labels = [torch.from_numpy(texts.labels(p, count, soft=soft)) for p in pieces]
         device = self.workers.device
-        heat = None
+        temperatures = None
         if soft:
-            warmth = torch.from_numpy(texts.temperatures[[texts.record_of(p) for p in pieces]])
+            of_piece = torch.from_numpy(texts.temperatures[[texts.record_of(p) for p in pieces]])
             sizes = torch.tensor([len(part) for part in labels])
-            heat = warmth.repeat_interleave(sizes).to(device)
-        return source.read(wanted).to(device), torch.cat(labels).to(device), heat
+            temperatures = of_piece.repeat_interleave(sizes).to(device)
+        return source.read(wanted).to(device), torch.cat(labels).to(device), temperatures
 
     def _label_counts(self, pieces: Sequence[Piece]) -> Tensor:
         """Labels of each head in some pieces, as `head_losses` counts them: int64 [K]."""
@@ -308,7 +308,8 @@ class Medusa1:
         culprits = []
         with torch.no_grad():
             for piece in pieces:
-                states, labels, heat = self._rows(self.train_states, [piece], soft=self.soft)
+                rows = self._rows(self.train_states, [piece], soft=self.soft)
+                states, labels, temperatures = rows
                 with self._autocast():
                     found = head_losses(
                         self.heads,
@@ -316,7 +317,7 @@ class Medusa1:
                         labels,
                         self.decay,
                         self.lm_head,
-                        temperatures=heat,
+                        temperatures=temperatures,
                         teacher_lm_head=self.teacher,
                     )
                 if not bool(found.sums.isfinite().all()):

@@ -24,7 +24,7 @@ from vllm_medusa.training.batches import plan_steps, split_passes
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.initial_heads import draft_lm_head
 from vllm_medusa.training.joint_loss import JointBatch, JointLosses, joint_losses
-from vllm_medusa.training.joint_measure import let_target_go, measure_joint, states_of
+from vllm_medusa.training.joint_measure import measure_joint, release_target, states_of
 from vllm_medusa.training.joint_recipe import JointRecipe
 from vllm_medusa.training.lora import adapter_parameters, dropping_out
 from vllm_medusa.training.losses import head_weights
@@ -77,7 +77,7 @@ class Medusa2:
         self.run, self.workers, self.save_seconds = run, workers, save_seconds
         self.heads = heads.to(workers.device).requires_grad_(True)
         self.records = records
-        self.heldout = None if heldout is None else let_target_go(heldout)
+        self.heldout = None if heldout is None else release_target(heldout)
         self.draft_head = draft_lm_head(target, heads)
         self.token_map = None if heads.token_map is None else heads.token_map.cpu()
         self.adapter = adapter_parameters(adapted)

@@ -14,7 +14,6 @@ a name that says so.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from vllm_medusa.files import read_json, write_json
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.export import round_to, save_trained
@@ -32,7 +32,7 @@ from vllm_medusa.training.initial_heads import draft_lm_head
 from vllm_medusa.training.joint_measure import JointMeasurement, measure_joint, states_of
 from vllm_medusa.training.merging import merge_adapter
 from vllm_medusa.training.quality import QualityBounds
-from vllm_medusa.training.state import TrainingRun, write_json
+from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
 
 SAVES = ("merged", "adapter")
@@ -136,8 +136,8 @@ def publish(
         shutil.rmtree(merged)
     else:
         model = output / (DEGRADED if shortfalls else MODEL)
-        document = json.loads((merged / "config.json").read_text(encoding="utf-8"))
-        write_json(merged / "config.json", {**document, "medusa_2": fared})
+        config = merged / "config.json"
+        write_json(config, {**read_json(config), "medusa_2": fared})
         merged.replace(model)
     save_trained(
         output,

@@ -7,11 +7,11 @@ adapter's folder alone is enough, today or next year.
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_medusa.files import new_folder
 from vllm_medusa.training.lora import LoraError, adaptable_modules, merge
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ _OWN = ("config.json", "README.md")  # written anew; about another model
 
 def save_adapter(adapted: PeftModel, folder: Path) -> Path:
     """Write the adapter in peft's format, whole or not at all; returns the folder."""
-    part = _fresh(folder)
-    adapted.save_pretrained(str(part), save_embedding_layers=False)
-    (part / "README.md").unlink(missing_ok=True)  # peft's card holds nothing but blanks to fill in
-    return _publish(part, folder)
+    with new_folder(folder, overwrite=True) as part:
+        adapted.save_pretrained(str(part), save_embedding_layers=False)
+        (part / "README.md").unlink(missing_ok=True)  # peft's card holds nothing but blanks
+    return folder
 
 
 def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path:
@@ -59,10 +59,10 @@ def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path
         )
     adaptable_modules(model)  # refuses the folder of an adapter, which transformers loads too
     merged = merge(PeftModel.from_pretrained(model, str(adapter)))
-    part = _fresh(folder)
-    merged.save_pretrained(part)
-    _copy_rest(source, part)
-    return _publish(part, folder)
+    with new_folder(folder, overwrite=True) as part:
+        merged.save_pretrained(part)
+        _copy_rest(source, part)
+    return folder
 
 
 def _copy_rest(source: str | Path, folder: Path) -> None:
@@ -75,23 +75,3 @@ def _copy_rest(source: str | Path, folder: Path) -> None:
         stored = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
         if file.is_file() and not (stored or file.name in _OWN or file.name.startswith(".")):
             shutil.copyfile(file, folder / file.name)
-
-
-def _fresh(folder: Path) -> Path:
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    return part
-
-
-def _publish(part: Path, folder: Path) -> Path:
-    """Make sure that ``part`` is on the disk, and give it its name."""
-    for file in part.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.replace(folder)
-    return folder

@@ -61,8 +61,8 @@ class Order:
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Pieces in the epoch's order, and where each begins in its stream."""
         if epoch not in self._epochs:
-            dice = np.random.default_rng([self.seed, epoch])
-            shuffled = dice.permutation(int(self.groups.max()) + 1)
+            generator = np.random.default_rng([self.seed, epoch])
+            shuffled = generator.permutation(int(self.groups.max()) + 1)
             order = np.argsort(shuffled[self.groups], kind="stable")
             ends = np.cumsum(self.rows[order])
             self._epochs = {k: v for k, v in self._epochs.items() if k == epoch - 1}

@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from vllm_medusa.files import new_file
 from vllm_medusa.offline.prompts import (
     ID_KEYS,
     BadLine,
@@ -181,13 +181,9 @@ def digest_of(records: Iterable[Record]) -> str:
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """Write records as `read_records` reads them; an old file is replaced as a whole."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("w", encoding="utf-8") as file:
+    with new_file(path) as file:
         for record in records:
             file.write(json.dumps(record.to_row()) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record], list[Record]]:

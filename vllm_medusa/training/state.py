@@ -16,7 +16,6 @@ heads' ``config.json``, the last of all files, is there.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -24,13 +23,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 
+from vllm_medusa.files import (
+    FileRefused,
+    new_file,
+    read_json,
+    refuse_other_settings,
+    take_lock,
+    write_json,
+)
 
-class RunError(ValueError):
-    """A training folder that can't be used or continued."""
+_REMEDY = "Name another folder, or pass --overwrite to throw that run away."
 
 
 class TrainingRun:
@@ -61,14 +67,14 @@ class TrainingRun:
             main: False in the other processes of a distributed run, which only read.
 
         Raises:
-            RunError: the folder holds something else, belongs to other settings, or is in use.
+            FileRefused: the folder holds something else, belongs to other settings, or is in use.
 
         """
         self.output, self.main = Path(output), main
         self.folder = self.output / "training"
         self.work = self.folder / "work"
         self.settings = json.loads(json.dumps(settings))
-        self._lock: BinaryIO | None = None
+        self._lock: IO[bytes] | None = None
         self._log: FileIO | None = None
         if main:  # the others would look while the main process makes the folder
             check_output(self.output)
@@ -77,7 +83,11 @@ class TrainingRun:
         if not main:
             return
         self.work.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
+        self._lock = take_lock(
+            self.work / "lock",
+            f"{self.output}: another process is training there. Wait for it, or name another "
+            "folder.",
+        )
         try:
             if known and overwrite:
                 self._throw_away()
@@ -116,13 +126,8 @@ class TrainingRun:
             return
         assert self._log is not None, "load() opens the log"
         os.fsync(self._log.fileno())
-        path = self.work / "state.pt"
-        part = path.with_suffix(".part")
-        with part.open("wb") as file:
+        with new_file(self.work / "state.pt", "wb") as file:
             torch.save({"state": dict(state), "log_bytes": self._log.tell()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """Append a line to the log; call `load` before."""
@@ -165,17 +170,6 @@ class TrainingRun:
         self._log.truncate(size)
         self._log.seek(size)
 
-    def _take_lock(self) -> None:
-        self._lock = (self.work / "lock").open("wb")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise RunError(
-                f"{self.output}: another process is training there. Wait for it, or name another "
-                "folder."
-            ) from None
-
     def _throw_away(self) -> None:
         """Remove the run, what it would go on from first; `run.json` stays until it is replaced.
 
@@ -192,33 +186,28 @@ class TrainingRun:
                 path.unlink()
 
     def _check_settings(self) -> None:
-        remedy = "Name another folder, or pass --overwrite to throw that run away."
         try:
-            before = json.loads(self._settings_file.read_bytes())
-        except ValueError:
-            raise RunError(f"{self._settings_file} can't be read. {remedy}") from None
-        changed = list(differences(before, self.settings))
-        if changed:
-            raise RunError(
-                f"{self.output} holds a run of other settings: {'; '.join(changed)}. {remedy}"
-            )
+            before = read_json(self._settings_file)
+        except FileRefused as error:
+            raise FileRefused(f"{error} {_REMEDY}") from None
+        refuse_other_settings(self.output, before, self.settings, "a run", _REMEDY)
 
 
 def check_output(output: Path) -> None:
     """Refuse a folder that no heads can be trained into, before anything is read.
 
     Raises:
-        RunError: its parent is missing, it is a file, or holds something that is no training run.
+        FileRefused: its parent is missing, it is a file, or it holds something else than a run.
 
     """
     if not output.absolute().parent.is_dir():
-        raise RunError(f"{output}: no folder {output.parent}. Make it, or name another.")
+        raise FileRefused(f"{output}: no folder {output.parent}. Make it, or name another.")
     if output.exists() and not output.is_dir():
-        raise RunError(f"{output} is a file; name a folder for the heads.")
+        raise FileRefused(f"{output} is a file; name a folder for the heads.")
     known = (output / "training" / "run.json").is_file() or _just_begun(output)
     if not known and output.exists() and any(output.iterdir()):
-        raise RunError(
-            f"{output} holds files that are no training run. Name another folder for the heads."
+        raise FileRefused(
+            f"{output} holds files, but is not a training run. Name another folder for the heads."
         )
 
 
@@ -238,7 +227,7 @@ def check_inputs(
         removed: names in the output that are not the user's even without ``overwrite``.
 
     Raises:
-        RunError: one is the output or in it.
+        FileRefused: one is the output or in it.
 
     """
     whole = output.resolve()
@@ -249,7 +238,7 @@ def check_inputs(
         place = Path(path).resolve()
         if any(place.is_relative_to(folder) for folder in taken):
             what = "which --overwrite empties" if overwrite else "whose content the run replaces"
-            raise RunError(
+            raise FileRefused(
                 f"{name} {path} is in the output {output}, {what}. Name another --output, or move "
                 "it out of there."
             )
@@ -257,28 +246,6 @@ def check_inputs(
 
 def _just_begun(output: Path) -> bool:
     """Whether the folder holds no more than a run that was killed before it wrote `run.json`."""
-    inside = {"training", "training/work", "training/work/lock", "training/run.json.part"}
+    inside = {"training", "training/work", "training/work/lock", "training/.run.json.part"}
+    inside.add("training/run.json.part")  # its name until 0.1
     return {path.relative_to(output).as_posix() for path in output.rglob("*")} <= inside
-
-
-def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Say which values of two JSON objects differ."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(before.keys() | now.keys()):
-            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
-    elif before != now:
-        yield f"{name} was {before!r} and is now {now!r}"
-
-
-def write_json(path: Path, document: Mapping[str, Any], part: str = "part") -> None:
-    """Write a JSON file so that after a crash, too, it is the old or the whole new one.
-
-    ``part`` is the suffix of the file aside; processes that may write at a time need their own.
-    """
-    aside = path.with_name(f"{path.name}.{part}")
-    with aside.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

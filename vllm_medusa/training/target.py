@@ -90,7 +90,7 @@ class Target:
             quantization: "4bit" (NF4) or "8bit" weights of the backbone by bitsandbytes.
 
         Raises:
-            TargetError: it can't be loaded, is no such model, or can't be quantised here.
+            TargetError: it can't be loaded, is not such a model, or can't be quantised here.
 
         """
         from transformers import AutoModelForCausalLM

@@ -1,6 +1,6 @@
 """Records laid out as rows: only the positions whose states the heads are trained on.
 
-A generated span [s, e) of a text has the rows t = s - 1 ... e - 2: the state at s - 1 foretells the
+A generated span [s, e) of a text has the rows t = s - 1 ... e - 2: the state at s - 1 predicts the
 span's first token, the one at e - 2 its last. The label of head h in the span's row i is the span's
 token i + h + 1, so row i counts for head h if and only if i + h + 2 <= n, n the span's rows; the
 distribution over that label is what the target makes of row i + h + 1. So spans can be cut into
@@ -70,13 +70,13 @@ class Texts:
         ]
         table = np.array([span for span in spans if span[2] >= 2], np.int64).reshape(-1, 3)
         flat = (token for record in records for token in record.token_ids)
-        heat = [1.0 if r.temperature is None else r.temperature for r in records]
+        sampled_at = [1.0 if r.temperature is None else r.temperature for r in records]
         return cls(
             ids=np.fromiter(flat, np.int32),
             first_id=_starts([len(record.token_ids) for record in records]),
             lines=np.array([record.line for record in records], np.int64),
             indices=np.array([record.index for record in records], np.int64),
-            temperatures=np.array(heat, np.float32),
+            temperatures=np.array(sampled_at, np.float32),
             span_record=table[:, 0],
             span_position=table[:, 1],
             first_row=_starts(table[:, 2]),

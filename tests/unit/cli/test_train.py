@@ -198,7 +198,7 @@ def test_refused_before_anything_is_made(
     foreign.write_text('{"token_ids": [1, 600], "generated": [[0, 2]]}\n')
     whole = ("--heldout-share", "0")
     for source, file, output, more, reason in (
-        (target, records, full, (), "no training run"),
+        (target, records, full, (), "not a training run"),
         (target, records, tmp_path / "a/b", (), "no folder"),
         (target, tmp_path / "none.jsonl", tmp_path / "new", (), "no such file"),
         (target, bad, tmp_path / "new", (), "line 25: token_ids[1] is 600"),

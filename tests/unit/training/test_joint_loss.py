@@ -210,8 +210,8 @@ def test_what_a_prompt_says_changes_no_label_of_its_own() -> None:
 
 def test_text_that_nobody_sampled_has_soft_labels_of_temperature_one() -> None:
     plain = Record(0, 7, "plain", (3, 4, 5), ((1, 3),), None)
-    heat = JointBatch.of([RECORDS[0], plain], K, soft=True).temperatures
-    assert heat is not None and heat.tolist() == pytest.approx([0.7] * 19 + [1.0] * 3)
+    sampled_at = JointBatch.of([RECORDS[0], plain], K, soft=True).temperatures
+    assert sampled_at is not None and sampled_at.tolist() == pytest.approx([0.7] * 19 + [1.0] * 3)
 
 
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])

@@ -115,7 +115,7 @@ def test_layers_by_choice(llama: Any) -> None:
 
 @pytest.mark.parametrize("wanted", ["lm_head", "embed_tokens", "proj", "query"])
 def test_layers_that_are_not_there_are_refused(llama: Any, wanted: str) -> None:
-    with pytest.raises(LoraError, match=rf"'{wanted}' is no linear layer.*q_proj"):
+    with pytest.raises(LoraError, match=rf"'{wanted}' is not a linear layer.*q_proj"):
         lora.adaptable_modules(llama, ["q_proj", wanted])
 
 

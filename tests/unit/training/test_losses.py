@@ -21,7 +21,7 @@ def test_the_mask_by_its_definition_on_two_turns() -> None:
     for t, h in itertools.product(range(length), range(K)):
         counts = any(t + 1 >= s and t + h + 2 < e for s, e in spans)
         assert bool(mask[t, h]) == counts, (t, h)
-    assert mask[4].tolist() == [True, True, True]  # foretells 6, 7, 8 from the prompt's last token
+    assert mask[4].tolist() == [True, True, True]  # predicts 6, 7, 8 from the prompt's last token
     assert mask[7].tolist() == [False, False, False]  # 9 is another answer
     own = lm_mask(spans, length)
     assert own.nonzero().flatten().tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10, 13]
@@ -108,7 +108,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, soft: bool, ch
     spans = [(2, 9), (12, 23)]
     tokens = head_labels(ids, label_mask(spans, length, K))
     weights = losses.head_weights(K) / 10
-    heat = torch.where(torch.arange(length) < 11, 0.7, 0.0) if soft else None
+    sampled_at = torch.where(torch.arange(length) < 11, 0.7, 0.0) if soft else None
 
     def whole(x: Tensor) -> Tensor:
         return x @ matrix.T + bias
@@ -128,13 +128,13 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, soft: bool, ch
                 tokens,
                 weights,
                 drafted,
-                temperatures=heat,
+                temperatures=sampled_at,
                 teacher_lm_head=whole,
                 chunk=chunk,
             )
             loss, sums, counts = out.loss, out.sums, out.counts
         else:
-            loss, sums, counts = naive(heads, hidden, tokens, weights, whole, heat)
+            loss, sums, counts = naive(heads, hidden, tokens, weights, whole, sampled_at)
         (2.5 * loss).backward()
         grads = [hidden.grad, *(p.grad for p in heads.parameters())]
         results.append((loss.detach(), sums.detach(), counts, grads))
@@ -151,7 +151,7 @@ def test_soft_labels_are_the_mean_of_the_tokens_losses_with_a_draft_vocabulary_t
     every = torch.zeros(rows, K, dtype=torch.int64)
     every[:, 1:] = IGNORED
     every[-1] = IGNORED  # the last row has no state behind it
-    heat = torch.full((rows,), 0.8)
+    sampled_at = torch.full((rows,), 0.8)
 
     def whole(x: Tensor) -> Tensor:
         return x @ matrix.T
@@ -161,7 +161,13 @@ def test_soft_labels_are_the_mean_of_the_tokens_losses_with_a_draft_vocabulary_t
 
     with torch.no_grad():
         soft = head_losses(
-            heads, hidden, every, torch.ones(K), drafted, temperatures=heat, teacher_lm_head=whole
+            heads,
+            hidden,
+            every,
+            torch.ones(K),
+            drafted,
+            temperatures=sampled_at,
+            teacher_lm_head=whole,
         ).sums[0]
         tokens = (whole(hidden[1:]) / 0.8).softmax(-1).multinomial(draws, replacement=True)
         labels = torch.full((rows * draws, K), IGNORED)

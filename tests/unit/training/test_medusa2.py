@@ -234,7 +234,7 @@ def test_layers_computed_twice_give_the_same_gradients(source: str, tmp_path: Pa
 def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(
     source: str, tmp_path: Path
 ) -> None:
-    """Untrained heads foretell the next token: all losses of step 1 follow from the target."""
+    """Untrained heads predict the next token: all losses of step 1 follow from the target."""
     drafted = torch.tensor([3, 5, 6])
     recipe = dataclasses.replace(
         RECIPE, lora=LoraSettings(rank=4), step_tokens=10_000, pass_tokens=10_000, steps=1

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_medusa.training.state import RunError, TrainingRun, write_json
+from vllm_medusa.files import FileRefused
+from vllm_medusa.training.state import TrainingRun
 
 
 def steps(run: TrainingRun) -> list[int]:
@@ -41,7 +42,7 @@ def test_another_run_is_refused_and_says_what_changed(tmp_path: Path) -> None:
         pass
     with TrainingRun(output, {"recipe": {"epochs": 3, "seed": 0}, "x": [1, 2]}):
         pass
-    with pytest.raises(RunError, match=r"recipe\.epochs was 3 and is now 4.*--overwrite"):
+    with pytest.raises(FileRefused, match=r"recipe\.epochs was 3 and is now 4.*--overwrite"):
         TrainingRun(output, {"recipe": {"epochs": 4, "seed": 0}, "x": [1, 2]})
 
 
@@ -81,7 +82,7 @@ def test_overwriting_that_is_killed_continues_no_old_state(
         with pytest.raises(KeyboardInterrupt):
             TrainingRun(output, {"a": 2}, overwrite=True)
     assert not list(output.rglob("state.pt"))
-    with pytest.raises(RunError, match=r"a was 1 and is now 2"):
+    with pytest.raises(FileRefused, match=r"a was 1 and is now 2"):
         TrainingRun(output, {"a": 2})
     with TrainingRun(output, {"a": 1}) as run:
         assert run.load() is None
@@ -108,7 +109,7 @@ def test_a_complete_run_has_nothing_to_do(tmp_path: Path) -> None:
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     with (
         TrainingRun(tmp_path / "heads", {}),
-        pytest.raises(RunError, match="another process is training"),
+        pytest.raises(FileRefused, match="another process is training"),
     ):
         TrainingRun(tmp_path / "heads", {})
 
@@ -118,11 +119,11 @@ def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "full/thesis.tex").write_text("x")
     (tmp_path / "file").write_text("x")
     for name, reason in (
-        ("full", "no training run"),
+        ("full", "not a training run"),
         ("file", "is a file"),
         ("missing/heads", "no folder"),
     ):
-        with pytest.raises(RunError, match=reason):
+        with pytest.raises(FileRefused, match=reason):
             TrainingRun(tmp_path / name, {}, overwrite=True)
     assert (tmp_path / "full/thesis.tex").exists() and not (tmp_path / "full/training").exists()
 
@@ -132,11 +133,12 @@ def test_a_folder_named_training_makes_no_run(tmp_path: Path) -> None:
     (project / "training" / "work").mkdir(parents=True)
     for name in ("config.json", "training/notes.txt", "training/work/data.bin"):
         (project / name).write_text("{}")
-        with pytest.raises(RunError, match="no training run"):
+        with pytest.raises(FileRefused, match="not a training run"):
             TrainingRun(project, {}, overwrite=True)
         (project / name).unlink()
     (project / "training" / "work" / "lock").touch()  # killed before run.json was there
-    (project / "training" / "run.json.part").touch()
+    (project / "training" / ".run.json.part").touch()
+    (project / "training" / "run.json.part").touch()  # by an older version
     with TrainingRun(project, {}) as run:
         assert not run.complete
 
@@ -146,11 +148,3 @@ def test_other_processes_do_not_judge_what_the_main_one_is_making(tmp_path: Path
     (tmp_path / "heads" / "new").touch()
     with TrainingRun(tmp_path / "heads", {}, main=False) as run:
         assert not run.complete
-
-
-def test_json_is_written_whole(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert path.read_text() == '{\n "a": 1\n}\n'
