@@ -88,7 +88,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0, 1 if a token differs in float32, 2 for bad input."""
     from vllm_medusa.heads import HeadsError
-    from vllm_medusa.offline.process import EngineDied
+    from vllm_medusa.job import JobFailed
 
     console = Console(highlight=False)
     errors = Console(stderr=True, highlight=False)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     except (EngineRefused, HeadsError, OSError, ValueError) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 2
-    except EngineDied as error:
+    except JobFailed as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
@@ -223,7 +223,7 @@ def measure_budgets(
 
     Raises:
         EngineRefused: vLLM or the plugin refuses to start.
-        EngineDied: an engine ended.
+        JobFailed: an engine ended.
         ValueError: an engine refuses a prompt.
 
     """

@@ -1,25 +1,192 @@
-"""Child processes that never outlive the command that started them, however it ends."""
+"""Python functions in processes of their own, which never outlive the one that started them.
+
+A process that ends gives all its memory back, a GPU's too, and one that crashes does so alone.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import termios
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from types import TracebackType
+from typing import IO, Any, TypeAlias, TypeVar
 
+from vllm_medusa.job import SILENT, JobFailed, Progress
+
+Channel: TypeAlias = "Connection[Any, Any]"
+R = TypeVar("R")
+
+_FAILED = "failed"
+_INTERRUPTED = 130  # the status of a process that SIGINT ended
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SECONDS = 60
+_SHOWN_LINES = 25
+_SHOWN_BYTES = 1 << 14
+_KINDS = {"ValueError": ValueError, "OSError": OSError, "JobFailed": JobFailed}
 
 
-def die_with(parent: int) -> None:
+class Child:
+    """A fresh Python process that runs ``body(channel)``; use it as a context manager.
+
+    It runs in a process group of its own: Ctrl-C is this process's business. If this process is
+    killed, the kernel kills the child (on Linux; see `_die_with`).
+    """
+
+    def __init__(self, body: Callable[[Channel], None], log: IO[bytes]):
+        """Start the process.
+
+        Args:
+            body: a function of a module, not of a class or another function.
+            log: an open file, which its standard output and error go to.
+
+        """
+        self._log = log
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                process_group=0,
+            )
+        self.channel: Channel = Connection(ours.detach())
+        self.channel.send(sys.path)  # on its own: what follows is imported from there
+        self.channel.send(body)
+
+    def receive(self, name: str) -> Any:
+        """Return what the process sends next: a pair of a word and something.
+
+        Raises:
+            JobFailed: "NAME ended with status 1; ..." or "NAME failed: ...", and its log's end.
+            KeyboardInterrupt: it was interrupted, and this process was not.
+
+        """
+        try:
+            message = self.channel.recv()
+        except (EOFError, ConnectionResetError):
+            status = self.process.wait(_STOP_SECONDS)
+            if status == _INTERRUPTED:
+                raise KeyboardInterrupt from None
+            message = _FAILED, f"ended with status {status}"
+        if message[0] != _FAILED:
+            return message
+        raise JobFailed(f"{name} {message[1]}; the end of its log:\n{self._log_end()}")
+
+    def _log_end(self) -> str:
+        size = os.fstat(self._log.fileno()).st_size
+        end = os.pread(self._log.fileno(), _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
+        return "\n".join(end.decode(errors="replace").splitlines()[-_SHOWN_LINES:])
+
+    def end(self, *, interrupt: bool = False) -> None:
+        """Wait until the process ends, then kill what is left of it and its descendants.
+
+        Args:
+            interrupt: ask it to end, by SIGINT; else its closed channel tells it to.
+
+        """
+        self.channel.close()
+        if interrupt:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C
+            self.process.wait(_STOP_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end(interrupt=kind is not None)
+
+
+def run_in_process(
+    job: Callable[..., R], options: Any, progress: Progress = SILENT, *, log: Path, **more: Any
+) -> R:
+    """Run ``job(options, progress=progress, **more)`` in a process of its own.
+
+    Args:
+        job: a function of a module; options and result have to be values that can be pickled.
+        options: the job's.
+        progress: told here what the job tells there.
+        log: a file that gets, behind what it has, all that the process prints, and the notes.
+        more: other arguments of the job.
+
+    Raises:
+        ValueError, OSError, JobFailed: what the job raises, with its text.
+        JobFailed: the process broke off; the text has the end of its log.
+        KeyboardInterrupt: here or there; the job has been interrupted and has ended.
+
+    """
+    with log.open("a+b") as file, Child(_run, file) as child:
+        child.channel.send((job, options, more))
+        while True:
+            kind, values = child.receive(job.__name__)
+            if kind == "result":
+                result: R = values
+                return result
+            if kind in _KINDS:
+                text, status = values
+                error = _KINDS[kind](text)
+                if isinstance(error, JobFailed):
+                    error.status = status
+                raise error
+            getattr(progress, kind)(*values)
+
+
+class _Sent(Progress):
+    """Progress that is told to the process that waits; what is said is in the log, too."""
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+
+    def note(self, text: str) -> None:
+        sys.stderr.write(f"{text}\n")
+        self._send("note", text)
+
+    def warn(self, text: str) -> None:
+        sys.stderr.write(f"warning: {text}\n")
+        self._send("warn", text)
+
+    def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
+        self._send("at", what, done, total, text)
+
+    def _send(self, kind: str, *values: Any) -> None:
+        with suppress(BrokenPipeError):  # nobody waits any more; a signal is on its way
+            self._channel.send((kind, values))
+
+
+def _run(channel: Channel) -> None:
+    """The body of `run_in_process`."""
+    job, options, more = channel.recv()
+    try:
+        message = ("result", job(options, progress=_Sent(channel), **more))
+    except (ValueError, OSError, JobFailed) as error:
+        kind = next(name for name, each in _KINDS.items() if isinstance(error, each))
+        sys.stderr.write(f"error: {error}\n")
+        message = (kind, (str(error), getattr(error, "status", None)))
+    channel.send(message)
+
+
+def _die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends; called in the child.
 
     Works on Linux; elsewhere it does nothing, and only a parent that ends by itself, or by Ctrl-C,
@@ -34,6 +201,21 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _main(descriptor: str, parent: str) -> None:
+    """Run the body that is sent; ends the process."""
+    _die_with(int(parent))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    channel: Channel = Connection(int(descriptor))
+    try:
+        sys.path[:] = channel.recv()
+        channel.recv()(channel)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    except Exception as error:
+        channel.send((_FAILED, f"failed: {type(error).__name__}: {error}"))
+        raise
 
 
 def run_logged(command: Sequence[str], log: Path, shown: IO[str]) -> int:
@@ -56,7 +238,7 @@ def run_logged(command: Sequence[str], log: Path, shown: IO[str]) -> int:
             stdout=writing,
             stderr=writing,
             process_group=0,
-            preexec_fn=lambda: die_with(parent),
+            preexec_fn=lambda: _die_with(parent),
         )
     finally:
         os.close(writing)
@@ -102,10 +284,14 @@ def _copy(reading: int, process: subprocess.Popen[bytes], log: IO[bytes], shown:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """Interrupt the command's group, wait, and kill what is left."""
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGINT)
-    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C
+    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C
         process.wait(_STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

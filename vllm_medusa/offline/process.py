@@ -7,30 +7,16 @@ there nor the caller counts.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from vllm_medusa.offline.batch import Result
-from vllm_medusa.offline.children import die_with
+from vllm_medusa.offline.children import Channel, Child
 from vllm_medusa.offline.engine import EngineRefused, EngineSettings, Sampling
 from vllm_medusa.offline.prompts import Prompt
-
-Channel: TypeAlias = "Connection[Any, Any]"
-
-_STOP_SECONDS = 30
-_SHOWN_LINES = 25
-
-
-class EngineDied(RuntimeError):
-    """An engine's process that ended by itself; the message has the end of its log."""
 
 
 class EngineProcess:
@@ -48,22 +34,12 @@ class EngineProcess:
 
         Raises:
             EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
-            EngineDied: the process ended.
+            JobFailed: the engine or its process failed; the message has the end of its log.
 
         """
         self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
-        ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=[theirs.fileno()],
-            process_group=0,  # Ctrl-C is this process's business
-        )
-        theirs.close()
-        self._channel: Channel = Connection(ours.detach())
-        self._channel.send((settings, sampling))
+        self._child = Child(serve, self._log)
+        self._child.channel.send((settings, sampling))
         try:
             self.dtype: str = self._reply()  # what the target computes in, such as "float32"
         except BaseException:
@@ -74,17 +50,12 @@ class EngineProcess:
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> tuple[list[Result], float]:
         """Generate for a group of prompts; see `vllm_medusa.offline.compare.Runner`."""
-        self._channel.send((list(prompts), concurrency, seed))
+        self._child.channel.send((list(prompts), concurrency, seed))
         return self._reply()
 
     def close(self) -> None:
         """End the process."""
-        self._channel.close()  # the child's loop ends with it
-        try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._child.end()
         self._log.close()
 
     def __enter__(self) -> EngineProcess:
@@ -97,26 +68,14 @@ class EngineProcess:
         trace: TracebackType | None,
     ) -> None:
         if kind is not None:
-            self._process.kill()  # nobody waits for what it is doing
+            self._child.process.kill()  # nobody waits for what it is doing
         self.close()
 
     def _reply(self) -> Any:
-        try:
-            kind, value = self._channel.recv()
-        except (EOFError, ConnectionResetError):
-            status = self._process.wait(_STOP_SECONDS)
-            raise EngineDied(
-                f"an engine ended with status {status}; the end of its log:\n" + self._log_end()
-            ) from None
+        kind, value = self._child.receive("an engine")
         if kind == "refused":
             raise EngineRefused(value)
-        if kind == "failed":
-            raise EngineDied(f"an engine failed: {value}; the end of its log:\n{self._log_end()}")
         return value
-
-    def _log_end(self) -> str:
-        self._log.seek(0)
-        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-_SHOWN_LINES:])
 
 
 def serve(channel: Channel) -> None:
@@ -133,9 +92,6 @@ def serve(channel: Channel) -> None:
     except EngineRefused as error:
         channel.send(("refused", str(error)))
         return
-    except Exception as error:
-        channel.send(("failed", f"{type(error).__name__}: {error}"))
-        raise
     channel.send(("ready", str(engine.llm.llm_engine.model_config.dtype).removeprefix("torch.")))
     while True:
         try:
@@ -143,16 +99,7 @@ def serve(channel: Channel) -> None:
         except EOFError:
             engine.close()
             return
-        try:
-            start = time.perf_counter()
-            results = list(run_batch(prompts, engine, concurrency=concurrency, seed=seed))
-            seconds = time.perf_counter() - start
-        except Exception as error:
-            channel.send(("failed", f"{type(error).__name__}: {error}"))
-            raise
+        start = time.perf_counter()
+        results = list(run_batch(prompts, engine, concurrency=concurrency, seed=seed))
+        seconds = time.perf_counter() - start
         channel.send(("results", (results, seconds)))
-
-
-if __name__ == "__main__":
-    die_with(int(sys.argv[2]))
-    serve(Connection(int(sys.argv[1])))

@@ -1,36 +1,43 @@
-import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from support import jobs
 
-from vllm_medusa.offline.children import run_logged
+from vllm_medusa.job import JobFailed, Progress
+from vllm_medusa.offline.children import run_in_process
 
-# A command that says who it is, and what happened to it.
-SLEEPER = """
-import os, sys, time
-open(sys.argv[1], "w").write(str(os.getpid()))
-try:
-    time.sleep(60)
-except KeyboardInterrupt:
-    open(sys.argv[1] + ".interrupted", "w").close()
-    sys.exit(130)
-"""
 PARENT = """
 import signal, sys
 from pathlib import Path
-from vllm_medusa.offline.children import run_logged
+from support import jobs
+from vllm_medusa.offline.children import run_in_process
 signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell's background ignore it
 try:
-    run_logged([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), sys.stderr)
+    run_in_process(jobs.sleep, Path(sys.argv[1]), log=Path(sys.argv[2]))
 except KeyboardInterrupt:
     sys.exit(130)
 """
+
+
+class Heard(Progress):
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+    def warn(self, text: str) -> None:
+        self.said.append(text)
+
+    def at(self, *values: Any) -> None:
+        self.said.append(values)
 
 
 def wait_for(condition: object, seconds: float = 60) -> None:
@@ -45,13 +52,68 @@ def gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """A process that runs the sleeper, and the sleeper's process id."""
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def running(tmp_path: Path, log: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """A process that runs a job that sleeps, and the job's process id."""
     told = tmp_path / "pid"
-    command = [sys.executable, "-c", PARENT, SLEEPER, str(told), str(tmp_path / "log")]
-    process = subprocess.Popen(command)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen([sys.executable, "-c", PARENT, str(told), str(log)], env=environment)
     wait_for(lambda: told.exists() and told.read_text())
     return process, int(told.read_text())
+
+
+def test_a_job_gets_options_and_gives_its_result_back(log: Path) -> None:
+    heard = Heard()
+    options, command, pid = run_in_process(jobs.tell, {"a": 1}, heard, log=log, command=["b"])
+    assert (options, command) == ({"a": 1}, ["b"])
+    assert gone(pid)
+    assert heard.said == ["noted", "warned", ("texts", 1, 2, "half")]
+
+
+def test_all_that_it_says_is_behind_what_the_log_had(log: Path) -> None:
+    log.write_text("before\n")
+    run_in_process(jobs.tell, None, log=log)
+    lines = log.read_text().splitlines()
+    assert lines[0] == "before"
+    said = {"printed", "written", "by a child", "noted", "warning: warned"}
+    assert set(lines[1:]) == said
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(ValueError("no"), ValueError), (FileNotFoundError(2, "no", "x"), OSError)],
+)
+def test_errors_keep_kind_and_text(log: Path, error: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as raised:
+        run_in_process(jobs.fail, error, log=log)
+    assert str(raised.value) == str(error)
+    assert str(error) in log.read_text()
+
+
+def test_a_failure_keeps_its_status(log: Path) -> None:
+    with pytest.raises(JobFailed, match="mend it") as raised:
+        run_in_process(jobs.broken, "mend it", log=log)
+    assert raised.value.status == 3
+
+
+def test_a_fault_is_told_and_its_place_is_in_the_log(log: Path) -> None:
+    with pytest.raises(JobFailed, match="fail failed: RuntimeError: a fault"):
+        run_in_process(jobs.fail, RuntimeError("a fault"), log=log)
+    assert "in fail\n" in log.read_text()
+
+
+def test_a_process_that_dies_is_told_with_its_last_words(log: Path) -> None:
+    with pytest.raises(JobFailed, match=r"die ended with status -9;[^$]*the last words"):
+        run_in_process(jobs.die, signal.SIGKILL, log=log)
+
+
+def test_an_interrupted_job_interrupts_who_waits(log: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(jobs.die, signal.SIGINT, log=log)
 
 
 def test_a_killed_command_takes_its_child_along(
@@ -71,33 +133,3 @@ def test_an_interruption_reaches_the_child_which_may_end_well(
     assert process.wait(30) == 130
     assert gone(child)
     assert (tmp_path / "pid.interrupted").exists()
-
-
-def test_status_and_output_are_kept(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    shown = io.StringIO()
-    code = "import sys; print('said'); sys.stderr.write('warned'); sys.exit(3)"
-    assert run_logged([sys.executable, "-c", code], log, shown) == 3
-    assert sorted(log.read_text().replace("warned", "\nwarned").split()) == ["said", "warned"]
-    assert "said" in shown.getvalue()
-    assert run_logged([sys.executable, "-c", "print('again')"], log, shown) == 0
-    assert "said" in log.read_text()  # a later attempt is appended
-    assert "again" in log.read_text()
-
-
-def test_a_descendant_that_stays_does_not_hold_it_up(tmp_path: Path) -> None:
-    code = "import subprocess; print(subprocess.Popen(['sleep', '30']).pid)"
-    start = time.monotonic()
-    assert run_logged([sys.executable, "-c", code], tmp_path / "log", io.StringIO()) == 0
-    assert time.monotonic() - start < 20
-    os.kill(int((tmp_path / "log").read_text()), signal.SIGKILL)
-
-
-def test_on_a_terminal_the_child_has_one(tmp_path: Path) -> None:
-    reading, writing = os.openpty()
-    with os.fdopen(writing, "w") as shown:
-        code = "import sys; print(sys.stderr.isatty())"
-        assert run_logged([sys.executable, "-c", code], tmp_path / "log", shown) == 0
-        assert (tmp_path / "log").read_text().strip() == "True"
-        assert b"True" in os.read(reading, 100)
-    os.close(reading)

@@ -1,0 +1,49 @@
+"""Jobs for processes of their own: what they are asked for stands in their options."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.job import SILENT, JobFailed, Progress
+
+
+class Broken(JobFailed):
+    status = 3
+
+
+def tell(options: Any, progress: Progress = SILENT, *, command: Any = ()) -> Any:
+    """Say something on every way, return the options and what else was given."""
+    print("printed")
+    sys.stderr.write("written\n")
+    os.system("echo by a child")
+    progress.note("noted")
+    progress.warn("warned")
+    progress.at("texts", 1, 2, "half")
+    return options, command, os.getpid()
+
+
+def fail(options: Exception, progress: Progress = SILENT) -> None:
+    raise options
+
+
+def broken(options: str, progress: Progress = SILENT) -> None:
+    raise Broken(options)
+
+
+def die(options: int, progress: Progress = SILENT) -> None:
+    """End by a signal."""
+    print("the last words", flush=True)
+    os.kill(os.getpid(), options)
+    time.sleep(60)
+
+
+def sleep(options: Path, progress: Progress = SILENT) -> None:
+    """Say who this is, and what happened to it."""
+    options.write_text(str(os.getpid()))
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        options.with_suffix(".interrupted").touch()
+        raise
