@@ -29,7 +29,7 @@ demo: setup $(DEMO)/target/config.json  ## plain vLLM and tree Medusa on the rep
 
 $(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safetensors Makefile | setup
 	@rm -rf $(DEMO)
-	@$(BIN)/python -m benchmarks.enlarge demo/target $(DEMO) --heads demo/heads \
+	@$(BIN)/python -m benchmarks enlarge demo/target $(DEMO) --heads demo/heads \
 		--num-layers 12 --intermediate-size 8192
 
 test: setup lint  ## all checks: ruff, mypy, the whole test suite

@@ -1,1 +1,1 @@
-"""Measurements of tree Medusa on a real vLLM: run them with `python -m benchmarks.<name>`."""
+"""What the package is measured with: `python -m benchmarks CASE`, see `benchmarks.runner`."""

@@ -1,26 +1,65 @@
-"""What is compared: ways to decode with the same target, each an engine in its own process.
-
-Engines are long-lived and only one works at a time, so that two arms can take turns on the same
-machine and whatever slows it down slows both. They run in-process (no engine-core process beside
-the worker): with two cores, a third busy process would take time from whichever arm is measured.
-"""
+"""What is compared: ways to decode with the same target, each an engine in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-OPENMP_LIBRARIES = {"iomp": "libiomp5.so"}  # from the package intel-openmp, beside Python's own
+from benchmarks.case import ROOT
+from vllm_medusa.offline.engine import EngineSettings, Sampling
+from vllm_medusa.offline.process import EngineProcess
+from vllm_medusa.offline.prompts import Prompt, read_prompts
+from vllm_medusa.options import AtLeastZero, Dtype, FromZero, Options, Positive, option, required
+
+_OPENMP = "libiomp5.so"  # Intel's, which vLLM recommends: from intel-openmp, beside Python's own
+_KV_BYTES = 1 << 30
 
 
-class ArmError(RuntimeError):
-    """An engine that failed to start or died; the message holds the end of its log."""
+class ArmOptions(Options):
+    """What all arms have in common."""
+
+    target: Path = required("folder of the target", positional=True)
+    heads: Path = required("folder of its heads", positional=True)
+    tree: Path | None = option(
+        None, "JSON of `vllm-medusa tree --output`, or paths, best first; absent: the heads' own"
+    )
+    prompt_file: Path = option(ROOT / "demo" / "prompts.jsonl", shown="demo/prompts.jsonl")
+    prompts: Positive = option(8, "so many of them")
+    max_tokens: Positive = option(64, "of each answer")
+    batch: Positive = option(1, "requests at a time")
+    temperatures: tuple[AtLeastZero, ...] = option((0.0, 0.8))
+    dtype: Dtype = option("bfloat16")
+    max_model_len: Positive = option(512)
+    cores: tuple[FromZero, ...] = option((0, 1), "core ids, on CPUs")
+    openmp: Literal["iomp", "gomp"] = option("iomp", "Intel's OpenMP, or the one of PyTorch")
+    eager: bool = option(False, "no torch.compile")
+
+    def read_prompts(self) -> list[Prompt]:
+        """The first prompts of the file; raises ValueError for a line that is not a prompt."""
+        found = []
+        for prompt in read_prompts(self.prompt_file):
+            if not isinstance(prompt, Prompt):
+                raise ValueError(f"{self.prompt_file}, line {prompt.line}: {prompt.reason}")
+            found.append(prompt)
+            if len(found) == self.prompts:
+                break
+        return found
+
+    def paths(self) -> list[list[int]]:
+        """The tree, best nodes first; empty if the heads bring none."""
+        file = self.tree or self.heads / "config.json"
+        document = json.loads(file.read_text(encoding="utf-8"))
+        found: list[list[int]] = (
+            document.get("tree") or [] if isinstance(document, dict) else document
+        )
+        return found
 
 
 @dataclass(frozen=True)
@@ -28,162 +67,117 @@ class Arm:
     """One way to decode."""
 
     name: str
-    kind: str  # "plain", "ours", "stock" or "ngram"
+    kind: Literal["plain", "ours", "stock"]
     num_draft_tokens: int = 0
-    speculative_config: dict[str, Any] | None = None
-
-    @property
-    def keeps_seeds(self) -> bool:
-        """Whether a seeded request must get plain vLLM's tokens.
-
-        vLLM's own rejection sampling keeps the distribution but draws other random numbers.
-        """
-        return self.kind in ("plain", "ours")
+    speculative_config: Mapping[str, Any] | None = None
 
 
 PLAIN = Arm("plain", "plain")
 
 
-def our_arms(
-    heads: str, depths: Sequence[int], tree: list[list[int]], sizes: Sequence[int]
-) -> list[Arm]:
-    """Chains of the given depths, and the first so many nodes of a best-first tree."""
-    base = {"method": "medusa", "model": heads}
-    chains = [Arm(f"chain {d}", "ours", d, base | {"tree": {"chain": d}}) for d in depths]
-    trees = [
-        Arm(f"tree {n}", "ours", n, base | {"tree": tree[:n]}) for n in sizes if n <= len(tree)
-    ]
-    return chains + trees
+def tree_arm(options: ArmOptions, nodes: int) -> Arm | None:
+    """The first so many nodes of the tree; None if it has fewer."""
+    paths = options.paths()
+    config = {"method": "medusa", "model": str(options.heads.absolute()), "tree": paths[:nodes]}
+    return Arm(f"tree {nodes}", "ours", nodes, config) if nodes <= len(paths) else None
 
 
-def vllm_arms(heads: str, depths: Sequence[int], ngrams: Sequence[int]) -> list[Arm]:
-    """VLLM's own speculation: its Medusa chain on the same heads, and n-gram lookup."""
-    stock = [
-        Arm(
-            f"vLLM chain {d}",
-            "stock",
-            d,
-            {"method": "medusa", "model": heads, "num_speculative_tokens": d},
-        )
-        for d in depths
-    ]
-    lookup = [
-        Arm(
-            f"n-gram {n}",
-            "ngram",
-            n,
-            {
-                "method": "ngram",
-                "num_speculative_tokens": n,
-                "prompt_lookup_min": 2,
-                "prompt_lookup_max": 4,
-            },
-        )
-        for n in ngrams
-    ]
-    return stock + lookup
+def chain_arm(options: ArmOptions, depth: int) -> Arm:
+    """A tree of a single spine, through our engine."""
+    config = {"method": "medusa", "model": str(options.heads.absolute()), "tree": {"chain": depth}}
+    return Arm(f"chain {depth}, ours", "ours", depth, config)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """How every engine uses the machine."""
-
-    cores: tuple[int, ...]
-    openmp: str = "iomp"  # "iomp" (Intel's, what vLLM recommends) or "gomp" (what PyTorch ships)
-    multiprocessing: bool = False
-    kv_space_gb: int = 1
-
-    def environment(self, arm: Arm) -> dict[str, str]:
-        """The environment of an arm's process.
-
-        The binding is what vLLM's own multiprocess executor sets for its workers; in-process
-        engines get none unless it is there from the start.
-        """
-        env = dict(os.environ)
-        ids = ",".join(map(str, self.cores))
-        env |= {
-            "OMP_NUM_THREADS": str(len(self.cores)),
-            "VLLM_CPU_OMP_THREADS_BIND": ids,
-            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_space_gb),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(self.multiprocessing)),
-            "VLLM_PLUGINS": "medusa" if arm.kind == "ours" else "none",
-            "VLLM_LOGGING_LEVEL": env.get("VLLM_LOGGING_LEVEL", "WARNING"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        if self.openmp == "iomp":
-            library = Path(sys.prefix) / "lib" / OPENMP_LIBRARIES["iomp"]
-            if not library.exists():
-                raise ArmError(
-                    f"there is no {library.name} beside this Python: install intel-openmp or "
-                    "choose --openmp gomp"
-                )
-            env["LD_PRELOAD"] = (
-                f"{library}:{env['LD_PRELOAD']}" if "LD_PRELOAD" in env else str(library)
-            )
-            env["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{ids}]"
-            env["KMP_BLOCKTIME"] = "5"
-            env["KMP_TPAUSE"] = "0"
-        else:
-            env["GOMP_CPU_AFFINITY"] = " ".join(map(str, self.cores))
-        return env
+def stock_arm(options: ArmOptions, depth: int) -> Arm:
+    """VLLM's own Medusa chain on the same heads, without this package."""
+    model = str(options.heads.absolute())
+    config = {"method": "medusa", "model": model, "num_speculative_tokens": depth}
+    return Arm(f"chain {depth}, vLLM's", "stock", depth, config)
 
 
-class ArmProcess:
-    """A started arm; use it as a context manager."""
+def ngram_arm(tokens: int) -> Arm:
+    """VLLM's n-gram lookup."""
+    config = {"method": "ngram", "num_speculative_tokens": tokens}
+    return Arm(
+        f"n-gram {tokens}, vLLM's",
+        "stock",
+        tokens,
+        config | {"prompt_lookup_min": 2, "prompt_lookup_max": 4},
+    )
 
-    def __init__(self, arm: Arm, settings: dict[str, Any], machine: Machine, log: Path) -> None:
-        self.arm = arm
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.engine_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=machine.environment(arm),
-                text=True,
-            )
-        if arm.speculative_config is not None:
-            settings = settings | {"speculative_config": arm.speculative_config}
-        self._send(settings)
-        self.startup: dict[str, Any] = self._reply()
 
-    def ask(self, op: str, **arguments: Any) -> Any:
-        """Sends a command of `benchmarks.engine_process` and waits for its reply."""
-        self._send({"op": op, **arguments})
-        return self._reply()
+def chosen(arms: list[Arm | None], only: str | None) -> list[Arm]:
+    """Those that there are and whose name matches a regular expression."""
+    return [arm for arm in arms if arm is not None and re.search(only or "", arm.name)]
 
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise self._died() from None
 
-    def _reply(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise self._died()
-        return json.loads(line)
+def settings(arm: Arm, options: ArmOptions) -> EngineSettings:
+    """The engine of an arm."""
+    requests = max(8, options.batch)
+    arguments = {
+        "max_num_seqs": requests,
+        # prompts are never split (vLLM on CPU can't chunk seeded ones), trees always fit
+        "max_num_batched_tokens": options.max_model_len * requests,
+        "enable_prefix_caching": False,  # the same prompts come again and again
+        "enforce_eager": options.eager,
+        "kv_cache_memory_bytes": _KV_BYTES,
+    }
+    return EngineSettings(
+        str(options.target.absolute()),
+        arm.speculative_config,
+        options.dtype,
+        options.max_model_len,
+        arguments,
+    )
 
-    def _died(self) -> ArmError:
-        tail = "\n".join(self.log.read_text().splitlines()[-25:])
-        return ArmError(f"the engine of arm {self.arm.name!r} died; the end of its log:\n{tail}")
 
-    def __enter__(self) -> ArmProcess:
-        return self
+def sampling(options: ArmOptions, temperature: float) -> Sampling:
+    """Of all requests."""
+    return Sampling(max_tokens=options.max_tokens, temperature=temperature)
 
-    def __exit__(self, *exc: object) -> None:
-        if self.process.stdin is not None:
-            self.process.stdin.close()  # ends the child's loop
-        try:
-            self.process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+
+@contextmanager
+def engine(arm: Arm, options: ArmOptions, temperature: float) -> Iterator[EngineProcess]:
+    """An arm's engine, started."""
+    with environment(arm, options):
+        process = EngineProcess(settings(arm, options), sampling(options, temperature))
+    with process:
+        yield process
+
+
+@contextmanager
+def environment(arm: Arm, options: ArmOptions) -> Iterator[None]:
+    """What processes that are started inside find in their environment.
+
+    On CPUs the binding to cores is what vLLM's own multiprocess executor sets for its workers;
+    engines in one process get none unless it is there from the start.
+
+    Raises:
+        ValueError: Intel's OpenMP is not installed.
+
+    """
+    import torch
+
+    kept = dict(os.environ)
+    plugin = "medusa" if arm.kind == "ours" else "none"
+    os.environ |= {"VLLM_PLUGINS": plugin, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if not torch.accelerator.is_available():
+        os.environ |= _binding(options)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def _binding(options: ArmOptions) -> dict[str, str]:
+    ids = ",".join(map(str, options.cores))
+    bound = {"OMP_NUM_THREADS": str(len(options.cores)), "VLLM_CPU_OMP_THREADS_BIND": ids}
+    if options.openmp == "gomp":
+        return bound | {"GOMP_CPU_AFFINITY": ids.replace(",", " ")}
+    library = Path(sys.prefix) / "lib" / _OPENMP
+    if not library.exists():
+        raise ValueError(f"{library} is not there: install intel-openmp, or use --openmp gomp")
+    bound["LD_PRELOAD"] = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
+    bound["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{ids}]"
+    return bound | {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}

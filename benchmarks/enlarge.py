@@ -25,7 +25,6 @@ zeros as for anything else; random values merely leave no doubt about it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -37,6 +36,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+from benchmarks.case import Case, Row
+from vllm_medusa.files import write_json
+from vllm_medusa.job import Progress
+from vllm_medusa.options import Options, Positive, option, required
 
 SUPPORTED = ("LlamaForCausalLM",)
 TOKENIZER_FILES = (
@@ -225,32 +229,37 @@ def enlarge_target(source: Path, destination: Path, big: Shape = BIG) -> int:
     tensors = dict(enlarger.tensors(read_checkpoint(source)))
     destination.mkdir(parents=True, exist_ok=True)
     save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
-    (destination / "config.json").write_text(json.dumps(enlarger.big_config(), indent=2) + "\n")
+    write_json(destination / "config.json", enlarger.big_config())
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, destination / name)
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def main() -> None:
-    """Command line: enlarges a target and, when given, its heads."""
+class EnlargeOptions(Options):
+    """The small model, where the large one goes, and its shape."""
+
+    target: Path = required("folder of the small model", positional=True)
+    output: Path = required("folder for target/ and heads/", positional=True)
+    heads: Path | None = option(None, "folder of its Medusa heads")
+    hidden_size: Positive = option(BIG.hidden_size)
+    intermediate_size: Positive = option(BIG.intermediate_size)
+    num_layers: Positive = option(BIG.num_layers)
+    num_heads: Positive = option(BIG.num_heads)
+    num_kv_heads: Positive = option(BIG.num_kv_heads)
+
+
+def run(options: EnlargeOptions, progress: Progress) -> Iterator[Row]:
+    """A row for the target and, when given, its heads."""
     from benchmarks.enlarge_heads import enlarge_heads
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("target", type=Path, help="folder of the small model")
-    parser.add_argument("output", type=Path, help="folder for target/ and heads/")
-    parser.add_argument("--heads", type=Path, help="folder of its Medusa heads")
-    for name, value in vars(BIG).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    arguments = parser.parse_args()
-    big = Shape(**{name: getattr(arguments, name) for name in Shape.__dataclass_fields__})
-    count = enlarge_target(arguments.target, arguments.output / "target", big)
-    print(f"target: {count / 1e6:.0f}M parameters in {arguments.output / 'target'}")
-    if arguments.heads is not None:
-        destination = arguments.output / "heads"
-        count = enlarge_heads(arguments.heads, arguments.target, destination, big.hidden_size)
-        print(f"heads: {count / 1e6:.0f}M parameters in {destination}")
+    big = Shape(**{name: getattr(options, name) for name in Shape.__dataclass_fields__})
+    count = enlarge_target(options.target, options.output / "target", big)
+    yield Row({"name": "target"}, {"millions": count / 1e6}, right=True)
+    if options.heads is not None:
+        destination = options.output / "heads"
+        count = enlarge_heads(options.heads, options.target, destination, big.hidden_size)
+        yield Row({"name": "heads"}, {"millions": count / 1e6}, right=True)
 
 
-if __name__ == "__main__":
-    main()
+CASE = Case(EnlargeOptions, run, {"name": ("made", ""), "millions": ("million parameters", ".0f")})

@@ -39,13 +39,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.case import ROOT
 from benchmarks.gpu.cases import Record, plain
 from benchmarks.gpu.child import PARTS, part_cases
 from benchmarks.gpu.isolation import Limits, run_isolated
 from benchmarks.gpu.machine import NO_GPU, describe_host
 from benchmarks.gpu.report import markdown, plot
 from benchmarks.gpu.verdicts import verdicts
-from benchmarks.report import ROOT, write_json
+from vllm_medusa.files import write_json
 
 SCHEMA = 1
 NEEDED = 10.0  # seconds that writing and ending take
@@ -199,6 +200,7 @@ class Check:
         if self.folder is None:
             return
         document = plain(self.document)
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "gpu_check.json", document)
         if plots:
             (self.folder / "gpu_check.md").write_text(markdown(document), encoding="utf-8")

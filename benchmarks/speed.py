@@ -1,212 +1,157 @@
-"""Speed of tree Medusa against plain vLLM, vLLM's own Medusa chain and n-gram speculation.
+"""Speed of tree Medusa, of vLLM's own Medusa chain and of n-grams, each beside plain vLLM.
 
-    python -m benchmarks.enlarge demo/target BIG --heads demo/heads
+    python -m benchmarks enlarge demo/target BIG --heads demo/heads
     vllm-medusa tree HEADS --num-draft-tokens 63 --output BIG/tree.json  # demo/heads, calibrated
-    python -m benchmarks.speed BIG/target BIG/heads --tree BIG/tree.json
+    python -m benchmarks speed BIG/target BIG/heads --tree BIG/tree.json
 
 Every arm takes turns with plain vLLM on the same prompts, so that what disturbs the machine
-disturbs both; a ratio belongs to one such pair. Before any of it the arm's tokens are compared with
-plain vLLM's, and an arm with wrong tokens gets no speed and makes the command fail.
+disturbs both; the ratio is of throughputs, prefills included. The arm's tokens have to be plain's
+in every round; seeded sampling included, of which vLLM's own speculation draws other numbers.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import sys
-import tempfile
-import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from tqdm import tqdm
+from benchmarks.arms import (
+    PLAIN,
+    Arm,
+    ArmOptions,
+    chain_arm,
+    chosen,
+    engine,
+    ngram_arm,
+    stock_arm,
+    tree_arm,
+)
+from benchmarks.case import Case, Row, attempt
+from vllm_medusa.job import Progress
+from vllm_medusa.offline.budgets import measure
+from vllm_medusa.offline.process import EngineProcess
+from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.options import Positive, option
 
-from benchmarks.arms import PLAIN, Arm, ArmProcess, Machine, our_arms, vllm_arms
-from benchmarks.gate import Gate, compare
-from benchmarks.measure import Comparison, Run
-from benchmarks.prompts import load_prompts
-from benchmarks.report import ROOT, describe_machine, markdown, mode_name, plot, write_json
+SEED = 0
+NO_BASELINE = "no baseline when sampling, see below"
+WHY = (
+    "vLLM's own speculation has no figures at temperatures above 0. On CPUs the rejection sampler "
+    "of vLLM 0.32 is wrong in every batch that holds a sampled request, without this plugin too: "
+    "greedy neighbours get wrong tokens as well, and hardly a draft is accepted (tau 1.00). "
+    "Elsewhere it draws other random numbers than plain vLLM, so its tokens can't be compared. The "
+    "same heads' chain through our engine stands beside it."
+)
 
-TREE_SIZES = (4, 7, 10, 14, 22, 32, 63)
-QUICK = {"prompts": 4, "max_tokens": 48, "repeats": 2, "only": "^(chain 3|tree (7|14)|vLLM.*)$"}
+
+class SpeedOptions(ArmOptions):
+    """What is measured."""
+
+    chain_depths: tuple[Positive, ...] = option((2, 3, 4, 5), "chains through our engine")
+    stock_depths: tuple[Positive, ...] = option((2, 5), "vLLM's own chain, and ours beside it")
+    tree_sizes: tuple[Positive, ...] = option((4, 7, 10, 14, 22, 32, 63), "draft nodes")
+    ngrams: tuple[Positive, ...] = option((5,), "tokens of vLLM's n-gram lookup")
+    only: str | None = option(None, "regular expression of the arms' names")
+    repeats: Positive = option(3, "rounds of each arm in turn with plain vLLM")
 
 
-class Benchmark:
-    """The prompts, plain vLLM's engine and its outputs, which every arm is compared with."""
+def arms(options: SpeedOptions) -> list[Arm]:
+    """Those asked for; each of vLLM's chains behind ours of the same depth."""
+    depths = sorted({*options.chain_depths, *options.stock_depths})
+    found: list[Arm | None] = []
+    for depth in depths:
+        found.append(chain_arm(options, depth))
+        if depth in options.stock_depths:
+            found.append(stock_arm(options, depth))
+    found += [tree_arm(options, nodes) for nodes in options.tree_sizes]
+    found += [ngram_arm(tokens) for tokens in options.ngrams]
+    return chosen(found, options.only)
 
-    def __init__(
-        self, plain: ArmProcess, prompts: list[list[int]], arguments: argparse.Namespace, vocab: int
-    ) -> None:
-        self.plain = plain
-        self.prompts = prompts
-        self.arguments = arguments
-        self.vocab = vocab
-        self.want = {t: self._run(plain, t)["outputs"] for t in arguments.temperatures}
 
-    def measure(self, arm: ArmProcess, temperature: float) -> dict[str, Any]:
-        """Checks and then times one arm at one temperature."""
-        outputs = self._run(arm, temperature)["outputs"]  # also warms every shape up
-        gate = self._gate(arm.arm, temperature, outputs)
-        row = {
-            "arm": arm.arm.name,
-            "kind": arm.arm.kind,
-            "num_draft_tokens": arm.arm.num_draft_tokens,
-            "temperature": temperature,
-            "gate": gate.to_dict(),
-            "startup": arm.startup,
-        }
-        if not gate.green:
-            return row
-        plain_runs, arm_runs = [], []
-        name = f"{arm.arm.name}, {mode_name(temperature)}"
-        for _ in tqdm(range(self.arguments.repeats), desc=name, unit="pair"):
-            plain_runs.append(Run.of(self._run(self.plain, temperature)["steps"]))
-            arm_runs.append(Run.of(self._run(arm, temperature)["steps"]))
-        return row | Comparison(tuple(plain_runs), tuple(arm_runs)).summary()
+def run(options: SpeedOptions, progress: Progress) -> Iterator[Row]:
+    """A row for each arm and temperature."""
+    prompts = options.read_prompts()
+    for temperature in options.temperatures:
+        with engine(PLAIN, options, temperature) as plain:
+            for arm in arms(options):
+                what = {
+                    "name": f"{arm.name}, T {temperature:g}",
+                    "temperature": temperature,
+                    "arm": arm.name,
+                    "nodes": arm.num_draft_tokens,
+                }
+                if arm.kind == "stock" and temperature > 0:
+                    yield Row(what, note=NO_BASELINE)
+                    continue
+                progress.note(f"{what['name']}: starting")
+                yield attempt(
+                    what,
+                    lambda w=what, a=arm: _measure(w, a, plain, prompts, options),  # type: ignore[misc]
+                )
 
-    def _run(self, process: ArmProcess, temperature: float) -> dict[str, Any]:
-        return process.ask(
-            "run",
-            prompts=self.prompts,
-            temperature=temperature,
-            max_tokens=self.arguments.max_tokens,
-            batch=self.arguments.batch,
+
+def _measure(
+    what: dict[str, Any],
+    arm: Arm,
+    plain: EngineProcess,
+    prompts: list[Prompt],
+    options: SpeedOptions,
+) -> Row:
+    temperature = what["temperature"]
+    with engine(arm, options, temperature) as process:
+        budget = measure(
+            plain,
+            process,
+            arm.num_draft_tokens,
+            prompts,
+            concurrency=options.batch,
+            seed=SEED if temperature > 0 else None,
+            rounds=options.repeats,
         )
-
-    def _gate(self, arm: Arm, temperature: float, outputs: list[list[int]]) -> Gate:
-        if temperature > 0 and not arm.keeps_seeds:
-            return Gate(len(self.prompts), (), checked=False)
-        want = self.want[temperature]
-        return compare(
-            self.prompts,
-            want,
-            outputs,
-            temperature,
-            self.vocab,
-            lambda rows: self.plain.ask("score", rows=rows),
+    found = budget.to_dict()
+    numbers = found | {
+        "step_ms": _step_ms(budget.comparison.candidate, options.batch),
+        "plain_step_ms": _step_ms(budget.comparison.baseline, options.batch),
+        "least_and_most": [min(found["ratios"]), max(found["ratios"])],
+    }
+    reason = ""
+    if not found["identical"]:
+        first = found["differences"][0]
+        reason = (
+            f"{found['differing_requests']} of {found['requests']} answers differ from plain "
+            f"vLLM's, first {first['request_id']} at token {first['position']}"
         )
+    return Row(what, numbers, right=found["identical"], failed=reason)
 
 
-def parse() -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("target", type=Path)
-    parser.add_argument("heads", type=Path)
-    parser.add_argument("--tree", type=Path, help="JSON of `vllm-medusa tree --output`, or paths")
-    parser.add_argument("--prompt-file", type=Path, default=ROOT / "demo" / "prompts.jsonl")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--max-prompt-tokens", type=int, default=384)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1, help="requests at a time")
-    parser.add_argument("--repeats", type=int, default=3, help="pairs per arm and temperature")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--cores", type=int, nargs="+", default=[0, 1], help="core ids")
-    parser.add_argument("--openmp", choices=["iomp", "gomp"], default="iomp")
-    parser.add_argument("--multiprocessing", action="store_true", help="vLLM's engine-core process")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile")
-    parser.add_argument("--chain-depths", type=int, nargs="*", default=[2, 3, 4, 5])
-    parser.add_argument("--tree-sizes", type=int, nargs="*", default=list(TREE_SIZES))
-    parser.add_argument("--stock-depths", type=int, nargs="*", default=[2, 5])
-    parser.add_argument("--ngrams", type=int, nargs="*", default=[5])
-    parser.add_argument("--only", help="regular expression of the arms' names")
-    parser.add_argument("--minutes", type=float, help="start no further arm after this long")
-    parser.add_argument("--quick", action="store_true", help=f"few minutes: {QUICK}")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "speed")
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "speed-logs")
-    given = parser.parse_args()
-    if given.quick:
-        asked = {key for key in QUICK if f"--{key.replace('_', '-')}" in sys.argv}
-        vars(given).update({key: value for key, value in QUICK.items() if key not in asked})
-    return given
+def _step_ms(timed: Any, batch: int) -> float:
+    """Milliseconds of a step, prefills included; each of the batch has its part in it."""
+    answers = timed.acceptance.steps + len(timed.results) * len(timed.rates)
+    return 1e3 * float(timed.seconds) * batch / answers if answers else 0.0
 
 
-def choose_arms(arguments: argparse.Namespace) -> tuple[list[Arm], list[list[int]]]:
-    """The arms to run and the best-first tree they are cut from."""
-    tree: list[list[int]] = []
-    if arguments.tree is not None:
-        document = json.loads(arguments.tree.read_text())
-        tree = document["tree"] if isinstance(document, dict) else document
-    heads = str(arguments.heads.absolute())
-    arms = our_arms(heads, arguments.chain_depths, tree, arguments.tree_sizes)
-    arms += vllm_arms(heads, arguments.stock_depths, arguments.ngrams)
-    return [arm for arm in arms if re.search(arguments.only or "", arm.name)], tree
-
-
-def setting_of(arguments: argparse.Namespace, num_prompts: int) -> dict[str, Any]:
-    """What the report says about how it was measured; no paths of this machine."""
-    from safetensors import safe_open
-
-    parameters = 0
-    for path in arguments.target.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                size = 1
-                for length in file.get_slice(name).get_shape():
-                    size *= length
-                parameters += size
-    keys = ("dtype", "batch", "max_tokens", "repeats", "temperatures", "openmp", "multiprocessing")
-    return {key: getattr(arguments, key) for key in keys} | {
-        "target_parameters": parameters,
-        "cores": len(arguments.cores),
-        "compiled": not arguments.eager,
-        "prompt_file": arguments.prompt_file.name,
-        "prompts": num_prompts,
-        "max_prompt_tokens": arguments.max_prompt_tokens,
-    }
-
-
-def main() -> int:
-    """Runs the benchmark; 1 if an arm's tokens were wrong."""
-    from transformers import AutoTokenizer
-
-    arguments = parse()
-    started = time.monotonic()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    prompts = load_prompts(
-        arguments.prompt_file, tokenizer, 0, arguments.prompts, arguments.max_prompt_tokens
-    )
-    arms, tree = choose_arms(arguments)
-    max_model_len = arguments.max_prompt_tokens + arguments.max_tokens + 32
-    settings = {
-        "model": str(arguments.target.absolute()),
-        "dtype": arguments.dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max(8, arguments.batch),
-        # prompts are never split (vLLM on CPU can't chunk seeded ones), trees always fit
-        "max_num_batched_tokens": max(max_model_len, 64) * max(8, arguments.batch),
-        "enable_prefix_caching": False,  # the same prompts come again and again
-        "enforce_eager": arguments.eager,
-        "seed": 0,
-    }
-    machine = Machine(tuple(arguments.cores), arguments.openmp, arguments.multiprocessing)
-    document: dict[str, Any] = {
-        "command": "python -m benchmarks.speed "
-        + " ".join(Path(a).name if "/" in a else a for a in sys.argv[1:]),
-        "machine": describe_machine(),
-        "setting": setting_of(arguments, len(prompts)),
-        "tree": tree,
-        "rows": [],
-    }
-    vocab = json.loads((arguments.target / "config.json").read_text())["vocab_size"]
-    with ArmProcess(PLAIN, settings, machine, arguments.logs / "plain.log") as plain:
-        benchmark = Benchmark(plain, prompts, arguments, vocab)
-        for arm in tqdm(arms, desc="arms", unit="arm"):
-            if arguments.minutes and time.monotonic() - started > 60 * arguments.minutes:
-                tqdm.write(f"time is up: {arm.name} and what follows were not measured")
-                break
-            log = arguments.logs / f"{arm.name.replace(' ', '-')}.log"
-            with ArmProcess(arm, settings, machine, log) as process:
-                for temperature in arguments.temperatures:
-                    document["rows"].append(benchmark.measure(process, temperature))
-            write_json(arguments.output.with_suffix(".json"), document)
-    text = markdown(document)
-    arguments.output.with_suffix(".md").write_text(text)
-    plot(document, arguments.output.with_suffix(".png"))
-    print(text)
-    return 0 if all(row["gate"]["green"] for row in document["rows"]) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+CASE = Case(
+    SpeedOptions,
+    run,
+    {
+        "temperature": ("T", "g"),
+        "arm": ("arm", ""),
+        "nodes": ("draft nodes", ""),
+        "tau": ("tau", ".2f"),
+        "step_ms": ("ms a step", ".1f"),
+        "plain_step_ms": ("plain's", ".1f"),
+        "tokens_per_second": ("tokens/s", ".1f"),
+        "ratio": ("ratio to plain", ".2f"),
+        "least_and_most": ("least, most", ".2f"),
+        "requests": ("answers equal to plain's", ""),
+    },
+    quick={
+        "prompts": 4,
+        "max_tokens": 48,
+        "repeats": 2,
+        "chain_depths": (3,),
+        "stock_depths": (5,),
+        "tree_sizes": (7, 14),
+    },
+    bars=("ratio", "tau"),
+    text=lambda rows: WHY if any(row.get("note") == NO_BASELINE for row in rows) else "",
+)

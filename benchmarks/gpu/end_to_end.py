@@ -20,8 +20,8 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+from benchmarks.case import ROOT
 from benchmarks.gpu.cases import Case, Lab, NotHere, Record
-from benchmarks.report import ROOT
 
 PROMPTS = 8
 TOKENS = 96

@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.case import ROOT
 from benchmarks.gpu.cases import Case, Lab, NotHere, Record
-from benchmarks.report import ROOT, describe_machine
+from benchmarks.report import describe
 
 NO_GPU = "torch finds no CUDA GPU"
 
@@ -102,7 +103,7 @@ def _torch(lab: Lab) -> Any:
 
 def describe_host(commit: str | None) -> Record:
     """Processor, versions, commit; and a digest of the sources, for a copy without git."""
-    host = describe_machine()
+    host = describe()
     if commit:
         host["commit"] = commit
     return host | {"sources": sources_digest(ROOT)}

@@ -1,81 +1,152 @@
-"""The speed benchmark's own arithmetic: gate, measures, spans, arms, report."""
+"""The benchmarks of engines: what may be reported, and the arithmetic of the parts of a step."""
 
-import math
-import sys
+from __future__ import annotations
+
+import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
+from support.fake_engine import FakeEngine
 
-from benchmarks.arms import PLAIN, ArmError, ArmProcess, Machine, our_arms, vllm_arms
-from benchmarks.gate import NEAR_TIE, Gate, compare, flip_gap
-from benchmarks.measure import Comparison, Run
-from benchmarks.profile_step import average_parts, summarise
-from benchmarks.report import markdown, plot
+from benchmarks import arms, profile, speed
+from benchmarks.arms import PLAIN
+from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarise
 from benchmarks.spans import Spans
-from vllm_medusa.sampler import draw_splitmix
+from benchmarks.speed import NO_BASELINE, SpeedOptions
+from vllm_medusa.job import SILENT
+from vllm_medusa.offline.batch import run_batch
+from vllm_medusa.offline.process import EngineDied
 
-V = 50
-
-
-def fixed_scores(scores):
-    return lambda rows: [scores[row[-1]] for row in rows]
-
-
-@pytest.mark.parametrize(("gap", "green"), [(NEAR_TIE / 2, True), (NEAR_TIE * 2, False)])
-def test_gate_lets_near_ties_pass_only(gap, green):
-    score = fixed_scores({7: -1.0, 8: -1.0 - gap})
-    gate = compare([[1], [2]], [[5, 7, 3], [4]], [[5, 8, 9], [4]], 0.0, V, score)
-    (difference,) = gate.differences
-    assert (difference.prompt, difference.position) == (0, 1)
-    assert difference.gap == pytest.approx(gap)
-    assert gate.green is green
-    assert gate.to_dict()["text"].startswith("1/2 identical")
+ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("got", [[5], [5, 7, 3, 1]])
-def test_gate_is_red_when_an_output_stops_early_or_late(got):
-    gate = compare([[1]], [[5, 7, 3]], [got], 0.0, V, fixed_scores({}))
-    assert not gate.green
-    assert math.isinf(gate.differences[0].gap)
+@pytest.fixture
+def options(tmp_path: Path) -> SpeedOptions:
+    (tmp_path / "heads").mkdir()
+    config = {"tree": [[0], [1], [0, 0]]}
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
+    return SpeedOptions(
+        target=ROOT / "demo" / "target",
+        heads=tmp_path / "heads",
+        chain_depths=(3,),
+        stock_depths=(2,),
+        tree_sizes=(2, 9),
+        prompts=3,
+        repeats=2,
+    )
 
 
-def test_gate_of_equal_outputs():
-    gate = compare([[1]], [[5, 7]], [[5, 7]], 0.0, V, fixed_scores({}))
-    assert gate.green
-    assert str(gate) == "1/1 identical"
-    assert str(Gate(1, (), checked=False)) == "not comparable"
+class Process:
+    """In the place of `EngineProcess`: ``like`` maps a speculative config to a fake engine."""
+
+    def __init__(self, like: Any) -> None:
+        self.like = like
+        self.temperatures: list[float] = []
+
+    def __call__(self, settings: Any, sampling: Any) -> Any:
+        self.temperatures.append(sampling.temperature)
+        engine = self.like(settings.speculative_config)
+
+        def run(prompts: Any, concurrency: int, seed: int | None) -> Any:
+            return list(run_batch(prompts, engine(), concurrency=concurrency, seed=seed)), 1.0
+
+        return Started(run)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_flip_gap_is_where_the_seeded_draw_changes(seed):
-    """Just below the gap the draw is a, just above it is b, on the request's own noise."""
-    temperature, position, log_a, log_b = 0.8, seed, -0.5, -2.0
-    gap = flip_gap(3, 9, log_a, log_b, temperature, seed, position, V)
+class Started:
+    def __init__(self, run: Any) -> None:
+        self.run = run
 
-    def drawn(shift):
-        logits = torch.full((V,), -torch.inf)
-        logits[3], logits[9] = log_a / temperature, (log_b + shift) / temperature
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(position):
-            draw_splitmix(torch.zeros(V), generator)
-        return int(draw_splitmix(logits, generator))
+    def __enter__(self) -> Any:
+        return self
 
-    assert drawn(gap + 1e-3) == 9
-    assert gap == 0 or drawn(gap - 1e-3) == 3
+    def __exit__(self, *_: object) -> None: ...
 
 
-def test_run_separates_prefill_from_decoding():
-    steps = [[0.5, 1, 1, True], [0.1, 3, 1, False], [0.2, 1, 1, False], [0.1, 0, 0, False]]
-    run = Run.of(steps)
-    assert run.seconds == pytest.approx(0.9)
-    assert (run.tokens, run.decode_tokens, run.decode_emissions) == (5, 4, 2)
-    assert run.decode_step_seconds == (0.1, 0.2)
-    both = Comparison((Run.of([[1.0, 2, 1, False]]),) * 2, (run, Run.of([[0.5, 2, 1, False]])))
-    summary = both.summary()
-    assert summary["ratio"]["pairs"] == [pytest.approx(5 / 0.9 / 2, abs=1e-4), 2.0]
-    assert summary["tau"] == 2.0
-    assert summary["step_ms"] == pytest.approx(200)
+def rows_of(options: SpeedOptions, monkeypatch: pytest.MonkeyPatch, like: Any) -> dict[str, Any]:
+    monkeypatch.setattr(arms, "EngineProcess", Process(like))
+    monkeypatch.setattr(arms, "_binding", lambda options: {})
+    rows = [row.to_dict() for row in speed.run(options, SILENT)]
+    return {row["name"]: row for row in rows}
+
+
+def test_arms_with_plain_s_tokens_get_a_ratio(options, monkeypatch):
+    def like(config):
+        return lambda: FakeEngine(step_sizes=(1,) if config is None else (2,))
+
+    rows = rows_of(options, monkeypatch, like)
+    names = ["chain 2, ours", "chain 2, vLLM's", "chain 3, ours", "tree 2", "n-gram 5, vLLM's"]
+    assert list(rows) == [f"{name}, T {t}" for t in ("0", "0.8") for name in names]
+    assert rows["tree 2, T 0"]["ratio"] == 1 and rows["tree 2, T 0"]["tau"] > 1.3
+    assert rows["tree 2, T 0"]["step_ms"] > rows["tree 2, T 0"]["plain_step_ms"]
+
+
+def test_stock_speculation_is_no_baseline_when_sampling(options, monkeypatch):
+    """Its chain through our engine stands in the row before."""
+    rows = rows_of(options, monkeypatch, lambda config: FakeEngine)
+    for name, ours in (("chain 2, vLLM's", "chain 2, ours"), ("n-gram 5, vLLM's", "tree 2")):
+        assert rows[f"{name}, T 0.8"]["note"] == NO_BASELINE
+        assert "ratio" not in rows[f"{name}, T 0.8"] and "ratio" in rows[f"{ours}, T 0.8"]
+        assert "ratio" in rows[f"{name}, T 0"]
+    assert "rejection sampler" in speed.CASE.text(list(rows.values()))
+
+
+def test_an_arm_with_other_tokens_gets_no_number_and_the_others_go_on(options, monkeypatch):
+    """Negative control of the gate, and an engine that does not start."""
+
+    def like(config):
+        if config and config["method"] == "ngram":
+            raise EngineDied("no hidden_size")
+        wrong = config is not None and config.get("tree") == {"chain": 3}
+        return lambda: FakeEngine(wrong_at=0 if wrong else None)
+
+    rows = rows_of(options, monkeypatch, like)
+    wrong = rows["chain 3, ours, T 0"]
+    assert wrong["failed"].startswith("6 of 6 answers differ from plain vLLM's, first ")
+    assert not {"ratio", "tau", "step_ms"} & wrong.keys()
+    assert rows["n-gram 5, vLLM's, T 0"]["failed"] == "EngineDied: no hidden_size"
+    assert rows["tree 2, T 0.8"]["ratio"] == 1
+
+
+def test_the_environment_is_the_arm_s_and_is_put_back(options, monkeypatch):
+    before = dict(arms.os.environ)
+    gnu = ProfileOptions(target=Path("t"), heads=Path("h"), openmp="gomp", cores=(0, 1))
+    for arm, plugins in ((PLAIN, "none"), (arms.chain_arm(options, 1), "medusa")):
+        with arms.environment(arm, gnu):
+            found = dict(arms.os.environ)
+        assert found["VLLM_PLUGINS"] == plugins
+        assert found["OMP_NUM_THREADS"] == "2" and found["GOMP_CPU_AFFINITY"] == "0 1"
+    assert dict(arms.os.environ) == before
+
+
+def test_a_profiled_arm_must_have_plain_s_tokens_too(options, monkeypatch):
+    def found(arm, options, temperature):
+        if arm.kind == "stock":
+            raise RuntimeError("no hidden_size")
+        return {"a": [1, int(arm.name == "chain 2, ours")]}, {"attention": 2.0}
+
+    monkeypatch.setattr(profile, "_in_a_process", found)
+    asked = ProfileOptions(
+        target=options.target,
+        heads=options.heads,
+        nodes=(2,),
+        chain_depths=(2,),
+        temperatures=(0.0, 0.8),
+    )
+    rows = [row.to_dict() for row in profile.run(asked, SILENT)]
+    assert [row["arm"] for row in rows[:4]] == [
+        "plain",
+        "tree 2",
+        "chain 2, ours",
+        "chain 5, vLLM's",
+    ]
+    assert rows[1]["step_ms"] == 2 and rows[1]["target_forward_ratio"] == 1
+    assert rows[2]["failed"] == "1 of 1 answers differ from plain vLLM's"
+    assert rows[3]["failed"] == "RuntimeError: no hidden_size"
+    assert rows[7]["note"] == NO_BASELINE
+    assert "| attention | 2.000 | 2.000 |" in parts_tables(rows)
 
 
 def test_spans_count_exclusive_time_and_add_up():
@@ -95,64 +166,12 @@ def test_spans_count_exclusive_time_and_add_up():
 
 
 def test_profile_parts_ignore_stalls_and_prefills():
-    steps = [[1.0, 1, 1, True, {"attention": 1.0}]]
-    steps += [[0.01, 2, 1, False, {"attention": 0.004, "heads": 0.006}] for _ in range(8)]
-    steps += [[9.0, 2, 1, False, {"heads": 9.0}]]
+    steps = [(1.0, False, {"attention": 1.0})]
+    steps += [(0.01, True, {"attention": 0.004, "heads": 0.006}) for _ in range(8)]
+    steps += [(9.0, True, {"heads": 9.0})]
     parts = average_parts(steps)
     assert parts == pytest.approx({"attention": 4.0, "heads": 6.0})
     summary = summarise(parts, {"attention": 2.0, "sampling": 1.0})
     assert summary["own_overhead_share"] == pytest.approx(0.6)
     assert summary["beyond_plain_ms"] == pytest.approx(5.0)
     assert summary["target_forward_ratio"] == pytest.approx(2.0)
-
-
-def test_arms():
-    tree = [[0], [1], [0, 0]]
-    arms = our_arms("H", [2], tree, [2, 9]) + vllm_arms("H", [3], [4])
-    assert [arm.name for arm in arms] == ["chain 2", "tree 2", "vLLM chain 3", "n-gram 4"]
-    assert arms[1].speculative_config == {"method": "medusa", "model": "H", "tree": [[0], [1]]}
-    assert [arm.keeps_seeds for arm in (PLAIN, *arms)] == [True, True, True, False, False]
-    machine = Machine((0, 1), openmp="gomp")
-    assert machine.environment(arms[0])["VLLM_PLUGINS"] == "medusa"
-    assert machine.environment(arms[2])["VLLM_PLUGINS"] == "none"
-    assert machine.environment(PLAIN)["OMP_NUM_THREADS"] == "2"
-
-
-def test_a_dead_engine_shows_the_end_of_its_log(tmp_path, monkeypatch):
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nread line\necho the reason >&2\nexit 3\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    with pytest.raises(ArmError, match=r"(?s)'plain' died.*the reason"):
-        ArmProcess(PLAIN, {}, Machine((0,), openmp="gomp"), tmp_path / "logs" / "x.log")
-
-
-def test_report_withholds_the_speed_of_a_red_gate(tmp_path):
-    def row(arm, text, **more):
-        return {
-            "arm": arm,
-            "kind": "ours",
-            "num_draft_tokens": 7,
-            "temperature": 0.0,
-            "gate": {"text": text},
-        } | more
-
-    good = {"tau": 2.0, "step_ms": 20.0, "step_ratio": 1.1, "tokens_per_second": 99.0}
-    good["ratio"] = {"min": 1.5, "median": 1.6, "max": 1.75}
-    document = {
-        "command": "python -m benchmarks.speed",
-        "machine": {
-            "cpu": "CPU", "vllm": "0.32.0", "torch": "2.13", "commit": "abc",
-            "uncommitted_changes": False,
-        },
-        "setting": {
-            "target_parameters": 310e6, "dtype": "bfloat16", "batch": 1, "cores": 2, "prompts": 4,
-            "prompt_file": "prompts.jsonl", "max_tokens": 48, "repeats": 3, "temperatures": [0.0],
-        },
-        "rows": [row("tree 7", "4/4 identical", **good), row("tree 9", "3/4 DIFFERENT")],
-    }  # fmt: skip
-    text = markdown(document)
-    assert "| tree 7 | 7 | 2.00 | 20.0 | 1.10 | 99.0 | **1.60** (1.50-1.75) | 4/4" in text
-    assert "| tree 9 | 7 | - | - | - | - | RED, not reported | 3/4 DIFFERENT |" in text
-    plot(document, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from itertools import product
 
@@ -10,8 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import heads_sharding
-from benchmarks.heads_sharding import HEADS, WIDTH, Shape, disagreement, make_arms, shapes, summary
+from benchmarks.sharding import (
+    HEADS,
+    RANKS,
+    WIDTH,
+    Shape,
+    ShardingOptions,
+    disagreement,
+    make_arms,
+    run,
+    shapes,
+    summary,
+)
+from vllm_medusa.job import SILENT
 from vllm_medusa.proposer.sharded import VocabShard, token_ids
 from vllm_medusa.proposer.topk import ranked
 
@@ -66,12 +76,20 @@ def test_ratios_are_of_neighbouring_rounds() -> None:
 
 
 def test_what_does_not_fit_is_left_out() -> None:
-    options = {"dtypes": ["bf16"], "vocabs": [32_000], "hidden": [1024, 4096], "memory_gb": 1.0}
-    found = list(shapes(argparse.Namespace(**options)))
+    found = list(shapes(ShardingOptions(vocabs=(32_000,), hidden=(1024, 4096), memory_gb=1.0)))
     assert found == [
         Shape("own", 32_000, 1024, "bf16"),
         Shape("shared", 32_000, 1024, "bf16"),
         Shape("shared", 32_000, 4096, "bf16"),
     ]
     assert found[0].num_bytes() == 3 * 4 * 32_000 * 1024 * 2
-    assert heads_sharding.RANKS == 2
+    assert RANKS == 2
+
+
+def test_two_real_ranks_give_a_row() -> None:
+    options = ShardingOptions(
+        dtypes=("fp32",), vocabs=(64,), hidden=(8,), batches=(2,), seconds=0.01
+    )
+    rows = [row.to_dict() for row in run(options, SILENT)]
+    assert [(row["kind"], row["batch"]) for row in rows] == [("own", 2), ("shared", 2)]
+    assert all(row["split_ratio"] > 0 and row["rounds"] >= 9 for row in rows)

@@ -8,30 +8,30 @@ its own; they take turns, some steps each, so that other work on the machine slo
 - ``chunked``: the backbone in every step, our losses (`vllm_medusa.training.losses`);
 - ``cached``: our losses on states computed once (`vllm_medusa.training.hidden_cache`).
 
-First all arms have to find the same losses of the same heads (the gate). Speed counts positions
-with a label; memory is each process's peak resident set.
+First all arms have to find the same losses of the same heads. Speed counts positions with a label;
+memory is each process's peak resident set. The records are of `vllm-medusa distill`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import resource
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.report import describe_machine, write_json
+from benchmarks.case import Case, Row
+from vllm_medusa.job import Progress
+from vllm_medusa.options import FromZero, Options, Positive, option, required
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.losses import IGNORED, head_labels, label_mask
@@ -44,6 +44,22 @@ from vllm_medusa.training.workers import Workers
 
 ARMS = ("reference", "chunked", "cached")
 TOLERANCE = 2e-2  # of a mean loss; bf16 products, other batches
+
+
+class TrainingOptions(Options):
+    """What is trained."""
+
+    target: Path = required("folder of the target", positional=True)
+    records: Path = required("of `vllm-medusa distill`", positional=True)
+    limit: Positive = option(64, "records")
+    batch: Positive = option(768, "labelled positions a step")
+    num_heads: Positive = option(5)
+    num_layers: FromZero = option(1)
+    steps: Positive = option(3, "of each turn")
+    rounds: Positive = option(5, "turns, after one to warm up")
+    threads: Positive = option(1)
+    dtype: Literal["float32", "bfloat16"] = option("float32", "of the backbone")
+    bf16: bool = option(False, "heads compute in bfloat16")
 
 
 class Reference:
@@ -95,26 +111,26 @@ def _labels(records: list[Record]) -> int:
     return sum(r.num_generated - len(r.generated) for r in records) // len(records)
 
 
-def arm(name: str, args: argparse.Namespace, link: Connection) -> None:
+def arm(name: str, options: TrainingOptions, link: Connection) -> None:
     """Serve one arm: answers "gate" with losses and any number with (seconds, positions)."""
-    torch.set_num_threads(args.threads)
-    records, _ = load_records(args.records)
-    records = records[: args.limit]
-    target = Target.load(args.target, dtype=getattr(torch, args.dtype))
-    recipe = Recipe(labels="tokens", epochs=10_000, batch_rows=args.batch, bf16=args.bf16)
+    torch.set_num_threads(options.threads)
+    records, _ = load_records(options.records)
+    records = records[: options.limit]
+    target = Target.load(options.target, dtype=getattr(torch, options.dtype))
+    recipe = Recipe(labels="tokens", epochs=10_000, batch_rows=options.batch, bf16=options.bf16)
     with tempfile.TemporaryDirectory() as folder, TrainingRun(Path(folder) / "run", {}) as run:
         states = HiddenStates(
             target,
             Texts.of(records),
             run.work,
             {},
-            dtype=getattr(torch, args.dtype),
+            dtype=getattr(torch, options.dtype),
             max_bytes=1 << 40 if name == "cached" else 0,
         )
         start = time.perf_counter()
         states.build()
         built = time.perf_counter() - start
-        heads = new_heads(target, args.num_heads, args.num_layers)
+        heads = new_heads(target, options.num_heads, options.num_layers)
         trainer = Medusa1(target, heads, states, None, recipe, run, Workers("cpu"))
         reference = Reference(trainer, records)
         if name == "cached":  # training needs the LM head only
@@ -162,102 +178,68 @@ def _sums(trainer: Medusa1, pieces: list[Any], ones: Tensor) -> Tensor:
         return trainer._backward(pieces, ones)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run all arms in turns.
-
-    Raises:
-        SystemExit: the gate is red.
-
-    """
+def run(options: TrainingOptions, progress: Progress) -> Iterator[Row]:
+    """A row for each arm; all in turns."""
     context = multiprocessing.get_context("spawn")
     links, processes = {}, []
     for name in ARMS:
         links[name], theirs = context.Pipe()
-        processes.append(context.Process(target=arm, args=(name, args, theirs), daemon=True))
+        processes.append(context.Process(target=arm, args=(name, options, theirs), daemon=True))
         processes[-1].start()
-    ready = {name: link.recv() for name, link in links.items()}
-    losses = {}
-    for name, link in links.items():
-        link.send("gate")
-        losses[name] = link.recv()
-    worst = max(
-        abs(a - b) for arm in ARMS for a, b in zip(losses[arm], losses[ARMS[0]], strict=True)
-    )
-    if worst > TOLERANCE * max(losses[ARMS[0]]):
-        raise SystemExit(f"the arms' losses differ by {worst:.3g}: {losses}")
-    rounds: dict[str, list[tuple[float, int, int]]] = {name: [] for name in ARMS}
-    for turn in range(args.rounds + 1):
-        for name, link in links.items():
-            link.send(args.steps)
-            found = link.recv()
-            if turn:  # the first turn warms up
-                rounds[name].append(found)
-    for link in links.values():
-        link.send(None)
-    for process in processes:
-        process.join(60)
-    rates = {name: [rows / seconds for seconds, rows, _ in found] for name, found in rounds.items()}
-    rows = []
+        theirs.close()  # so that an arm that ends is noticed
+    try:
+        ready = {name: _receive(name, link) for name, link in links.items()}
+        losses = {name: _ask(name, link, "gate") for name, link in links.items()}
+        found: dict[str, list[tuple[float, int, int]]] = {name: [] for name in ARMS}
+        for turn in range(options.rounds + 1):
+            progress.note(f"turn {turn} of {options.rounds}")
+            for name, link in links.items():
+                found[name].append(_ask(name, link, options.steps))
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    del ready["reference"], ready["chunked"]
+    rates = {n: [rows / seconds for seconds, rows, _ in each[1:]] for n, each in found.items()}
     for name in ARMS:
         ratios = [a / b for a, b in zip(rates[name], rates["reference"], strict=True)]
-        rows.append(
-            {
-                "arm": name,
-                "ratio": round(statistics.median(ratios), 2),
-                "min": round(min(ratios), 2),
-                "max": round(max(ratios), 2),
-                "peak_gb": round(max(peak for _, _, peak in rounds[name]) / 1e9, 2),
-            }
-        )
-    per_token = statistics.median(1 / rate for rate in rates["reference"])
-    return {
-        "machine": describe_machine(),
-        "setting": {k: str(v) for k, v in vars(args).items() if k != "output"},
-        "gate": {"largest_difference_of_a_loss": worst},
-        "cache": {
-            "gb": ready["cached"]["bytes"] / 1e9,
-            "in_reference_positions": round(ready["cached"]["built"] / per_token),
-        },
-        "rows": rows,
-    }
+        error = max(abs(a - b) for a, b in zip(losses[name], losses["reference"], strict=True))
+        right = error <= TOLERANCE * max(losses["reference"])
+        numbers = {
+            "ratio": statistics.median(ratios),
+            "least_and_most": [min(ratios), max(ratios)],
+            "peak_gb": max(peak for _, _, peak in found[name]) / 1e9,
+            "loss_off": error,
+        }
+        if name == "cached":
+            built = ready[name]["built"] * statistics.median(rates["reference"])
+            numbers |= {"cache_gb": ready[name]["bytes"] / 1e9, "cache_positions": round(built)}
+        wrong = f"its losses differ from the reference's by {error:.3g}"
+        yield Row({"name": name}, numbers, right, "" if right else wrong)
 
 
-def table(document: dict[str, Any]) -> str:
-    """The result as Markdown."""
-    lines = [
-        "| arm | tokens a second / reference's (median, smallest, largest) | peak memory, GB |",
-        "|---|---|---|",
-    ]
-    for row in document["rows"]:
-        lines.append(
-            f"| {row['arm']} | **{row['ratio']:.2f}** ({row['min']:.2f}-{row['max']:.2f}) "
-            f"| {row['peak_gb']:.2f} |"
-        )
-    return "\n".join(lines)
+def _ask(name: str, link: Connection, order: Any) -> Any:
+    link.send(order)
+    return _receive(name, link)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("target", type=Path)
-    parser.add_argument("records", type=Path, help="of `vllm-medusa distill`")
-    parser.add_argument("--limit", type=int, default=64, help="records (64)")
-    parser.add_argument("--batch", type=int, default=768, help="labelled positions a step (768)")
-    parser.add_argument("--num-heads", type=int, default=5)
-    parser.add_argument("--num-layers", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=3, help="a turn (3)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--bf16", action="store_true", help="heads compute in bfloat16")
-    parser.add_argument("--output", type=Path, help="JSON file")
-    args = parser.parse_args()
-    document = measure(args)
-    if args.output is not None:
-        write_json(args.output, document)
-    print(json.dumps({k: v for k, v in document.items() if k != "rows"}, indent=1))
-    print(table(document))
+def _receive(name: str, link: Connection) -> Any:
+    try:
+        return link.recv()
+    except EOFError:
+        raise RuntimeError(f"the process of {name} ended; its error stands above") from None
 
 
-if __name__ == "__main__":
-    main()
+CASE = Case(
+    TrainingOptions,
+    run,
+    {
+        "name": ("arm", ""),
+        "ratio": ("tokens a second to the reference's", ".2f"),
+        "least_and_most": ("least, most", ".2f"),
+        "peak_gb": ("peak memory, GB", ".2f"),
+        "cache_gb": ("cache, GB", ".4f"),
+        "cache_positions": ("built in the time of so many reference positions", ""),
+    },
+    quick={"limit": 24, "steps": 1, "rounds": 3, "batch": 512},
+)

@@ -1,41 +1,41 @@
 """LM heads whole on every tensor-parallel rank, or cut over the vocabulary: time one draft step.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.heads_sharding --output benchmarks/results
+    OMP_NUM_THREADS=1 python -m benchmarks sharding
 
 Two real processes with gloo between them. A step turns the heads' hidden states into the best ten
 tokens of each head; the residual layers before it are the same either way and left out. Arms:
 
     replicated   each rank multiplies all rows and ranks all ids; nothing travels
     split        each rank takes half the rows, ranks its half, and the ranks exchange their ten
-                 best per head (`vllm_medusa.proposer.sharded`): what `worker/sharding.py` chooses
+                 best per head (`vllm_medusa.proposer.sharded`): what the worker chooses
     gathered     half the rows, but all logits travel: what vLLM does with its own LM head, and we
                  with heads that score some tokens with the target's
 
 for heads with LM heads of their own (v1 checkpoints: a matrix each) and heads that share the
 target's (v2: one matrix, a row for each head). Rounds of all arms alternate; a round lasts until
-the slower rank is done, and ratios are those of neighbours in time. Before anything is timed all
-ranks and arms have to agree on the tokens, up to rounding.
+the slower rank is done, and ratios are those of neighbours in time. All ranks and arms have to
+agree on the tokens, up to rounding.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
+import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.report import describe_machine, write_json
+from benchmarks.case import Case, Row
+from vllm_medusa.job import Progress
+from vllm_medusa.options import Above, Options, Positive, option
 from vllm_medusa.proposer.sharded import VocabShard, local_topk, logit_values, merge_topk, token_ids
 from vllm_medusa.proposer.topk import ranked, stable_topk
 
@@ -139,43 +139,74 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def slowest(seconds: float) -> float:
-    """Of all ranks."""
+    """The most of all ranks."""
     value = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(value, dist.ReduceOp.MAX)
     return float(value)
 
 
-def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
-    """One process; rank 0 prints and writes."""
+class ShardingOptions(Options):
+    """Which shapes."""
+
+    dtypes: tuple[Literal["bf16", "fp32"], ...] = option(("bf16",))
+    vocabs: tuple[Positive, ...] = option((32_000, 152_000))
+    hidden: tuple[Positive, ...] = option((1024, 2048, 4096))
+    batches: tuple[Positive, ...] = option((1, 8, 32))
+    memory_gb: Above = option(4.0, "for the weights of all ranks")
+    seconds: Above = option(3.0, "for each row")
+
+
+def run(options: ShardingOptions, progress: Progress) -> Iterator[Row]:
+    """A row for each shape and batch, from rank 0 as it finds them."""
+    context = multiprocessing.get_context("spawn")
+    rows = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, options, rows)
+        ranks = torch.multiprocessing.spawn(rank_main, arguments, nprocs=RANKS, join=False)
+        while (row := _next(rows, ranks)) is not None:
+            yield row
+        while not ranks.join():
+            pass
+
+
+def _next(rows: Any, ranks: Any) -> Row | None:
+    """The next row, None after the last; raises what a rank raised."""
+    while rows.empty():
+        ranks.join(timeout=0.2)
+        if not any(process.is_alive() for process in ranks.processes) and rows.empty():
+            return None
+    row: Row | None = rows.get()
+    return row
+
+
+def rank_main(rank: int, folder: str, options: ShardingOptions, rows: Any) -> None:
+    """One process; rank 0 tells what both found."""
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=RANKS)
     product, make = packed_product()
-    rows = []
-    for shape in shapes(args):
-        for row in measure(shape, rank, make, args):
-            rows.append(row)
+    for shape in shapes(options):
+        for row in measure(shape, rank, make, options):
             if rank == 0:
-                print(line(row), flush=True)
-    if rank == 0 and args.output is not None:
-        machine = {**describe_machine(), "product": product, "load_at_end": os.getloadavg()}
-        document = {"machine": machine, "ranks": RANKS, "heads": HEADS, "rows": rows}
-        write_json(args.output / "heads_sharding.json", document)
+                rows.put(Row(row.what, {**row.numbers, "product": product}, row.right, row.failed))
+    if rank == 0:
+        rows.put(None)
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def shapes(args: argparse.Namespace) -> Iterator[Shape]:
+def shapes(options: ShardingOptions) -> Iterator[Shape]:
     """Those that fit into the memory allowed, small ones first."""
     for dtype, kind, vocab, hidden in itertools.product(
-        args.dtypes, ("own", "shared"), args.vocabs, args.hidden
+        options.dtypes, ("own", "shared"), options.vocabs, options.hidden
     ):
         shape = Shape(kind, vocab, hidden, dtype)
-        if shape.num_bytes() <= args.memory_gb * 2**30:
+        if shape.num_bytes() <= options.memory_gb * 2**30:
             yield shape
 
 
 @torch.inference_mode()
 def measure(
-    shape: Shape, rank: int, make: Callable[[Tensor], Linear], args: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
+    shape: Shape, rank: int, make: Callable[[Tensor], Linear], options: ShardingOptions
+) -> Iterator[Row]:
     """One row for each batch size."""
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[shape.dtype]
@@ -190,19 +221,26 @@ def measure(
     arms = make_arms(shape, whole, part, shard, all_gather)
     if shape.kind == "own":
         del arms["gathered"]
-    for batch in args.batches:
+    for batch in options.batches:
         x = torch.randn(batch, HEADS, shape.hidden, generator=generator).to(dtype)
-        check(arms, x)
-        yield {**asdict(shape), "batch": batch, **summary(rounds(arms, x, args.seconds))}
+        name = f"{shape.kind} {shape.vocab}x{shape.hidden} {shape.dtype}, batch {batch}"
+        what = {"name": name, **asdict(shape), "batch": batch}
+        wrong = what_is_wrong(arms, x)
+        yield Row(
+            what,
+            {} if wrong else summary(rounds(arms, x, options.seconds)),
+            right=not wrong,
+            failed=wrong,
+        )
 
 
-def check(arms: dict[str, Arm], x: Tensor) -> None:
-    """Refuse to time arms or ranks that disagree."""
+def what_is_wrong(arms: dict[str, Arm], x: Tensor) -> str:
+    """How arms or ranks disagree, the same on all ranks; empty if they don't."""
     keys = {name: arm(x) for name, arm in arms.items()}
     if not torch.equal(*all_gather(token_ids(keys["split"]))):
-        raise SystemExit("the ranks drafted different tokens: nothing was timed")
-    if not (error := disagreement(keys)) < 1e-2:
-        raise SystemExit(f"the arms differ by {error} of the spread: nothing was timed")
+        return "the ranks drafted different tokens"
+    error = slowest(disagreement(keys))
+    return "" if error < 1e-2 else f"the arms differ by {error} of the spread"
 
 
 def rounds(arms: dict[str, Arm], x: Tensor, budget: float) -> dict[str, list[float]]:
@@ -223,38 +261,21 @@ def rounds(arms: dict[str, Arm], x: Tensor, budget: float) -> dict[str, list[flo
     return seconds
 
 
-HEADER = """\
-| dtype | LM heads | vocabulary | hidden | batch | rounds | replicated ms | split ms \
-| split/replicated (quartiles) | gathered/replicated |
-|---|---|---|---|---|---|---|---|---|---|"""
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
-    low, high = row["split_quartiles"]
-    gathered = f"{row['gathered_ratio']:.2f}" if "gathered_ratio" in row else "-"
-    return (
-        f"| {row['dtype']} | {row['kind']} | {row['vocab']} | {row['hidden']} | {row['batch']} "
-        f"| {row['rounds']} | {row['replicated_ms']:.2f} | {row['split_ms']:.2f} "
-        f"| {row['split_ratio']:.2f} ({low:.2f} to {high:.2f}) | {gathered} |"
-    )
-
-
-def main() -> None:
-    """Parse the command line and run the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16"])
-    parser.add_argument("--vocabs", nargs="+", type=int, default=[32_000, 152_000])
-    parser.add_argument("--hidden", nargs="+", type=int, default=[1024, 2048, 4096])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--memory-gb", type=float, default=4.0, help="for the weights of all ranks")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
-    parser.add_argument("--output", type=Path, help="folder for heads_sharding.json")
-    args = parser.parse_args()
-    print(HEADER, flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(rank_main, (folder, args), nprocs=RANKS)
-
-
-if __name__ == "__main__":
-    main()
+CASE = Case(
+    ShardingOptions,
+    run,
+    {
+        "dtype": ("dtype", ""),
+        "kind": ("LM heads", ""),
+        "vocab": ("vocabulary", ""),
+        "hidden": ("hidden", ""),
+        "batch": ("batch", ""),
+        "rounds": ("rounds", ""),
+        "replicated_ms": ("replicated ms", ".2f"),
+        "split_ms": ("split ms", ".2f"),
+        "split_ratio": ("split/replicated", ".2f"),
+        "split_quartiles": ("quartiles", ".2f"),
+        "gathered_ratio": ("gathered/replicated", ".2f"),
+    },
+    quick={"vocabs": (32_000,), "hidden": (1024,), "seconds": 1.0},
+)

@@ -1,28 +1,29 @@
 """Time one layer of tree attention on the CPU against vLLM's causal kernel.
 
-The tables of benchmarks/results/tree_attention.md come from
-
-    OMP_NUM_THREADS=1 python -m benchmarks.tree_attention
-    OMP_NUM_THREADS=1 python -m benchmarks.tree_attention --strategies
+    OMP_NUM_THREADS=1 python -m benchmarks attention
+    OMP_NUM_THREADS=1 python -m benchmarks attention --strategies    # ways to group requests
 
 Every time is the least of several short runs, so that a shared machine disturbs it little. The
 causal kernel computes a chain, not a tree: it is what plain decoding of the same rows would cost.
-Before anything is timed the result is compared with the fp64 reference.
+Of small problems (the reference is slow) the result is compared with the fp64 reference.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
-import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from benchmarks.case import Case, Row
+from vllm_medusa.job import Progress
+from vllm_medusa.options import Options, Positive, option
 from vllm_medusa.scorer import grouping
 from vllm_medusa.scorer.cpu import tree_attention
 from vllm_medusa.scorer.layout import CacheLayout
@@ -32,6 +33,7 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.topology import TokenTree
 
 AMX = torch.cpu._is_amx_tile_supported()
+STRATEGIES = {"one_by_one_us": (-1, 0), "all_padded_us": (1 << 60, 1 << 60)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -145,87 +147,87 @@ def least_time(call: Callable[[], object], budget: float = 0.15) -> float:
     return best * 1e6
 
 
-def check(problem: Problem, out: Tensor) -> None:
-    """Refuse to time a wrong result; the reference is slow, so only small problems are checked."""
+def error_of(problem: Problem, out: Tensor) -> float | None:
+    """The largest difference to the reference; None where that would take too long."""
     if problem.query.shape[0] * int(problem.base.max()) > 20_000:
-        return
-    error = (
-        (
-            problem.run(out).double()
-            - tree_attention_reference(problem.query, problem.kv_cache, problem.meta, problem.scale)
-        )
-        .abs()
-        .max()
+        return None
+    expected = tree_attention_reference(
+        problem.query, problem.kv_cache, problem.meta, problem.scale
     )
-    if not error < 2e-2:
-        raise SystemExit(f"wrong result, error {error}: nothing was timed")
+    return float((problem.run(out).double() - expected).abs().max())
 
 
-def layer_table(dtypes: list[str], heads: tuple[int, int], dim: int) -> None:
-    """Print one row per shape: plan, layer, stock kernel."""
-    print("| dtype | nodes | context | batch | groups | plan us | layer us | causal kernel us |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, nodes, context, batch in itertools.product(
-        dtypes, (1, 8, 16, 64), (64, 512, 2048), (1, 8, 32)
-    ):
-        problem = make_problem(nodes, context, batch, DTYPES[name], heads, dim)
-        out = torch.empty_like(problem.query)
-        check(problem, out)
-        layer = least_time(lambda p=problem, o=out: p.run(o))  # type: ignore[misc]
-        layout = problem.meta.layout
-        plan = least_time(
-            lambda p=problem, y=layout: build_metadata(  # type: ignore[misc]
-                p.tree, p.base, p.block_table, y, heads[0]
-            ),
-            0.03,
-        )
-        stock = causal_kernel(problem)
-        causal = f"{least_time(lambda s=stock, o=out: s(o)):.0f}" if stock else "-"  # type: ignore[misc]
-        print(
-            f"| {name} | {nodes} | {context} | {batch} | {len(problem.meta.groups)} "
-            f"| {plan:.0f} | {layer:.0f} | {causal} |",
-            flush=True,
-        )
+class AttentionOptions(Options):
+    """Which shapes; the defaults are Qwen2.5-0.5B's."""
+
+    dtypes: tuple[Literal["bf16", "fp32", "fp16"], ...] = option(("bf16", "fp32"))
+    nodes: tuple[Positive, ...] = option((1, 8, 16, 64), "rows of each request")
+    contexts: tuple[Positive, ...] = option((64, 512, 2048))
+    batches: tuple[Positive, ...] = option((1, 8, 32))
+    heads: tuple[Positive, ...] = option((14, 2), "query and key heads")
+    head_size: Positive = option(64)
+    strategies: bool = option(False, "also time other ways to group the requests")
 
 
-def strategy_table(heads: tuple[int, int], dim: int) -> None:
-    """Print the ways to group requests and to compute the products, for one layer."""
-    print("| dtype | nodes | context | batch | one by one us | all padded us | as planned us |")
-    print("|---|---|---|---|---|---|---|")
-    cost, limit = grouping.GROUP_COST, grouping.GROUP_LIMIT
-    for name, nodes, context, batch in itertools.product(
-        ("bf16", "fp32"), (8, 16, 64), (64, 512, 2048), (8, 32)
-    ):
-        times = []
-        for setting in ((-1, 0), (1 << 60, 1 << 60), (cost, limit)):
-            grouping.GROUP_COST, grouping.GROUP_LIMIT = setting
-            problem = make_problem(nodes, context, batch, DTYPES[name], heads, dim)
-            out = torch.empty_like(problem.query)
-            times.append(least_time(lambda p=problem, o=out: p.run(o)))  # type: ignore[misc]
-        grouping.GROUP_COST, grouping.GROUP_LIMIT = cost, limit
-        cells = " | ".join(f"{t:.0f}" for t in times)
-        print(f"| {name} | {nodes} | {context} | {batch} | {cells} |", flush=True)
-
-
-def main() -> None:
-    """Parse the command line and print the tables."""
-    parser = argparse.ArgumentParser(description="Time tree attention on the CPU.")
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["bf16", "fp32"])
-    parser.add_argument("--heads", type=int, nargs=2, default=(14, 2), help="query and key heads")
-    parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--strategies", action="store_true", help="compare ways to batch instead")
-    args = parser.parse_args()
+def run(options: AttentionOptions, progress: Progress) -> Iterator[Row]:
+    """A row for each shape."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    print(
-        f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"{args.heads[0]}/{args.heads[1]} heads of {args.head_size}\n"
+    shapes = itertools.product(options.dtypes, options.nodes, options.contexts, options.batches)
+    for dtype, nodes, context, batch in shapes:
+        what: dict[str, Any] = {"dtype": dtype, "nodes": nodes, "context": context, "batch": batch}
+        what["name"] = f"{dtype}, {nodes} nodes, context {context}, batch {batch}"
+        yield measure(what, options)
+
+
+def measure(what: dict[str, Any], options: AttentionOptions) -> Row:
+    """Microseconds of the plan, the layer and the stock kernel on the same rows."""
+    heads = (options.heads[0], options.heads[1])
+    make = partial(
+        make_problem,
+        what["nodes"],
+        what["context"],
+        what["batch"],
+        DTYPES[what["dtype"]],
+        heads,
+        options.head_size,
     )
-    heads = (args.heads[0], args.heads[1])
-    if args.strategies:
-        strategy_table(heads, args.head_size)
-    else:
-        layer_table(args.dtypes, heads, args.head_size)
+    problem = make()
+    out = torch.empty_like(problem.query)
+    error = error_of(problem, out)
+    if error is not None and not error < 2e-2:
+        return Row(what, failed=f"its result differs from the reference by {error}")
+    arguments = (problem.tree, problem.base, problem.block_table, problem.meta.layout, heads[0])
+    numbers = {
+        "error": error,
+        "groups": len(problem.meta.groups),
+        "plan_us": least_time(lambda: build_metadata(*arguments), 0.03),
+        "layer_us": least_time(lambda: problem.run(out)),
+    }
+    if (stock := causal_kernel(problem)) is not None:
+        numbers["causal_us"] = least_time(lambda: stock(out))
+    kept = grouping.GROUP_COST, grouping.GROUP_LIMIT
+    for name, setting in STRATEGIES.items() if options.strategies else ():
+        grouping.GROUP_COST, grouping.GROUP_LIMIT = setting
+        other = make()
+        grouping.GROUP_COST, grouping.GROUP_LIMIT = kept
+        numbers[name] = least_time(partial(other.run, out))
+    return Row(what, numbers, right=True)
 
 
-if __name__ == "__main__":
-    main()
+CASE = Case(
+    AttentionOptions,
+    run,
+    {
+        "dtype": ("dtype", ""),
+        "nodes": ("nodes", ""),
+        "context": ("context", ""),
+        "batch": ("batch", ""),
+        "groups": ("groups", ""),
+        "plan_us": ("plan us (once a step)", ".0f"),
+        "layer_us": ("layer us", ".0f"),
+        "causal_us": ("causal kernel us", ".0f"),
+        "one_by_one_us": ("one by one us", ".0f"),
+        "all_padded_us": ("all padded us", ".0f"),
+    },
+    quick={"dtypes": ("bf16",), "nodes": (8, 64), "contexts": (512,), "batches": (1, 8)},
+)

@@ -1,0 +1,217 @@
+"""`python -m benchmarks CASE [CASE ...]`: run benchmarks, write what they find as they find it.
+
+    python -m benchmarks speed BIG/target BIG/heads --quick
+    python -m benchmarks attention --base HEAD~3 --json build/attention.json
+
+A case yields rows; one that fails has its reason in the table and the others go on. With --json
+the document is on disk after every row, and at the end a table (.md) and a picture (.png) stand
+beside it. --base measures the package of another commit too, in turn with this one: base, this,
+base, this. Exit status: 0; 1 if a row failed; 2 for wrong options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import ROOT, Case
+from benchmarks.report import describe, draw, markdown
+from vllm_medusa.files import write_json
+from vllm_medusa.job import Progress
+from vllm_medusa.options import Options
+
+CASES = {  # name -> what it measures; each is the `CASE` of the module of its name
+    "speed": "tree Medusa, vLLM's own Medusa chain and n-grams beside plain vLLM",
+    "profile": "where a decode step's time goes",
+    "recipes": "heads of several training recipes: accuracy, tau, what became of the target",
+    "training": "Medusa-1 with cached hidden states against a backbone pass in every step",
+    "sharding": "LM heads whole on every tensor-parallel rank, or cut over the vocabulary",
+    "attention": "tree attention on CPUs, one layer",
+    "enlarge": "no measurement: makes a small target and its heads large, with equal outputs",
+}
+TURNS = 2  # of --base
+
+
+class Lines(Progress):
+    """Says what a case says, on standard error."""
+
+    def note(self, text: str) -> None:
+        """Print it."""
+        print(text, file=sys.stderr, flush=True)
+
+    warn = note
+
+
+def load(name: str) -> Case:
+    """The case of a name, or of any other module that has a `CASE`."""
+    case = import_module(f"benchmarks.{name}" if name in CASES else name).CASE
+    assert isinstance(case, Case), name
+    return case
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases that the command line names; returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    names: list[str] = []
+    while words and (words[0] in CASES or (not names and not words[0].startswith("-"))):
+        names.append(words.pop(0))
+    try:
+        cases = {name: load(name) for name in names}
+    except ModuleNotFoundError as error:
+        print(f"{error}; use one of {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    parser = _parser(cases, quick="--quick" in words)
+    args = parser.parse_args(words)
+    if not cases:
+        parser.error("name a case")
+    try:
+        options = {name: _options(case, args, len(cases)) for name, case in cases.items()}
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    document: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks", *names, *map(_without_folder, words)]),
+        "machine": describe(args.commit),
+        "cases": {},
+    }
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+    for name, case in cases.items():
+        found: list[dict[str, Any]] = []
+        document["cases"][name] = {"options": _plain(options[name]), "rows": found}
+        rows = _beside(name, words, args.base) if args.base else _alone(case, options[name])
+        for row in rows:
+            found.append(row)
+            Lines().note(f"{name} {len(found)}: {_one_line(row)}")
+            if args.json:
+                write_json(args.json, document)
+    text = markdown(document, cases)
+    print(text, end="")
+    if args.json:
+        _write(document, cases, args.json, text)
+    every = [row for case in document["cases"].values() for row in case["rows"]]
+    return int(not every or any("failed" in row for row in every))
+
+
+def _parser(cases: dict[str, Case], quick: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=" ".join(["python -m benchmarks", *(list(cases) or ["CASE [CASE ...]"])]),
+        description=__doc__,
+        epilog="cases:\n" + "\n".join(f"  {name:10} {text}" for name, text in CASES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller: minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--base", metavar="COMMIT", help="measure this commit too, in turn")
+    parser.add_argument("--commit", help="what is measured, for a copy without git")
+    if len(cases) == 1:
+        from vllm_medusa.cli.flags import add_flags
+
+        ((name, case),) = cases.items()
+        add_flags(parser.add_argument_group(f"options of {name}"), case.options)
+        if quick:
+            parser.set_defaults(**case.quick)
+    return parser
+
+
+def _options(case: Case, args: argparse.Namespace, cases: int) -> Options:
+    """Those of the command line; of several cases only the defaults."""
+    if cases > 1:
+        return case.options(**(case.quick if args.quick else {}))
+    from vllm_medusa.cli.flags import from_flags
+
+    return from_flags(case.options, args)
+
+
+def _alone(case: Case, options: Options) -> Iterator[dict[str, Any]]:
+    """The rows of a case, and why there are no more if it breaks off."""
+    try:
+        for row in case.run(options, Lines()):
+            yield row.to_dict()
+    except Exception as error:
+        yield {"name": "the whole case", "failed": f"{type(error).__name__}: {error}"}
+
+
+def _beside(name: str, words: Sequence[str], base: str) -> Iterator[dict[str, Any]]:
+    """The rows of a case with the package of another commit and with this one's, in turn."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for option in ("--base", "--json"):
+        parser.add_argument(option)
+    words = parser.parse_known_args(words)[1]
+    with package_of(base) as folder, tempfile.TemporaryDirectory() as results:
+        for turn in range(TURNS):
+            for commit, package in ((base, folder), ("this", ROOT)):
+                where = {"of_commit": commit, "turn": turn + 1}
+                file = Path(results) / f"{turn}-{commit == base}.json"
+                command = [sys.executable, "-m", "benchmarks", name, *words, "--json", str(file)]
+                done = subprocess.run(
+                    command, env=environment_of(package), stdout=subprocess.DEVNULL, check=False
+                )
+                if file.exists():
+                    rows = json.loads(file.read_text(encoding="utf-8"))["cases"][name]["rows"]
+                    yield from (where | row for row in rows)
+                else:
+                    reason = f"the case ended with status {done.returncode} without a row"
+                    yield where | {"name": "the whole case", "failed": reason}
+
+
+@contextlib.contextmanager
+def package_of(commit: str) -> Iterator[Path]:
+    """A folder with the package of a commit and nothing else, to stand first on PYTHONPATH."""
+    git = ["git", "-C", str(ROOT), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        tree, path = Path(folder, "worktree"), Path(folder, "path")
+        subprocess.run([*git, "add", "--quiet", "--detach", str(tree), commit], check=True)
+        try:
+            path.mkdir()
+            (path / "vllm_medusa").symlink_to(tree / "vllm_medusa")
+            yield path
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=False)
+
+
+def environment_of(package: Path) -> dict[str, str]:
+    """The environment of a process that measures this package with these benchmarks."""
+    paths = [str(package), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    safe = {"PYTHONSAFEPATH": "1"}  # the current folder does not go before them
+    return os.environ | safe | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _write(document: dict[str, Any], cases: dict[str, Case], path: Path, text: str) -> None:
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    for name, case in cases.items():
+        picture = path.with_suffix(".png") if len(cases) == 1 else path.with_suffix(f".{name}.png")
+        if case.bars:
+            try:
+                draw(document["cases"][name]["rows"], case.bars, picture)
+            except Exception as error:  # a picture is not worth a run
+                Lines().note(f"no picture: {type(error).__name__}: {error}")
+
+
+def _plain(options: Options) -> dict[str, Any]:
+    """Values of JSON; no folders of this machine."""
+    return {
+        name: _without_folder(str(value)) if isinstance(value, Path) else value
+        for name, value in vars(options).items()
+    }
+
+
+def _without_folder(word: str) -> str:
+    return Path(word).name if word.startswith("/") else word
+
+
+def _one_line(row: dict[str, Any]) -> str:
+    shown = {k: v for k, v in row.items() if isinstance(v, str | int | float)}
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {str(value)[:200]}"
+        for key, value in shown.items()
+    )

@@ -1,0 +1,150 @@
+"""`python -m benchmarks`: rows are written as they come, none without a right result, --base."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import runner
+from benchmarks.case import Row, attempt
+
+ROOT = Path(__file__).parents[2]
+FAKE = """
+from pathlib import Path
+
+import vllm_medusa
+from benchmarks.case import Case, Row, attempt
+from vllm_medusa.options import Options, Positive, option
+
+
+class FakeOptions(Options):
+    count: Positive = option(3, "rows")
+
+
+def run(options, progress):
+    for number in range(options.count):
+        def measure():
+            if number == 1:
+                raise ValueError("config.json has no | hidden_size")
+            return Row(what, {"ms": 1.5, "file": vllm_medusa.__file__}, right=True)
+        what = {"name": f"arm {number}"}
+        yield attempt(what, measure)
+
+
+CASE = Case(
+    FakeOptions, run, {"name": ("arm", ""), "ms": ("ms", ".2f")}, quick={"count": 1}, bars=("ms",)
+)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    (tmp_path / "fake_case.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    yield "fake_case"
+    sys.modules.pop("fake_case", None)
+
+
+def test_help_lists_the_cases_without_loading_them():
+    code = """
+import sys
+from benchmarks.runner import main
+try:
+    main(["--help"])
+finally:
+    print(sorted({"torch", "vllm", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0 and done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+    for name in runner.CASES:
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", runner.CASES)
+def test_every_case_is_registered_and_has_a_quick_form(name, capsys):
+    case = runner.load(name)
+    assert case.quick.keys() <= case.options.__dataclass_fields__.keys()
+    with pytest.raises(SystemExit) as ended:
+        runner.main([name, "--help"])
+    assert ended.value.code == 0 and f"options of {name}:" in capsys.readouterr().out
+
+
+def test_a_number_needs_a_right_result():
+    """Negative control: whatever a case measured, the gate lets nothing of it through."""
+    for row in (
+        Row({"name": "a"}, {"ratio": 2.0}),
+        Row({"name": "a"}, {"ratio": 2.0}, failed="3 answers differ"),
+        Row({"name": "a"}, {"ratio": 2.0}, right=True, failed="3 answers differ"),
+        Row({"name": "a"}, {"ratio": 2.0}, right=True, note="no baseline"),
+    ):
+        assert "ratio" not in row.to_dict()
+    assert Row({"name": "a"}, {"ratio": 2.0}, right=True).to_dict() == {"name": "a", "ratio": 2.0}
+    failed = attempt({"name": "a"}, lambda: Row({}, {"x": 1 / 0}))
+    assert failed.to_dict() == {"name": "a", "failed": "ZeroDivisionError: division by zero"}
+
+
+def test_an_arm_that_fails_is_reported_and_the_others_go_on(fake, tmp_path, capsys):
+    file = tmp_path / "results" / "found.json"
+    assert runner.main([fake, "--json", str(file)]) == 1
+    document = json.loads(file.read_text())
+    assert [row["name"] for row in document["cases"][fake]["rows"]] == ["arm 0", "arm 1", "arm 2"]
+    assert document["cases"][fake]["options"] == {"count": 3}
+    assert document["machine"]["commit"] and document["command"].startswith("python -m benchmarks ")
+    text = capsys.readouterr().out
+    assert "| arm 0 | 1.50 |  |" in text and "| arm 2 | 1.50 |  |" in text
+    assert "| arm 1 | - | FAILED: ValueError: config.json has no / hidden_size |" in text
+    assert file.with_suffix(".md").read_text() == text
+    assert file.with_suffix(".png").stat().st_size > 1000
+
+
+def test_rows_are_on_disk_as_they_come(fake, tmp_path, monkeypatch):
+    file, seen = tmp_path / "found.json", []
+    written = runner.write_json
+    monkeypatch.setattr(
+        runner, "write_json", lambda *a: (written(*a), seen.append(json.loads(file.read_text())))
+    )
+    runner.main([fake, "--json", str(file)])
+    assert [len(document["cases"][fake]["rows"]) for document in seen] == [1, 2, 3]
+
+
+def test_quick_changes_defaults_and_gives_way_to_options(fake, capsys):
+    assert runner.main([fake, "--quick"]) == 0
+    assert runner.main([fake, "--quick", "--count", "2"]) == 1
+    assert "arm 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [(["nothing"], "use one of speed"), ([], "name a case"), (["fake_case", "--count", "0"], "0")],
+)
+def test_wrong_words_are_refused(fake, words, reason, capsys):
+    try:
+        status = runner.main(words)
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2 and reason in capsys.readouterr().err
+
+
+def test_another_commit_is_measured_in_turn_with_this_one(fake, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    assert runner.main([fake, "--quick", "--base", "HEAD", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["cases"][fake]["rows"]
+    assert [(row["of_commit"], row["turn"]) for row in rows] == [
+        ("HEAD", 1),
+        ("this", 1),
+        ("HEAD", 2),
+        ("this", 2),
+    ]
+    ours = str(ROOT / "vllm_medusa")
+    assert [row["file"].startswith(ours) for row in rows] == [False, True, False, True]
+    assert "| HEAD | 1 | arm 0 | 1.50 |" in capsys.readouterr().out
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "worktree", "list"], capture_output=True, text=True, check=True
+    )
+    assert os.path.dirname(os.path.dirname(rows[0]["file"])) not in listed.stdout
