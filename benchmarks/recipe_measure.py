@@ -19,11 +19,11 @@ from vllm_medusa.offline.batch import Result
 from vllm_medusa.offline.engine import EngineSettings, Sampling
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.offline.records import Record
 from vllm_medusa.sampler import draw_splitmix
 from vllm_medusa.training.accuracy import label_ranks
 from vllm_medusa.training.losses import IGNORED, head_labels, label_mask, lm_mask
 from vllm_medusa.training.quality import QualityMeter
-from vllm_medusa.training.records import Record
 from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
 

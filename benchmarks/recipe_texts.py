@@ -16,7 +16,7 @@ from typing import Any
 
 from demo.corpus import default_roots, find_sources
 from demo.recipe import BOS, CorpusRecipe
-from vllm_medusa.training.records import Record, load_records
+from vllm_medusa.offline.records import Record, load_records
 
 _HELDOUT_EVERY = 8  # of the files
 _SHORTEST, _LONGEST = 8, 64  # tokens of a prompt

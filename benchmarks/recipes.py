@@ -25,9 +25,9 @@ from vllm_medusa.files import write_json
 from vllm_medusa.heads import save_heads
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.offline.records import load_records
 from vllm_medusa.options import AtLeastZero, Options, Positive, Seed, option, required
 from vllm_medusa.training.initial_heads import new_heads
-from vllm_medusa.training.records import load_records
 from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
 

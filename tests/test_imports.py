@@ -30,7 +30,7 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "sampler": {"tree"},
     "kv": {"tree"},
     "decode": CORE,
-    "offline": {"config"} | BASE,
+    "offline": {"config", "heads"} | BASE,
     "convert": {"heads"} | BASE,
     "training": CORE | BASE | {"decode", "offline"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target

@@ -18,7 +18,7 @@ from vllm_medusa.config import run_engines_in_this_process
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.engine import EngineSettings, Sampling, VllmEngine
 from vllm_medusa.offline.prompts import Prompt
-from vllm_medusa.training.records import Record, load_records
+from vllm_medusa.offline.records import Record, load_records
 from vllm_medusa.training.self_distillation import Plan
 
 pytestmark = pytest.mark.engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from vllm_medusa.training.records import Record
+from vllm_medusa.offline.records import Record
 
 
 def random_records(count: int = 12, seed: int = 0) -> list[Record]:

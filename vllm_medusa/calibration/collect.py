@@ -66,7 +66,7 @@ def collect(
     """Observe all texts, and fit each head's temperature.
 
     Args:
-        texts: records of `vllm_medusa.training.records`, or alike.
+        texts: records of `vllm_medusa.offline.records`, or alike.
         heads: on ``device``.
         hidden_states: the target up to its LM head; texts are padded on the right.
         lm_head: the target's, for heads that store none.

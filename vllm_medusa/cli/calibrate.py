@@ -22,7 +22,7 @@ from vllm_medusa.cli.measuring import (
 )
 
 if TYPE_CHECKING:
-    from vllm_medusa.training.records import Record
+    from vllm_medusa.offline.records import Record
     from vllm_medusa.training.target import Target
 
 WALKED_NODES = 63
@@ -234,7 +234,7 @@ def _trained_on(config: Mapping[str, Any]) -> set[str]:
 def _read(args: argparse.Namespace, console: Console) -> list[Record]:
     from transformers import AutoTokenizer
 
-    from vllm_medusa.training.records import load_records
+    from vllm_medusa.offline.records import load_records
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -25,7 +25,7 @@ from vllm_medusa.offline.engine import EngineRefused, EngineSettings, Sampling, 
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
 
 if TYPE_CHECKING:
-    from vllm_medusa.training.records import Record
+    from vllm_medusa.offline.records import Record
 
 BUDGETS = (4, 8, 16, 32)
 _PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
@@ -173,7 +173,7 @@ def prompts_of(args: argparse.Namespace, errors: Console) -> tuple[list[Prompt],
 def _prompts_of_records(args: argparse.Namespace, errors: Console) -> tuple[list[Prompt], float]:
     from transformers import AutoTokenizer
 
-    from vllm_medusa.training.records import load_records
+    from vllm_medusa.offline.records import load_records
 
     records, bad = load_records(args.data, AutoTokenizer.from_pretrained(args.target))
     args.prompts = args.data  # what messages about bad lines name

@@ -159,8 +159,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit status: 0, 1 if training broke off, 2 for bad input."""
     console = errors = Console(file=sys.stderr, highlight=False)
+    from vllm_medusa.offline.records import write_records
     from vllm_medusa.training.medusa1 import NotFiniteError
-    from vllm_medusa.training.records import write_records
     from vllm_medusa.training.state import check_output
     from vllm_medusa.training.workers import Workers
 

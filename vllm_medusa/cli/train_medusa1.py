@@ -156,7 +156,7 @@ def settings_of(
     kept: str,
 ) -> dict[str, Any]:
     """Everything that the heads depend on; ``kept`` is the cache's dtype."""
-    from vllm_medusa.training.records import digest_of
+    from vllm_medusa.offline.records import digest_of
 
     return {
         "method": args.method,

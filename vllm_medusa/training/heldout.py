@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_medusa.offline.prompts import BadLine
-from vllm_medusa.training.records import Record, load_records, split_heldout, write_records
+from vllm_medusa.offline.records import Record, load_records, split_heldout, write_records
 
 LEAST = 8  # prompts held out, unless that is more than half of them
 FILES = ("train.jsonl", "calibration.jsonl", "measurement.jsonl")

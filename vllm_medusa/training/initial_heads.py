@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.losses import LMHead
-from vllm_medusa.training.records import Record
 from vllm_medusa.training.target import Target
 
 LM_HEADS = ("shared", "own")

@@ -11,7 +11,7 @@ from vllm_medusa.heads.files import find_target
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.offline.prompts import BadLine
-from vllm_medusa.training.records import Record, load_records, split_heldout
+from vllm_medusa.offline.records import Record, load_records, split_heldout
 from vllm_medusa.training.target import TargetError
 from vllm_medusa.training.texts import Texts
 
@@ -67,7 +67,7 @@ class Inputs:
 
         Args:
             source: the target.
-            data: a file of records, texts or conversations (`training.records`).
+            data: a file of records, texts or conversations (`offline.records`).
             heldout: such a file to measure on, if there is one.
             max_tokens: longer records are bad lines; None: as long as the target's context.
 

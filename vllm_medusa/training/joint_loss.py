@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.lora import original
 from vllm_medusa.training.losses import (
     CHUNK,
@@ -33,7 +34,6 @@ from vllm_medusa.training.losses import (
     lm_mask,
 )
 from vllm_medusa.training.quality import kl_rows
-from vllm_medusa.training.records import Record
 from vllm_medusa.training.target import Target
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.batches import plan_steps, split_passes
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.initial_heads import draft_lm_head
@@ -31,7 +32,6 @@ from vllm_medusa.training.losses import head_weights
 from vllm_medusa.training.medusa1 import NotFiniteError, Report
 from vllm_medusa.training.merging import save_adapter
 from vllm_medusa.training.optimisation import clip_gradients, make_optimizer, set_rate
-from vllm_medusa.training.records import Record
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers

@@ -1,4 +1,4 @@
-"""What the jobs of training are asked for; calibration runs the target on the same machine options."""
+"""What the jobs of training are asked for; calibration takes the same machine options."""
 
 from __future__ import annotations
 

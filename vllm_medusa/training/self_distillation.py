@@ -24,7 +24,7 @@ from typing import Any
 
 from vllm_medusa.offline.batch import Answer, Conversation, Engine, Request, Result, Session
 from vllm_medusa.offline.prompts import Prompt
-from vllm_medusa.training.records import key_of
+from vllm_medusa.offline.records import key_of
 from vllm_medusa.training.self_talk import SelfTalk
 
 

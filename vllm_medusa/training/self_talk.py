@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_medusa.offline.batch import Answer, Engine, Request, RequestRefused
-from vllm_medusa.offline.prompts import Message, Prompt, PromptError
-from vllm_medusa.training.conversations import (
+from vllm_medusa.offline.conversations import (
     common_length,
     encode_rendered,
     render,
     turn_end,
 )
+from vllm_medusa.offline.prompts import Message, Prompt, PromptError
 
 _WORDS = "7f3c0d5e words of a user"  # marks where the user's words stand
 

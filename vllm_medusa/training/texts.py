@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.losses import IGNORED
-from vllm_medusa.training.records import Record
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
 from vllm_medusa.cli import distill, generate
+from vllm_medusa.offline.records import load_records
 from vllm_medusa.offline.results import ResultLog
-from vllm_medusa.training.records import load_records
 
 
 class Engine(FakeEngine):

@@ -19,9 +19,9 @@ from support.models import save_model
 
 from vllm_medusa.cli import main
 from vllm_medusa.heads import load_heads
+from vllm_medusa.offline.records import load_records
 from vllm_medusa.offline.results import digest_of
 from vllm_medusa.training import curves, workers
-from vllm_medusa.training.records import load_records
 
 Data = tuple[str, Path]
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from vllm_medusa.cli import main
 from vllm_medusa.heads import load_heads
 from vllm_medusa.heads.fingerprint import target_fingerprint
+from vllm_medusa.offline.records import load_records, split_heldout
 from vllm_medusa.training.medusa2_result import DEGRADED, MODEL
 from vllm_medusa.training.merging import merge_adapter
 from vllm_medusa.training.quality import Quality, QualityMeter
-from vllm_medusa.training.records import load_records, split_heldout
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Texts
 

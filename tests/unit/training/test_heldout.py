@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_medusa.offline.records import Record, load_records
 from vllm_medusa.training.heldout import FILES, split_records
-from vllm_medusa.training.records import Record, load_records
 
 
 def write(path: Path, prompts: int, samples: int = 2, *, shuffled: int | None = None) -> Path:

@@ -11,8 +11,8 @@ import torch
 from support.models import save_model
 from support.records import random_records
 
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.hidden_cache import CacheError, HiddenStates
-from vllm_medusa.training.records import Record
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Texts
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from support.models import save_model
 
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.initial_heads import draft_lm_head, frequent_tokens, new_heads
-from vllm_medusa.training.records import Record
 from vllm_medusa.training.target import Target
 
 

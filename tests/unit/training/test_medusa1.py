@@ -12,10 +12,10 @@ from support.models import save_model
 from support.overfit import OVERFIT, PROMPT, K, greedy_record, overfit, trainer
 
 from vllm_medusa.decode import decode
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.medusa1 import Medusa1, NotFiniteError, Recipe, usual_batch, usual_rate
 from vllm_medusa.training.optimisation import Optimisation
-from vllm_medusa.training.records import Record
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree

@@ -14,6 +14,7 @@ from support.models import HIDDEN, VOCAB, save_model
 from torch import Tensor
 
 from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora
 from vllm_medusa.training.batches import split_passes
 from vllm_medusa.training.hidden_cache import HiddenStates
@@ -24,7 +25,6 @@ from vllm_medusa.training.medusa1 import NotFiniteError
 from vllm_medusa.training.medusa2 import Medusa2
 from vllm_medusa.training.medusa2_schedule import HeadsWeight
 from vllm_medusa.training.optimisation import Optimisation
-from vllm_medusa.training.records import Record
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Texts

@@ -9,7 +9,7 @@ from support.fake_engine import FakeEngine
 
 from vllm_medusa.offline.batch import Delta, RequestRefused, run_batch
 from vllm_medusa.offline.prompts import Message, Prompt, read_prompts
-from vllm_medusa.training.records import Record, load_records, split_heldout
+from vllm_medusa.offline.records import Record, load_records, split_heldout
 from vllm_medusa.training.self_distillation import Plan, Summary
 
 EOT = 3

@@ -5,8 +5,8 @@ import pytest
 import torch
 from support.records import random_records
 
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.losses import IGNORED, head_labels, label_mask
-from vllm_medusa.training.records import Record
 from vllm_medusa.training.texts import Piece, Texts
 
 K = 3

@@ -8,7 +8,7 @@ import pytest
 from support import chat
 
 from vllm_medusa.offline.prompts import BadLine, PromptError
-from vllm_medusa.training.records import (
+from vllm_medusa.offline.records import (
     Record,
     digest_of,
     load_records,

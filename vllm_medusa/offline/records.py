@@ -11,7 +11,7 @@ key                value                                      what is trained
 ``text``           text                                       all of it but the first token
 =================  =========================================  =================================
 
-Texts and conversations need the target's tokenizer (`vllm_medusa.training.conversations`). The
+Texts and conversations need the target's tokenizer (`vllm_medusa.offline.conversations`). The
 lines of a distilled file stand in the order in which they were finished, which differs from run to
 run: `load_records` and `split_heldout` return records in an order that depends on them alone.
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.files import new_file
+from vllm_medusa.offline.conversations import CONVERSATION_KEYS, encode_conversation, encode_text
 from vllm_medusa.offline.prompts import (
     ID_KEYS,
     BadLine,
@@ -37,7 +38,6 @@ from vllm_medusa.offline.prompts import (
     read_lines,
     require_characters,
 )
-from vllm_medusa.training.conversations import CONVERSATION_KEYS, encode_conversation, encode_text
 
 Span = tuple[int, int]
 _LARGEST_VOCABULARY = 1 << 31

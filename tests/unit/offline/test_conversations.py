@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 from support import chat
 
+from vllm_medusa.offline.conversations import encode_conversation, encode_text
 from vllm_medusa.offline.prompts import PromptError
-from vllm_medusa.training.conversations import encode_conversation, encode_text
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TALK = [
