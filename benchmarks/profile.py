@@ -10,10 +10,10 @@ instead of one, which is reported against plain's.
 
 from __future__ import annotations
 
-import multiprocessing
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import (
@@ -31,8 +31,9 @@ from benchmarks.arms import (
 from benchmarks.case import Case, Row, attempt
 from benchmarks.spans import OWN, hook_engine
 from benchmarks.speed import NO_BASELINE, SEED, WHY
-from vllm_medusa.job import Progress
+from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.batch import Delta
+from vllm_medusa.offline.children import run_in_process
 from vllm_medusa.options import Positive, option
 
 FORWARD = ("forward without attention", "attention", "LM head")
@@ -84,13 +85,13 @@ def run(options: ProfileOptions, progress: Progress) -> Iterator[Row]:
 def _in_a_process(
     arm: Arm, options: ProfileOptions, temperature: float
 ) -> tuple[dict[str, list[int]], dict[str, float]]:
-    spawn = multiprocessing.get_context("spawn")
-    with environment(arm, options), ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(profile_arm, arm, options, temperature).result()
+    how: dict[str, Any] = {"arm": arm, "temperature": temperature}
+    with environment(arm, options), tempfile.NamedTemporaryFile() as log:
+        return run_in_process(profile_arm, options, log=Path(log.name), **how)
 
 
 def profile_arm(
-    arm: Arm, options: ProfileOptions, temperature: float
+    options: ProfileOptions, *, arm: Arm, temperature: float, progress: Progress = SILENT
 ) -> tuple[dict[str, list[int]], dict[str, float]]:
     """Run the prompts to warm up, then again; token ids by prompt, milliseconds by part."""
     from vllm_medusa.config import run_engines_in_this_process
@@ -98,12 +99,10 @@ def profile_arm(
     run_engines_in_this_process()
     from vllm_medusa.offline.batch import run_batch
     from vllm_medusa.offline.engine import VllmEngine
-    from vllm_medusa.offline.quiet import stderr_to_log
 
-    with stderr_to_log():
-        engine = VllmEngine(
-            settings(arm, options), sampling(options, temperature), seeded=temperature > 0
-        )
+    engine = VllmEngine(
+        settings(arm, options), sampling(options, temperature), seeded=temperature > 0
+    )
     how: dict[str, Any] = {"concurrency": options.batch, "seed": SEED if temperature else None}
     prompts = options.read_prompts()
     list(run_batch(prompts, engine, **how))

@@ -15,9 +15,8 @@ from benchmarks.arms import PLAIN
 from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarise
 from benchmarks.spans import Spans
 from benchmarks.speed import NO_BASELINE, SpeedOptions
-from vllm_medusa.job import SILENT
+from vllm_medusa.job import SILENT, JobFailed
 from vllm_medusa.offline.batch import run_batch
-from vllm_medusa.offline.process import EngineDied
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,7 +97,7 @@ def test_an_arm_with_other_tokens_gets_no_number_and_the_others_go_on(options, m
 
     def like(config):
         if config and config["method"] == "ngram":
-            raise EngineDied("no hidden_size")
+            raise JobFailed("no hidden_size")
         wrong = config is not None and config.get("tree") == {"chain": 3}
         return lambda: FakeEngine(wrong_at=0 if wrong else None)
 
@@ -106,7 +105,7 @@ def test_an_arm_with_other_tokens_gets_no_number_and_the_others_go_on(options, m
     wrong = rows["chain 3, ours, T 0"]
     assert wrong["failed"].startswith("6 of 6 answers differ from plain vLLM's, first ")
     assert not {"ratio", "tau", "step_ms"} & wrong.keys()
-    assert rows["n-gram 5, vLLM's, T 0"]["failed"] == "EngineDied: no hidden_size"
+    assert rows["n-gram 5, vLLM's, T 0"]["failed"] == "JobFailed: no hidden_size"
     assert rows["tree 2, T 0.8"]["ratio"] == 1
 
 
