@@ -47,7 +47,23 @@ def start(model: str, speculative_config: dict[str, Any] | None = None, **change
         compat.forget_attention_backends()
     else:
         options["per_request_spec_decode_metrics"] = "detailed"
+    _leave_imports_to_themselves()
     return LLM(model, speculative_config=speculative_config, **options | changes)
+
+
+_freeze = gc.freeze
+
+
+def _leave_imports_to_themselves() -> None:
+    """Have garbage collections look at engines, not at all that was imported.
+
+    vLLM collects some ten times while an engine starts and stops: through a million imported
+    objects that takes three seconds. It also freezes what a started engine consists of and thaws
+    everything at its end; here imports stay frozen, and engines are collected.
+    """
+    gc.collect()
+    _freeze()
+    gc.freeze = gc.unfreeze = lambda: None
 
 
 @contextmanager

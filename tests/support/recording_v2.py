@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from support.ranks import Recording
+from support.triton_on_cpu import prepare
 from vllm_medusa.worker.v2.worker import MedusaCPUWorker
 
 
@@ -16,6 +17,7 @@ class RecordingWorker(Recording, MedusaCPUWorker):
 
     def init_device(self) -> None:
         """Hook the one runner this worker has."""
+        prepare()
         super().init_device()
         self._requests: dict[int, Any] = {}  # by slot in vLLM's state
         self._disturbance = ""

@@ -7,9 +7,15 @@ is imported: vLLM on CPU takes Triton for usable if a backend named "cpu" is ins
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from support.interpreter import speed_up
 
 BACKEND = str(Path(__file__).with_name("triton_backend"))
 
@@ -24,10 +30,37 @@ if BACKEND not in sys.path:
 
 
 def pytest_sessionstart() -> None:
-    """Have vLLM truncate to top-k and top-p in torch: the interpreter fails on its kernel for it.
+    """Put in place what the interpreter can not do, or takes too long for."""
+    prepare()
 
-    (A loop variable it expects to be a tensor is a Python int there.)
+
+@functools.cache
+def prepare() -> None:
+    """Before an engine starts, in every process that has one.
+
+    vLLM truncates to top-k and top-p in torch: the interpreter fails on its kernel for it (a loop
+    variable that it expects to be a tensor is a Python int there). The drafts and the walk come
+    from torch too, for a kernel of ours takes three quarters of a step here: that both forms give
+    the same bits is what `tests/unit/*/test_kernel.py` are about, and `rules_in_triton` is there
+    for whole engines.
     """
     from vllm.v1.sample.ops import topk_topp_sampler
 
+    speed_up()
     topk_topp_sampler.HAS_TRITON = False
+    _rules_in_triton(False)
+
+
+def _rules_in_triton(wanted: bool) -> None:
+    for module in ("vllm_medusa.worker.drafting", "vllm_medusa.worker.v2.rules"):
+        importlib.import_module(module).uses_kernel = lambda device_type: wanted
+
+
+@contextmanager
+def rules_in_triton() -> Iterator[None]:
+    """Engines started within the block draft and verify with this package's kernels."""
+    _rules_in_triton(True)
+    try:
+        yield
+    finally:
+        _rules_in_triton(False)

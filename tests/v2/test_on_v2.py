@@ -1,5 +1,7 @@
 """The end-to-end tests once more, on vLLM's V2 model runner.
 
+Not the refusals: they are said before a runner is built, in the same words for both.
+
 They run in a process of their own, since Triton's interpreter has to be there before vLLM is
 imported (`support.triton_on_cpu`). To run any test that way by hand:
 
@@ -63,10 +65,6 @@ PARTS = [
         "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
         "tests/e2e/test_requests.py::test_good_options_are_no_error",
         "tests/e2e/test_requests.py::test_short_requests_beside_long_ones",
-        "tests/e2e/test_refusals.py::test_options",
-        "tests/e2e/test_refusals.py::test_heads_of_another_model",
-        "tests/e2e/test_refusals.py::test_combinations",
-        "tests/e2e/test_refusals.py::test_models",
         "tests/e2e/test_refusals.py::test_a_layer_with_a_backend_of_its_own_starts_nothing",
     ],
 ]

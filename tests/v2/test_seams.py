@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 if ON_V2:
+    from support.triton_on_cpu import rules_in_triton
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
@@ -145,7 +146,7 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.fixture(scope="module")
 def llm(plain: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
     options = {"block_size": BLOCK, "enable_prefix_caching": True, "max_num_seqs": 8}
-    with engine(chaotic_llama, medusa(random_heads, TREE), **options) as llm:
+    with rules_in_triton(), engine(chaotic_llama, medusa(random_heads, TREE), **options) as llm:
         yield llm
 
 
