@@ -6,11 +6,10 @@ all texts, every size is built from one half of the prompts and walked on the ot
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import numpy as np
 
@@ -18,11 +17,13 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import accuracy_table
 from vllm_medusa.calibration.independence import independent_tau, independent_tree
 from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.calibration.options import Algorithm
 from vllm_medusa.calibration.search import walk_taus, walked_tree
 from vllm_medusa.calibration.walks import Ranks
+from vllm_medusa.files import read_json
 from vllm_medusa.tree.topology import Path as TreePath
 
-ALGORITHMS = ("walk", "independence")
+ALGORITHMS = get_args(Algorithm)
 
 
 @dataclass(frozen=True)
@@ -36,30 +37,32 @@ class Limits:
 
 @dataclass(frozen=True)
 class Curve:
-    """Tokens per step with the first n nodes of a tree, for some sizes n, best first.
+    """Tokens per step with the first n nodes of a tree, for some sizes n.
 
     ``walked`` is by walking the texts it was built from, ``independent`` the paper's estimate from
     the same texts, ``heldout`` by walking texts of other prompts (None: there are none) with the
-    tree of the same size that was built without them; ``heldout_independent`` is what the paper's
-    estimate promised for that tree.
+    tree of the same size that was built without them.
     """
 
     algorithm: str
-    paths: list[TreePath]
+    paths: list[TreePath]  # best first
     sizes: list[int]
     walked: list[float]
     independent: list[float]
     heldout: list[float | None]
-    heldout_independent: list[float | None]
+
+    def expected(self) -> list[float]:
+        """What other prompts are expected to give: held out, where anything could be."""
+        both = zip(self.heldout, self.walked, strict=True)
+        return [walked if heldout is None else heldout for heldout, walked in both]
 
 
 def build_tree(algorithm: str, texts: Sequence[Ranks], limits: Limits) -> list[TreePath]:
     """The tree that an algorithm makes of texts, best first."""
+    size, ranks, depth = limits.num_draft_tokens, limits.max_rank, limits.max_depth
     if algorithm == "walk":
-        size, ranks, depth = limits.num_draft_tokens, limits.max_rank, limits.max_depth
         return walked_tree(texts, size, ranks, depth)[0]
-    table = accuracy_table(np.concatenate(texts), limits.max_rank)
-    return independent_tree(table, limits.num_draft_tokens, limits.max_depth)[0]
+    return independent_tree(accuracy_table(np.concatenate(texts), ranks), size, depth)
 
 
 def curve(
@@ -69,52 +72,29 @@ def curve(
     texts = observations.texts()
     paths = build_tree(algorithm, texts, limits)
     sizes = sorted({min(size, len(paths)) for size in sizes})
+    table = accuracy_table(observations.ranks, limits.max_rank).astype(np.float64)
     heldout: list[float | None] = [None] * len(sizes)
-    promised: list[float | None] = [None] * len(sizes)
-    try:
-        halves = observations.halves()
-    except CalibrationError:
-        halves = None
-    if halves is not None:
+    if halves := observations.halves():
+        first, second = map(observations.texts, halves)
         there, back = (
-            _crossed(algorithm, observations.texts(a), observations.texts(b), limits, sizes)
-            for a, b in (halves, halves[::-1])
+            walk_taus(other, build_tree(algorithm, own, limits), sizes)
+            for own, other in ((first, second), (second, first))
         )
-        heldout = [(a + b) / 2 for a, b in zip(there[0], back[0], strict=True)]
-        promised = [(a + b) / 2 for a, b in zip(there[1], back[1], strict=True)]
+        heldout = [(a + b) / 2 for a, b in zip(there, back, strict=True)]
     return Curve(
         algorithm,
         paths,
-        list(sizes),
+        sizes,
         walk_taus(texts, paths, sizes),
-        _estimates(texts, paths, sizes, limits.max_rank),
+        [independent_tau(table, paths[:size]) for size in sizes],
         heldout,
-        promised,
     )
-
-
-def _crossed(
-    algorithm: str, own: Sequence[Ranks], other: Sequence[Ranks], limits: Limits, sizes: list[int]
-) -> tuple[list[float], list[float]]:
-    paths = build_tree(algorithm, own, limits)
-    return walk_taus(other, paths, sizes), _estimates(own, paths, sizes, limits.max_rank)
-
-
-def _estimates(
-    texts: Sequence[Ranks], paths: Sequence[TreePath], sizes: Sequence[int], max_rank: int
-) -> list[float]:
-    table = accuracy_table(np.concatenate(texts), max_rank).astype(np.float64)
-    return [independent_tau(table, paths[:size]) for size in sizes]
 
 
 def usual_sizes(num_draft_tokens: int) -> list[int]:
     """1, 2, 4, 8, 12, 16, then in larger strides up to the budget itself."""
-
-    def steps() -> Iterator[int]:
-        yield from (1, 2, 4, 8, 12, 16, 24, 32, 48, 63)
-        yield from range(96, num_draft_tokens, 32)
-
-    return [size for size in steps() if size < num_draft_tokens] + [num_draft_tokens]
+    steps = (1, 2, 4, 8, 12, 16, 24, 32, 48, 63, *range(96, num_draft_tokens, 32))
+    return [size for size in steps if size < num_draft_tokens] + [num_draft_tokens]
 
 
 @dataclass(frozen=True)
@@ -132,9 +112,8 @@ class StepCost:
 
         """
         try:
-            raw: Any = json.loads(path.read_text(encoding="utf-8"))
-            times = {int(size): float(time) for size, time in raw.items()}
-        except (OSError, ValueError, AttributeError, TypeError) as error:
+            times = {int(size): float(time) for size, time in read_json(path).items()}
+        except (OSError, ValueError, TypeError) as error:
             raise CalibrationError(
                 f"{path} can't be read as step costs ({error}); give JSON that maps draft nodes to "
                 'the time of a step, such as {"0": 9.1, "4": 10.2, "16": 14.0}.'

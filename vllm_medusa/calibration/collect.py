@@ -8,10 +8,10 @@ on only where the same is asked for; it disappears when everything is written.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,8 +24,10 @@ from torch import Tensor
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.confidence import Fit, fit_temperature
 from vllm_medusa.calibration.observations import NO_LABEL, Observations, save_arrays
-from vllm_medusa.calibration.observe import Logits, Seen, observe
+from vllm_medusa.calibration.observe import Array, Logits, Seen, observe
+from vllm_medusa.files import FileRefused, read_json, write_json
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.job import SILENT, Progress
 
 FOLDER = "calibration.part"  # beside the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # at which temperatures are fitted
@@ -61,7 +63,7 @@ def collect(
     batch_tokens: int = 4096,
     device: torch.device | str = "cpu",
     depends_on: Mapping[str, Any] | None = None,
-    progress: Callable[[int], object] = lambda positions: None,
+    progress: Progress = SILENT,
 ) -> tuple[Observations, list[Fit | None]]:
     """Observe all texts, and fit each head's temperature.
 
@@ -76,7 +78,7 @@ def collect(
         batch_tokens: tokens of a forward pass, padding included (a longer text goes alone).
         device: where ids and masks are put.
         depends_on: what the observations depend on besides, as plain JSON values.
-        progress: told the number of positions of every batch done.
+        progress: told of the positions that are done after every batch.
 
     Raises:
         CalibrationError: no text has a position.
@@ -100,20 +102,28 @@ def collect(
     by_text: dict[int, list[tuple[int, Span]]] = {}
     for number, span in enumerate(spans):
         by_text.setdefault(span[0], []).append((number, span))
-    seen: dict[int, Seen] = {}
+    pieces: dict[int, dict[str, Array]] = {}  # by span
+    done = 0
     for number, batch in enumerate(_batches(texts, list(by_text), batch_tokens)):
         members = [pair for text in batch for pair in by_text[text]]
-        parts = work.load(number)
-        if parts is None:
-            parts = _observe_batch(
+        seen = work.load(number)
+        if seen is None:
+            seen = _observe_batch(
                 texts, batch, members, heads, hidden_states, lm_head, num_ranks, stride, device
             )
-            work.save(number, parts)
-        _unpack(parts, members, stride, seen)
-        progress(sum(stop - start for _, (_, start, stop, _) in members))
-    observations = _join(texts, spans, seen)
+            work.save(number, seen)
+        pieces |= _pieces(seen, members, stride)
+        done += len(seen.ranks)
+        progress.at("positions", done, total)
+    seen = Seen(
+        **{
+            field.name: np.concatenate([pieces[span][field.name] for span in range(len(spans))])
+            for field in fields(Seen)
+        }
+    )
+    observations = _observations(texts, spans, seen)
     fits = [
-        fit_temperature(*(_joined(seen, name)[:, head] for name in _CLOSE))
+        fit_temperature(*(getattr(seen, name)[:, head] for name in _CLOSE))
         for head in range(heads.num_heads)
     ]
     return observations, fits
@@ -202,36 +212,32 @@ def _closely(number: int, count: int, stride: int) -> Tensor:
 _CLOSE = ("own", "best", "partition", "first", "labelled")
 
 
-def _unpack(
-    parts: Seen, members: Sequence[tuple[int, Span]], stride: int, seen: dict[int, Seen]
-) -> None:
-    """Give every span of the batch its own rows."""
-    at = close = 0
-    for number, (_, start, stop, _) in members:
-        end = at + stop - start
-        close_end = close + int(_closely(number, stop - start, stride).sum())
-        seen[number] = Seen(
-            **{
-                field.name: getattr(parts, field.name)[close:close_end]
-                if field.name in _CLOSE
-                else getattr(parts, field.name)[at:end]
-                for field in fields(Seen)
-            }
-        )
-        at, close = end, close_end
+def _pieces(
+    seen: Seen, members: Sequence[tuple[int, Span]], stride: int
+) -> dict[int, dict[str, Array]]:
+    """Rows of a batch for each of its spans."""
+    counts = [stop - start for _, (_, start, stop, _) in members]
+    close = [
+        int(_closely(number, count, stride).sum())
+        for (number, _), count in zip(members, counts, strict=True)
+    ]
+    split = {
+        name: np.split(rows, np.cumsum(close if name in _CLOSE else counts)[:-1])
+        for name, rows in vars(seen).items()
+    }
+    return {
+        number: {name: rows[place] for name, rows in split.items()}
+        for place, (number, _) in enumerate(members)
+    }
 
 
-def _joined(seen: Mapping[int, Seen], name: str) -> Any:
-    return np.concatenate([getattr(seen[number], name) for number in sorted(seen)])
-
-
-def _join(texts: Sequence[Text], spans: Sequence[Span], seen: Mapping[int, Seen]) -> Observations:
+def _observations(texts: Sequence[Text], spans: Sequence[Span], seen: Seen) -> Observations:
     numbers: dict[str, int] = {}
     prompts = [numbers.setdefault(texts[text].prompt_key, len(numbers)) for text, *_ in spans]
     temperatures = [texts[text].temperature for text, *_ in spans]
     return Observations(
-        ranks=_joined(seen, "ranks"),
-        confidences=_joined(seen, "confidences"),
+        ranks=seen.ranks,
+        confidences=seen.confidences,
         offsets=np.cumsum([0, *(stop - start for _, start, stop, _ in spans)]).astype(np.int64),
         temperatures=np.array([np.nan if t is None else t for t in temperatures], np.float32),
         prompts=np.array(prompts, np.int64),
@@ -243,14 +249,13 @@ class _Work:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder = folder
-        text = json.dumps(settings, sort_keys=True)
         manifest = folder / "depends_on.json"
-        if not manifest.is_file() or manifest.read_text(encoding="utf-8") != text:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            part = manifest.with_suffix(".part")
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, manifest)
+        with suppress(OSError, FileRefused):
+            if read_json(manifest) == json.loads(json.dumps(settings)):
+                return
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_json(manifest, settings)
 
     def load(self, number: int) -> Seen | None:
         try:
@@ -259,7 +264,7 @@ class _Work:
             return None
 
     def save(self, number: int, parts: Seen) -> None:
-        save_arrays(self._path(number), asdict(parts))
+        save_arrays(self._path(number), vars(parts))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"batch-{number:06}.safetensors"

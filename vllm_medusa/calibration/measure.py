@@ -1,20 +1,61 @@
-"""Tokens per step as they really come: prompts decoded with the tree, by the oracle.
+"""Tokens per step by walking texts and by decoding for real, and how much prompts differ in it.
 
-Lossless sampling at the calibration's temperature is what the walks foretell (greedy, if that is
-0), so the estimates can be held against it.
+Lossless sampling at the calibration's temperature is what the walks predict (greedy, if that is 0),
+so the estimates can be held against it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from vllm_medusa.calibration.measured import Measured
+from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.decode import decode
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.tree.topology import TokenTree
+from vllm_medusa.tree.topology import Path, TokenTree
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Accepted tokens and steps of every prompt, over all its samples."""
+
+    accepted: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def tau(self) -> float:
+        """Tokens per verification step; NaN without steps."""
+        return 1 + sum(self.accepted) / sum(self.steps) if sum(self.steps) else math.nan
+
+    @property
+    def standard_error(self) -> float:
+        """Of tau, from prompt to prompt (a ratio of sums); NaN for one prompt.
+
+        Samples of a prompt are alike, so it is prompts that count.
+        """
+        count, steps = len(self.steps), sum(self.steps)
+        if count < 2 or not steps:
+            return math.nan
+        extra = self.tau - 1
+        spread = sum((a - extra * n) ** 2 for a, n in zip(self.accepted, self.steps, strict=True))
+        return math.sqrt(count / (count - 1) * spread) / steps
+
+
+def walked_by_prompt(observations: Observations, paths: list[Path]) -> Measured:
+    """The same of walks: all samples of a prompt together."""
+    accepted, steps = [], []
+    for prompt in np.unique(observations.prompts):
+        own = np.flatnonzero(observations.prompts == prompt).tolist()
+        visits = Walks(observations.texts(own), paths).visits()
+        accepted.append(int(visits[1:].sum()))
+        steps.append(int(visits[0]))
+    return Measured(tuple(accepted), tuple(steps))
 
 
 def measure(
@@ -28,7 +69,7 @@ def measure(
     seed: int,
     samples: int = 1,
     end_tokens: Collection[int] = (),
-    progress: Callable[[int], object] = lambda texts: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> Measured:
     """Decode ``samples`` texts of every prompt (token ids); text i has the seed ``seed + i``."""
     device = model.get_input_embeddings().weight.device
@@ -47,7 +88,7 @@ def measure(
                 eos_token_id=end_tokens,
             )
             results.append(result.accepted_per_step)
-            progress(1)
+            progress()
         accepted.append(sum(map(sum, results)))
         steps.append(sum(map(len, results)))
     return Measured(tuple(accepted), tuple(steps))

@@ -1,6 +1,6 @@
 """What the heads said at every position that decoding could have stood at.
 
-Every generated span is a *text*. Head h (0-based) at position t foretells token t + h + 2, so the
+Every generated span is a *text*. Head h (0-based) at position t predicts token t + h + 2, so the
 positions of a span [s, e) run from s - 1, whose own next token is the span's first, on. They end
 where the last head has no label any more; where the span ends with an end token, nothing follows
 that a head could have been right about, and they go on to e - 3, head 0's last label.
@@ -9,9 +9,8 @@ that a head could have been right about, and they go on to e - 3, head 0's last 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from vllm_medusa.calibration import CalibrationError
+from vllm_medusa.files import new_path
 
 FILE = "calibration.safetensors"  # beside the heads
 NO_LABEL = -1  # a rank: the text ended before
@@ -59,21 +59,11 @@ class Observations:
         wanted = range(self.num_texts) if chosen is None else chosen
         return [self.ranks[self.offsets[text] : self.offsets[text + 1]] for text in wanted]
 
-    def halves(self) -> tuple[list[int], list[int]]:
-        """Split the texts by prompts into two halves: every second prompt.
-
-        Raises:
-            CalibrationError: there is one prompt only.
-
-        """
+    def halves(self) -> tuple[list[int], list[int]] | None:
+        """Split the texts by prompts into two halves, every second prompt; None of one prompt."""
         first = np.flatnonzero(self.prompts % 2 == 0).tolist()
         second = np.flatnonzero(self.prompts % 2 == 1).tolist()
-        if not first or not second:
-            raise CalibrationError(
-                f"the {self.num_texts} texts are of one prompt, so none can be held out; calibrate "
-                "on more prompts."
-            )
-        return first, second
+        return (first, second) if first and second else None
 
     def temperature(self) -> float | None:
         """The temperature of most positions; None if the target wrote too little of the text."""
@@ -87,15 +77,9 @@ class Observations:
     def save(self, folder: Path) -> Path:
         """Write `FILE` into the heads' folder, whole or not at all; its path."""
         path = folder / FILE
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "ranks": self.ranks,
-            "confidences": self.confidences,
-            "offsets": self.offsets,
-            "temperatures": self.temperatures,
-            "prompts": self.prompts,
-        }
-        notes = {"format_version": str(_FORMAT), "source": json.dumps(self.source)}
-        save_arrays(path, arrays, notes)
+        arrays = {each.name: getattr(self, each.name) for each in fields(self)}
+        source = json.dumps(arrays.pop("source"))
+        save_arrays(path, arrays, {"format_version": str(_FORMAT), "source": source})
         return path
 
     @classmethod
@@ -116,28 +100,19 @@ class Observations:
             with safe_open(path, framework="np") as file:
                 meta: Mapping[str, str] = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if meta.get("format_version") != str(_FORMAT):
-                raise CalibrationError(
-                    f"{path} has the format {meta.get('format_version')}, this version reads "
-                    f"{_FORMAT}: calibrate again."
-                )
-            return cls(**arrays, source=json.loads(meta["source"]))
+            if meta.get("format_version") == str(_FORMAT):
+                return cls(**arrays, source=json.loads(meta["source"]))
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
-            if isinstance(error, CalibrationError):
-                raise
             raise CalibrationError(f"{path} can't be read ({error}): calibrate again.") from error
+        raise CalibrationError(
+            f"{path} has the format {meta.get('format_version')}, this version reads {_FORMAT}: "
+            "calibrate again."
+        )
 
 
 def save_arrays(
     path: Path, arrays: Mapping[str, npt.NDArray[Any]], notes: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, whole or not at all, with the permissions of any new file."""
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    part.touch()
-    mode = part.stat().st_mode  # safetensors would keep the file to its owner
-    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, part, notes)
-    part.chmod(mode)
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    """Write a safetensors file, whole or not at all."""
+    with new_path(path) as part:  # a transposed array would be written as it lies in memory
+        save_file({n: np.ascontiguousarray(array) for n, array in arrays.items()}, part, notes)

@@ -13,6 +13,7 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import Accuracy
 from vllm_medusa.calibration.confidence import reliability
 from vllm_medusa.calibration.observations import NO_LABEL, Observations
+from vllm_medusa.files import new_path
 from vllm_medusa.tree.topology import Path as TreePath
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -32,14 +33,14 @@ def check_picture(path: Path) -> None:
         ) from None
     if path.suffix.lower() not in SUFFIXES:
         raise CalibrationError(
-            f"{path}: the suffix {path.suffix!r} is no kind of picture known here; use "
+            f"{path}: the suffix {path.suffix!r} is not a kind of picture known here; use "
             f"{', '.join(SUFFIXES)}."
         )
     if not path.parent.is_dir():
         raise CalibrationError(f"{path}: the folder {path.parent} doesn't exist; make it first.")
     if os.path.lexists(path) and not _drawn(path):
         raise CalibrationError(
-            f"{path} exists and is no {path.suffix[1:].upper()} drawn by matplotlib, so it is not "
+            f"{path} exists and is not a {path.suffix} picture drawn by matplotlib, so it is not "
             "replaced: name another file, or remove it yourself."
         )
 
@@ -181,6 +182,5 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, path: Path) -> None:
-    part = path.with_name(f"{path.stem}.part{path.suffix}")
-    figure.savefig(part, dpi=130)
-    os.replace(part, path)
+    with new_path(path) as part:
+        figure.savefig(part, dpi=130, format=path.suffix[1:].lower())

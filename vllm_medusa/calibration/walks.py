@@ -1,6 +1,6 @@
 """Walking texts as decoding would: which node every position stops at, and how long it all takes.
 
-A *text* is, position by position, the rank that every head gave to the token it had to foretell.
+A *text* is, position by position, the rank that every head gave to the token it had to predict.
 Decoding with a tree starts at the first position, accepts the longest path of the tree that agrees
 with the ranks there, goes on behind it and ends when it has passed the last position:
 
@@ -14,7 +14,7 @@ tokens it drew. (For greedy decoding, walk text decoded greedily.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +28,18 @@ _BLOCK = 1 << 22  # walkers side by side
 
 
 class Walks:
-    """Texts to be walked by a tree that grows by leaves, the root alone at first.
+    """Texts to be walked by a tree that grows by leaves.
 
     All texts lie in one row, each followed by K + 1 positions at which walkers stand still.
     """
 
-    def __init__(self, texts: Sequence[Ranks]) -> None:
+    def __init__(self, texts: Sequence[Ranks], paths: Iterable[Path] = ()) -> None:
+        """Begin with the tree of ``paths``, parents first; without any it is the root alone.
+
+        Raises:
+            ValueError: no text has a position.
+
+        """
         texts = [text for text in texts if len(text)]
         if not texts:
             raise ValueError("there are no positions to choose a tree by: give longer texts")
@@ -51,6 +57,8 @@ class Walks:
         self.stops = np.where(self.jumps > 0, 0, -1).astype(np.int32)  # [P]: node each stops at
         self.paths: list[Path] = [()]
         self._nodes: dict[Path, int] = {(): 0}
+        for path in paths:
+            self.add(path)
 
     def add(self, path: Path) -> None:
         """Let the tree have the leaf ``path``, whose parent it has."""

@@ -45,8 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     adapt.add_parser(commands)
     distill.add_parser(commands)
     train.add_parser(commands)
-    calibrate.add_parser(commands)
-    tree.add_parser(commands)
+    calibrate.COMMAND.add_to(commands)
+    tree.COMMAND.add_to(commands)
     commands.add_parser(
         "serve",
         add_help=False,

@@ -19,10 +19,12 @@ name. Other keys are ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from vllm_medusa.job import Progress
 
 Message = dict[str, str]
 T = TypeVar("T")
@@ -30,6 +32,7 @@ T = TypeVar("T")
 FORMATS = ("text", "jsonl", "parquet")
 CONTENT_KEYS = ("prompt", "messages", "turns")
 ID_KEYS = ("request_id", "id", "question_id")
+_SHOWN_BAD_LINES = 20
 _SUFFIXES = {
     ".txt": "text",
     ".text": "text",
@@ -164,6 +167,28 @@ def _read_lines(path: Path, kind: str, column: str | None) -> Iterator[Prompt | 
         return _from_row(parse_json(text), index, line, column)
 
     yield from read_lines(path, parse)
+
+
+def settle_bad_lines(
+    path: Path, bad: Sequence[BadLine], on_bad_line: str, progress: Progress
+) -> None:
+    """Refuse a file with bad lines, or, where ``on_bad_line`` is "skip", tell of them.
+
+    Raises:
+        PromptError: naming the first of them.
+
+    """
+    if not bad:
+        return
+    shown = [f"line {each.line}: {each.reason}" for each in bad[:_SHOWN_BAD_LINES]]
+    if len(bad) > len(shown):
+        shown.append(f"and {len(bad) - len(shown)} more")
+    if on_bad_line == "refuse":
+        raise PromptError(
+            f"{path}: {len(bad)} bad lines; mend them, or pass --on-bad-line skip.\n  "
+            + "\n  ".join(shown)
+        )
+    progress.note(f"skipping {len(bad)} bad lines:\n  " + "\n  ".join(shown))
 
 
 def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:

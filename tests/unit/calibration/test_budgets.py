@@ -8,7 +8,7 @@ from vllm_medusa.calibration.accuracy import accuracy_table
 from vllm_medusa.calibration.budgets import Limits, StepCost, build_tree, curve, usual_sizes
 from vllm_medusa.calibration.independence import independent_tau
 from vllm_medusa.calibration.observations import Observations
-from vllm_medusa.calibration.search import walk_tau
+from vllm_medusa.calibration.walks import Walks
 
 LIMITS = Limits(num_draft_tokens=8, max_rank=3)
 
@@ -35,14 +35,15 @@ def test_a_curve_is_what_its_trees_are_worth(algorithm):
     halves = [found.texts(half) for half in found.halves()]
     for at, size in enumerate(result.sizes):
         tree = result.paths[:size]
-        assert result.walked[at] == walk_tau(texts, tree)
+        assert result.walked[at] == Walks(texts, tree).tau()
         table = accuracy_table(found.ranks, 3).astype(float)
         assert result.independent[at] == pytest.approx(independent_tau(table, tree))
         crossed = [
-            walk_tau(other, build_tree(algorithm, own, LIMITS)[:size])
+            Walks(other, build_tree(algorithm, own, LIMITS)[:size]).tau()
             for own, other in (halves, halves[::-1])
         ]
         assert result.heldout[at] == pytest.approx(np.mean(crossed))
+    assert result.expected() == result.heldout
 
 
 def test_on_the_texts_it_was_built_from_the_walk_is_better():
@@ -54,7 +55,8 @@ def test_on_the_texts_it_was_built_from_the_walk_is_better():
 
 def test_of_one_prompt_nothing_is_held_out():
     result = curve(observations(1), "walk", LIMITS, [2, 99])
-    assert result.heldout == [None, None] == result.heldout_independent
+    assert result.heldout == [None, None]
+    assert result.expected() == result.walked
     assert result.sizes == [2, 8]
 
 

@@ -1,4 +1,4 @@
-"""On the demo's target and heads: what walks foretell is what decoding does, step for step."""
+"""On the demo's target and heads: what walks predict is what decoding does, step for step."""
 
 import json
 import math
@@ -11,8 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_medusa.calibration.collect import collect
-from vllm_medusa.calibration.measure import measure
-from vllm_medusa.calibration.measured import Measured, walked_by_prompt
+from vllm_medusa.calibration.measure import Measured, measure, walked_by_prompt
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.prompts import prompt_ids
 from vllm_medusa.calibration.walks import Walks
@@ -64,9 +63,7 @@ def test_walks_of_the_targets_own_text_are_its_decoding(demo, tmp_path, temperat
     )
     compared = total = 0
     for rows, steps in zip(observations.texts(), accepted, strict=True):
-        walks = Walks([rows])
-        for path in TREE.paths:
-            walks.add(path)
+        walks = Walks([rows], TREE.paths)
         walked = (walks.jumps[walks.visited()] - 1).tolist()
         assert walked == steps[: len(walked)]
         assert len(steps) - len(walked) <= heads.num_heads, "only where labels ran out"

@@ -1,6 +1,3 @@
-import os
-import stat
-
 import numpy as np
 import pytest
 
@@ -30,18 +27,6 @@ def test_what_is_saved_comes_back(tmp_path):
     assert [len(text) for text in back.texts()] == [3, 5]
     assert back.texts([1])[0][0].tolist() == [6, 7]
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_whoever_may_read_new_files_may_read_it(mask, tmp_path):
-    part = tmp_path / f"{FILE}.part"
-    part.touch(0o600)  # of a run that was killed
-    before = os.umask(mask)
-    try:
-        path = sample().save(tmp_path)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.calibration.search import walk_tau, walked_tree
+from vllm_medusa.calibration.search import walked_tree
+from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.tree import TokenTree
 
 HEADS, RANKS = 2, 3
@@ -47,7 +48,7 @@ def test_every_node_is_the_best_next_one(texts, size):
     for count in range(size):
         tree = paths[: count + 1]
         assert taus[count] == pytest.approx(tau_by_hand(texts, tree))
-        assert walk_tau(arrays(texts), tree) == pytest.approx(taus[count])
+        assert Walks(arrays(texts), tree).tau() == pytest.approx(taus[count])
         parents = [(), *paths[:count]]
         widths = {p: sum(q[:-1] == p for q in paths[:count]) for p in parents}
         rivals = [(*p, w) for p, w in widths.items() if len(p) < HEADS and w < RANKS]
@@ -63,7 +64,7 @@ def test_what_follows_an_accepted_token_counts():
     paths, taus = walked_tree(arrays([text]), 2, RANKS)
     assert paths[0] == (0,)
     assert taus[0] == 2.0, "every step accepts one"
-    assert walk_tau(arrays([text]), [(0,), (0, 0)]) == 2.0, "head 1 never adds anything"
+    assert Walks(arrays([text]), [(0,), (0, 0)]).tau() == 2.0, "head 1 never adds anything"
 
 
 def test_the_search_stops_when_the_heads_offer_no_more():

@@ -38,9 +38,7 @@ def random_texts(seed):
 @settings(max_examples=60, deadline=None)
 def test_visits_and_tau_are_those_of_walks_by_hand(seed, tree):
     texts = random_texts(seed)
-    walks = Walks(texts)
-    for path in tree:
-        walks.add(path)
+    walks = Walks(texts, tree)
     paths = [path for text in texts for _, path in steps_of(text, set(tree))]
     assert walks.tau() == pytest.approx(sum(1 + len(path) for path in paths) / len(paths))
     for node, visits in zip([(), *tree], walks.visits(), strict=True):
@@ -51,15 +49,11 @@ def test_visits_and_tau_are_those_of_walks_by_hand(seed, tree):
 @given(st.integers(0, 10**6))
 @settings(max_examples=30, deadline=None)
 def test_a_leaf_tried_gives_what_it_gives_when_added(seed):
-    walks = Walks(random_texts(seed))
-    walks.add((0,))
+    walks = Walks(random_texts(seed), [(0,)])
     leaves = [(1,), (0, 1)]
     tried = walks.tau_with(leaves)
     for leaf, tau in zip(leaves, tried, strict=True):
-        grown = Walks(random_texts(seed))
-        grown.add((0,))
-        grown.add(leaf)
-        assert grown.tau() == tau
+        assert Walks(random_texts(seed), [(0,), leaf]).tau() == tau
 
 
 def test_every_prefix_of_a_tree():

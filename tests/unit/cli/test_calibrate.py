@@ -147,9 +147,8 @@ def test_no_more_choices_than_the_heads_have(heads: Path, records: Path, capsys:
     ("arguments", "message"),
     [
         (["--temperature", "0.3"], "it has 0.8"),
-        (["--plot", "plot.jpeg2"], "no kind of picture"),
-        (["--top-k", "256"], "use at most 255"),
-        (["--top-k", "32767"], "use at most 255"),
+        (["--plot", "plot.jpeg2"], "not a kind of picture"),
+        (["--top-k", "256"], "from 1 to 255"),
         (["--tree", '{"chain": 9}'], "there are 5 heads"),
         (["--max-text-tokens", "7"], "4 bad lines"),
     ],
@@ -166,4 +165,4 @@ def test_what_can_not_work_is_refused(
 
 def test_heads_must_lie_in_a_folder(records: Path, capsys: Any) -> None:
     assert run("calibrate", TARGET, "someone/heads", "--data", records) == 2
-    assert "no local folder" in capsys.readouterr().err
+    assert "not a local folder" in capsys.readouterr().err

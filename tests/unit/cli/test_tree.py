@@ -10,8 +10,9 @@ from vllm_medusa import cli
 from vllm_medusa.calibration.budgets import Limits, build_tree
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.search import walk_taus
-from vllm_medusa.cli.measuring import heads_digest
 from vllm_medusa.convert.job import FORMATS
+from vllm_medusa.heads.digest import digest_heads
+from vllm_medusa.heads.files import find_checkpoint
 
 DEMO = Path(__file__).parents[3] / "demo"
 
@@ -36,7 +37,7 @@ def heads(tmp_path: Path) -> Path:
         offsets=np.arange(0, 401, 50),
         temperatures=np.full(8, 0.7, np.float32),
         prompts=np.arange(8),
-        source={"heads": heads_digest(folder)},
+        source={"heads": digest_heads(find_checkpoint(folder))},
     ).save(folder)
     return folder
 
@@ -114,10 +115,10 @@ def test_step_costs_choose_the_size(heads: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-n", "256"], "at most 255"),
+        (["-n", "256"], "from 1 to 255"),
         (["--max-depth", "6"], "there are 5 heads"),
         (["--max-rank", "5"], "there are 4 calibrated choices"),
-        (["--draw", "tree.txt"], "no kind of picture"),
+        (["--draw", "tree.txt"], "not a kind of picture"),
         (["--output", "nowhere/tree.json"], "doesn't exist"),
         (["--sizes", "3"], "give --measure"),
         (["--measure", "prompts.jsonl"], "needs the target"),
