@@ -1,7 +1,8 @@
 """`python -m benchmarks CASE [CASE ...]`: run benchmarks, write what they find as they find it.
 
     python -m benchmarks speed BIG/target BIG/heads --quick
-    python -m benchmarks attention --base HEAD~3 --json build/attention.json
+    python -m benchmarks kernels step --json build/gpu.json
+    python -m benchmarks attention --base HEAD~3
 
 A case yields rows; one that fails has its reason in the table and the others go on. With --json
 the document is on disk after every row, and at the end a table (.md) and a picture (.png) stand
@@ -36,6 +37,8 @@ CASES = {  # name -> what it measures; each is the `CASE` of the module of its n
     "training": "Medusa-1 with cached hidden states against a backbone pass in every step",
     "sharding": "LM heads whole on every tensor-parallel rank, or cut over the vocabulary",
     "attention": "tree attention on CPUs, one layer",
+    "kernels": "tree attention on a GPU against the memory's bandwidth and torch's kernels",
+    "step": "a whole decode step on a GPU, by the number of nodes",
     "enlarge": "no measurement: makes a small target and its heads large, with equal outputs",
 }
 TURNS = 2  # of --base

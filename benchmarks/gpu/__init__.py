@@ -1,1 +1,1 @@
-"""The parts of `benchmarks.gpu_check`: what one NVIDIA GPU can tell about the kernels."""
+"""A Llama-shaped target that decodes with the package's kernels, and a clock for them."""

@@ -1,102 +1,132 @@
-"""Time on a device, and a stand-in for machines that have none.
+"""Time on a device, and a stand-in where Triton interprets.
 
-Three times are told apart. A *graph* replays calls that were captured, so no launch overhead is in
-it: what a served model pays. *Device* time is between two events on the stream. *Wall* time is what
-the host waits for one eager call, launches included.
+Two times are told apart. A *graph* replays calls that were captured, so no launch overhead is in
+it: what a served model pays. *Wall* time is what the host waits for one eager call.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 Call = Callable[[], Any]
+Capture = Callable[[Call], Call]
 
 
-class Clock(Protocol):
-    """What the measurements need of a device."""
+def capture(call: Call) -> Call:
+    """Capture a call in a CUDA graph; the result repeats what it did, on the same memory."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # warm up on a side stream, as capturing wants it
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    torch.cuda.synchronize()
+    replay: Call = graph.replay
+    return replay
 
-    def graph(self, call: Call) -> Call:
-        """Capture ``call``; the result repeats what it did, on the same memory."""
 
-    def device(self, call: Call, repeats: int = 9) -> list[float]:
-        """Microseconds of ``call`` on the device, nothing of it in the cache: one for each run."""
-
-    def wall(self, call: Call, repeats: int = 15) -> list[float]:
-        """Microseconds from before ``call`` until the device is done with it."""
+def run_once(call: Call) -> Call:
+    """In the place of `capture` where there is no GPU: one call, as capturing would make."""
+    call()
+    return call
 
 
 class CudaClock:
-    """CUDA events and graphs; between two runs the L2 cache is overwritten."""
+    """CUDA events; between two runs the L2 cache is overwritten."""
 
-    def __init__(self, l2_bytes: int) -> None:
-        import torch
-
-        self._torch = torch
-        size = max(4 * l2_bytes, 1 << 28)
+    def __init__(self) -> None:
+        properties = torch.cuda.get_device_properties(0)
+        self.l2_bytes: int = getattr(properties, "L2_cache_size", 0)
+        size = max(4 * self.l2_bytes, 1 << 28)
         self._flush = torch.empty(size, dtype=torch.int8, device="cuda")
 
-    def graph(self, call: Call) -> Call:
-        """Warm up on a side stream, as capturing wants it, then capture."""
-        cuda = self._torch.cuda
-        side = cuda.Stream()
-        side.wait_stream(cuda.current_stream())
-        with cuda.stream(side):
-            for _ in range(2):
-                call()
-        cuda.current_stream().wait_stream(side)
-        cuda.synchronize()
-        graph = cuda.CUDAGraph()
-        with cuda.graph(graph):
-            call()
-        cuda.synchronize()
-        return graph.replay  # type: ignore[no-any-return]
+    def graph(self, call: Call, repeats: int = 9) -> list[float]:
+        """Microseconds of a captured call: one for each run.
 
-    def device(self, call: Call, repeats: int = 9) -> list[float]:
-        """Overwriting the cache takes longer than a launch, so the device never waits for one."""
-        cuda = self._torch.cuda
-        call()
-        cuda.synchronize()
+        Overwriting the cache takes longer than a launch, so the device never waits for one.
+        """
+        replay = capture(call)
+        replay()
+        torch.cuda.synchronize()
         pairs = []
         for _ in range(repeats):
-            start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._flush.zero_()
             start.record()
-            call()
+            replay()
             end.record()
             pairs.append((start, end))
-        cuda.synchronize()
+        torch.cuda.synchronize()
         return [1e3 * start.elapsed_time(end) for start, end in pairs]
 
-    def wall(self, call: Call, repeats: int = 15) -> list[float]:
-        """Host clock, with the device idle at both ends."""
-        synchronize = self._torch.cuda.synchronize
-        call()
-        synchronize()
+    def wall(self, call: Call, repeats: int = 9) -> float:
+        """Microseconds of an eager call until the device is done with it; the median."""
         times = []
-        for _ in range(repeats):
+        for _ in range(repeats + 1):
+            torch.cuda.synchronize()
             start = time.perf_counter()
             call()
-            synchronize()
+            torch.cuda.synchronize()
             times.append(1e6 * (time.perf_counter() - start))
-        return times
+        return statistics.median(times[1:])
+
+    def rates(self) -> dict[str, float]:
+        """Bytes a second of a large copy (read and written), operations of a large product."""
+        source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_(0, 256)
+        copied = torch.empty_like(source)
+        copy = statistics.median(self.graph(lambda: copied.copy_(source)))
+        a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        out = torch.empty_like(a)
+        product = statistics.median(self.graph(lambda: torch.mm(a, b, out=out)))
+        return {
+            "copy_bytes_per_s": 2e6 * source.numel() / copy,
+            "matmul_flop_per_s": 2e6 * 8192**3 / product,
+        }
 
 
 class HostClock:
-    """Runs the same code paths where there is no GPU; its numbers mean nothing for one."""
+    """Runs the same code where Triton interprets; its numbers mean nothing."""
 
-    def graph(self, call: Call) -> Call:
-        """Nothing is captured; one call, as capturing would make."""
-        call()
-        return call
+    l2_bytes = 1 << 10
 
-    def device(self, call: Call, repeats: int = 9) -> list[float]:
-        """One run, by the host's clock."""
-        return self.wall(call, repeats)
+    def graph(self, call: Call, repeats: int = 9) -> list[float]:
+        """One run."""
+        return [self.wall(call)]
 
-    def wall(self, call: Call, repeats: int = 15) -> list[float]:
+    def wall(self, call: Call, repeats: int = 9) -> float:
         """One run."""
         start = time.perf_counter()
         call()
-        return [1e6 * (time.perf_counter() - start)]
+        return 1e6 * (time.perf_counter() - start)
+
+    def rates(self) -> dict[str, float]:
+        """Of no device."""
+        return {"copy_bytes_per_s": 1e9, "matmul_flop_per_s": 1e12}
+
+
+Clock = CudaClock | HostClock
+
+
+def here() -> tuple[str, Clock]:
+    """Device and clock of this machine.
+
+    Raises:
+        RuntimeError: there is no GPU, and Triton does not interpret.
+
+    """
+    if torch.cuda.is_available():
+        return "cuda", CudaClock()
+    from vllm_medusa.scorer.kernel import INTERPRETED
+
+    if INTERPRETED:
+        return "cpu", HostClock()
+    raise RuntimeError("torch finds no CUDA GPU: nothing was measured")

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.batches import choose_parts, step_batch
 from benchmarks.gpu.model import Target, views
-from benchmarks.gpu.problems import choose_parts, uniform_batch
 from vllm_medusa.kv.layers import LayerCaches
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
@@ -83,7 +83,7 @@ class Decoder:
             space = SplitWorkspace.allocate(rows, shape.head_size, self.target.device)
         lens = (self.base + self.nodes).int()
         table = self.table.int()
-        return uniform_batch(self.tree, lens, table, self.is_tree, splits, space)
+        return step_batch(self.tree, lens, table, num_splits=splits, workspace=space)
 
     def prefill(self, request: int, prompt: list[int]) -> Tensor:
         """Score a prompt but its last token, which becomes the root; returns hidden states [T, H].

@@ -158,6 +158,18 @@ class TestInterpreted(Cases):
 class TestOnGpu(Cases):
     device = "cuda"
 
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_serving_sizes(self, dtype: torch.dtype):
+        """Sixteen requests of 64 nodes, eight layers, blocks of 16."""
+        torch.manual_seed(0)
+        rng = random.Random(0)
+        slots = torch.randperm(80 * 16)[: 16 * 64].view(16, 64)
+        paths = [random_paths(rng, 64, 6) for _ in range(16)]
+        nodes, count = (torch.tensor(values) for values in zip(*paths, strict=True))
+        for layout in LAYOUTS:
+            memory = Memory(layout, dtype, 8, 80, 16)
+            assert not torch.equal(self.check(memory, slots, nodes, count), memory.bytes)
+
     def test_graph_capture(self):
         """Captured with a path that moves nothing, replayed with one that does."""
         cache = torch.arange(20.0, device="cuda").view(20, 1)

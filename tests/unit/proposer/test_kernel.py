@@ -169,6 +169,25 @@ class TestInterpreted(Cases):
 class TestOnGpu(Cases):
     device = "cuda"
 
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("vocab", [32_000, 128_256])
+    def test_serving_sizes(self, vocab: int, dtype: torch.dtype):
+        """A batch of 32, whole and from shards; half types are full of ties."""
+        tree = TokenTree.dense((5, 4, 3)).prefix(64)
+        generator = torch.Generator().manual_seed(4)
+        logits = (torch.randn(32, 4, vocab, generator=generator) * 3).to(dtype)
+        expected = proposer.propose(logits, TreeTensors.from_tree(tree))
+        there, logits = TreeTensors.from_tree(tree, self.device), logits.to(self.device)
+        assert torch.equal(self.kernel.propose(logits, there).cpu(), expected)
+        for ranks in (4, 8):
+            keys = []
+            for rank in range(ranks):
+                shard = VocabShard.of_rank(rank, -(-vocab // ranks), vocab)
+                own = logits[:, : tree.max_depth, shard.first_id : shard.first_id + shard.num_ids]
+                keys.append(self.kernel.local_topk(own, max(tree.head_widths), shard))
+            tokens = self.kernel.fill_tree(torch.stack(keys), there)
+            assert torch.equal(tokens.cpu(), expected)
+
     def test_graph_capture(self):
         """Captured with other logits, into memory given; a replay allocates nothing."""
         tree = TreeTensors.from_tree(TREES["64 nodes"], "cuda")

@@ -375,6 +375,20 @@ class TestInterpreted(Cases):
 class TestOnGpu(Cases):
     device = "cuda"
 
+    @pytest.mark.parametrize("nodes", [16, 64, 256])
+    def test_serving_sizes(self, nodes: int):
+        """A batch of 32 and a vocabulary of 32,000; its bars are far from every probability."""
+        case = make_case(nodes, 32, nodes, 3)
+        targets = torch.randint(0, 3, case.token_ids.shape, generator=generator(1))
+        self.check_walk(case.tree, case.token_ids, targets)
+        case = make_case(nodes, 8, nodes, 3)
+        logits = torch.randn(nodes, 32_000, generator=generator(2))
+        logits[:, :3] += 12  # the drafts are among the likely tokens
+        rows = torch.arange(nodes).expand(8, -1)
+        bounds = torch.full((8,), 0.2), torch.full((8,), 0.5)
+        path = self.check_typical(case.tree, case.token_ids, logits, rows, *bounds)
+        assert path.num_accepted.sum() > 0
+
     def test_graph_capture(self):
         """Captured with other tokens and logits, into memory given."""
         case = make_case(7, 3, 64, 2)

@@ -285,6 +285,18 @@ class TestOnGpu(Cases):
             pytest.skip("e4m3 needs a GPU of capability 8.9")
         return super().make(requests, **options)
 
+    @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (8, 1), (64, 8), (14, 2)], ids=str)
+    def test_serving_sizes(self, heads):
+        """Long contexts, tiles as they are served, as many parts as there may be."""
+        requests = [tree(64, 6000), chunk(150, 700), decode(511), tree(16, 0), PADDING]
+        for dtype in (BF16, F16):
+            for splits in (1, 16, 64):
+                options = {"heads": heads, "dim": 128, "dtype": dtype, "splits": splits}
+                case = self.make(requests, spare_rows=3, slack=500 * (splits == 16), **options)
+                error, lse_error = case.errors()
+                assert error < TOLERANCE[dtype]
+                assert lse_error < 2e-4  # sums of 6,000 terms
+
     def test_graph_capture_replays_with_new_lengths(self):
         """Captured with dummy lengths, replayed with real ones: nothing was read by the host."""
         case = self.make([tree(16, 90), tree(16, 200), PADDING], splits=4, dtype=F16)

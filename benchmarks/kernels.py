@@ -1,0 +1,344 @@
+"""How long attention takes, against the time in which the memory could have been read once.
+
+    python -m benchmarks kernels step
+
+Calls run back to back in a CUDA graph, each on another copy of the cache, so that none finds its
+keys in the L2: as the layers of a model do. Beside it, on contiguous caches of the same shapes and
+in the same way: torch's FlashAttention and cuDNN without any mask, which read as much and know no
+tree, and its memory-efficient kernel with the tree's mask. Heads that share a key head are folded
+into the rows for them too. Every result is checked, at the last request.
+
+    floor        bytes of keys and values, read once, over the measured copy bandwidth
+    arithmetic   4 * rows * heads * keys * head size over the measured bf16 matmul rate; where it
+                 exceeds the floor, no kernel can come near the floor
+
+Needs torch and Triton only.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.case import Case, Row, attempt
+from benchmarks.gpu.batches import choose_parts, step_batch, step_tree
+from benchmarks.gpu.clock import Clock, here
+from benchmarks.gpu.model import paged_tree_attention
+from vllm_medusa.job import Progress
+from vllm_medusa.options import FromZero, Options, Positive, option
+from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
+from vllm_medusa.tree.batch import TreeTensors
+
+LAYOUTS = {  # query heads, key heads
+    "Llama-2-7B": (32, 32),
+    "Llama-3-8B": (32, 8),
+    "Llama-3-70B, 1 of 8 GPUs": (8, 1),
+    "Llama-3-70B": (64, 8),
+}
+RELATIVE = 1.2e-2  # of bf16: ||out - ref|| / ||ref||
+BLOCK_SIZE = 16
+COLD = 4  # copies of the cache together are this many times the L2
+MOST_COPIES = 256
+CACHE_BYTES = 40 << 30
+ENOUGH_US = 300.0  # a graph shorter than this is not timed well
+
+
+class KernelsOptions(Options):
+    """Which shapes; every layout has all of them."""
+
+    batches: tuple[Positive, ...] = option((1, 4, 16, 64))
+    contexts: tuple[Positive, ...] = option((4096, 16384, 1024, 8192, 32768))
+    nodes: tuple[Positive, ...] = option((64, 16), "rows of each request; 1 is plain decoding")
+    fp8: bool = option(False, "caches of e4m3 instead of bf16")
+    planned: FromZero = option(0, "length that parts are chosen for, as in a captured graph")
+    chunk: FromZero = option(0, "rows of a prompt beside the trees")
+    head_size: Positive = option(128)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A decode step's attention: ``batch`` requests of ``nodes`` rows behind ``context`` tokens."""
+
+    layout: str
+    heads: int
+    kv_heads: int
+    batch: int
+    context: int
+    nodes: int
+    cache: torch.dtype = torch.bfloat16
+    head_size: int = 128
+    planned: int = 0
+    chunk: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """Keys of each request."""
+        return [self.context + self.nodes] * self.batch + [self.chunk] * bool(self.chunk)
+
+    @property
+    def rows(self) -> int:
+        """Query rows."""
+        return self.batch * self.nodes + self.chunk
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all keys and values that the step needs."""
+        return sum(self.lengths) * 2 * self.kv_heads * self.head_size * self.cache.itemsize
+
+    @property
+    def flop(self) -> int:
+        """Operations of both products; half of the chunk's square is not seen."""
+        pairs = self.batch * self.nodes * (self.context + self.nodes) + self.chunk**2 // 2
+        return 4 * pairs * self.heads * self.head_size
+
+    @property
+    def width(self) -> int:
+        """Blocks of a request in the table: a multiple of 16."""
+        return -(-max(self.lengths) // (16 * BLOCK_SIZE)) * 16
+
+    @property
+    def cache_elements(self) -> int:
+        """Of one copy."""
+        blocks = len(self.lengths) * self.width
+        return blocks * self.kv_heads * BLOCK_SIZE * 2 * self.head_size
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A spec in memory: one query, and as many caches as it takes to keep the L2 cold."""
+
+    spec: Spec
+    query: Tensor  # [T, Hq, D]
+    out: Tensor
+    flat: Tensor  # [copies, elements of a cache]
+    batch: PagedBatch
+
+    def cache(self, copy: int) -> Tensor:
+        """[num_blocks, Hkv, block_size, 2 D]."""
+        spec = self.spec
+        return self.flat[copy].view(-1, spec.kv_heads, BLOCK_SIZE, 2 * spec.head_size)
+
+    def attend(self, copy: int = 0) -> None:
+        """One call, on one of the copies."""
+        dim = self.spec.head_size
+        keys, values = self.cache(copy).transpose(1, 2).split(dim, -1)
+        paged_tree_attention(self.query, keys, values, self.batch, dim**-0.5, out=self.out)
+
+
+class Memory:
+    """One piece of memory that all timed caches lie in, filled once with random values.
+
+    A cache on an H200 can be 34 GB: to allocate and fill it anew for each shape would take longer
+    than all measurements. Values do matter: on zeros a GPU clocks higher.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.limit = 1 << 24
+        if device == "cuda":
+            total = torch.cuda.get_device_properties(0).total_memory
+            self.limit = min(CACHE_BYTES, int(0.4 * total))
+        self._pool = torch.empty(0)
+
+    def take(self, copies: int, elements: int, dtype: torch.dtype) -> Tensor:
+        """``copies`` of ``elements`` values, [copies, elements]; random, of fp8 from 0 to 1.875.
+
+        Raises:
+            ValueError: they do not fit.
+
+        """
+        size = copies * elements * dtype.itemsize
+        if size > self.limit:
+            raise ValueError(f"{size / 1e9:.1f} GB of cache; {self.limit / 1e9:.1f} are free")
+        if self._pool.dtype != dtype:
+            del self._pool
+            self._pool = torch.empty(self.limit // dtype.itemsize, dtype=dtype, device=self.device)
+            if dtype.itemsize == 1:
+                self._pool.view(torch.uint8).random_(0, 0x40)
+            else:
+                self._pool.normal_()
+        return self._pool[: copies * elements].view(copies, elements)
+
+
+def setup(spec: Spec, memory: Memory, l2_bytes: int) -> Setup:
+    """Lay a spec out: blocks in random order, queries as they lie in a packed projection."""
+    device, dim = memory.device, spec.head_size
+    fit = memory.limit // (spec.cache_elements * spec.cache.itemsize)
+    copies = max(1, min(-(-COLD * l2_bytes // spec.kv_bytes), fit, MOST_COPIES))
+    flat = memory.take(copies, spec.cache_elements, spec.cache)
+    count = len(spec.lengths)
+    ids = torch.randperm(count * spec.width, generator=torch.Generator().manual_seed(0)).int()
+    packed = torch.randn(spec.rows, spec.heads + 2 * spec.kv_heads, dim).bfloat16().to(device)
+    query = packed[:, : spec.heads]
+    tree = TreeTensors.from_tree(step_tree(spec.nodes), device)
+    splits = 1
+    if not spec.chunk:  # whose rows alone fill the device
+        keys = flat[0].view(-1, BLOCK_SIZE, spec.kv_heads, 2 * dim)[..., :dim]
+        length = spec.planned or spec.lengths[0]
+        splits = choose_parts(query, keys, spec.batch, spec.nodes, length)
+    space = None
+    if splits > 1:
+        space = SplitWorkspace.allocate(spec.rows * spec.heads * splits, dim, device)
+    batch = step_batch(
+        tree,
+        torch.tensor(spec.lengths, dtype=torch.int32, device=device),
+        ids.view(count, -1).to(device),
+        chunk=spec.chunk,
+        num_splits=splits,
+        workspace=space,
+    )
+    return Setup(spec, query, torch.empty_like(query), flat, batch)
+
+
+def check(made: Setup) -> float:
+    """||out - ref|| / ||ref|| at the last tree and the chunk, in fp32 by plain products."""
+    spec = made.spec
+    made.attend()
+    tree = TreeTensors.from_tree(step_tree(spec.nodes), made.out.device).ancestors
+    errors = [_error(made, spec.batch - 1, spec.nodes, tree)]
+    if spec.chunk:
+        causal = torch.ones(spec.chunk, spec.chunk, dtype=torch.bool, device=made.out.device)
+        errors.append(_error(made, spec.batch, spec.chunk, causal.tril()))
+    return max(errors)
+
+
+def _error(made: Setup, request: int, rows: int, seen: Tensor) -> float:
+    """At one request; ``seen`` [rows, rows] are the request's own rows that each row sees."""
+    spec, length = made.spec, made.spec.lengths[request]
+    blocks = made.batch.block_table[request].long()
+    kept = made.cache(0).view(torch.uint8)[blocks].view(spec.cache)  # fp8 can't be indexed
+    kept = kept.transpose(1, 2).float().flatten(0, 1)[:length]
+    keys, values = kept.split(spec.head_size, -1)  # [L, Hkv, D]
+    start = request * spec.nodes
+    query = made.query[start : start + rows].float()
+    query = query.unflatten(1, (spec.kv_heads, -1))  # [N, Hkv, G, D]
+    logits = torch.einsum("nkgd,lkd->kgnl", query, keys) * spec.head_size**-0.5
+    logits[..., length - rows :].masked_fill_(~seen, -math.inf)
+    expected = torch.einsum("kgnl,lkd->nkgd", logits.softmax(-1), values).flatten(1, 2)
+    off = made.out[start : start + rows].float() - expected
+    return (off.norm() / expected.norm()).item()
+
+
+def rivals(made: Setup) -> dict[str, Callable[[int], Tensor]]:
+    """What torch offers for the same rows, over the same memory as contiguous caches."""
+    spec = made.spec
+    dim, length = spec.head_size, spec.lengths[0]
+    query = made.query.view(spec.batch, spec.nodes, spec.kv_heads, -1, dim)
+    folded = query.permute(0, 2, 1, 3, 4).reshape(spec.batch, spec.kv_heads, -1, dim).contiguous()
+    shape = (spec.batch, length, spec.kv_heads, dim)
+    half = math.prod(shape)
+    keys, values = (
+        [memory[i * half : (i + 1) * half].view(shape).transpose(1, 2) for memory in made.flat]
+        for i in range(2)
+    )
+    seen = torch.ones(spec.nodes, length, dtype=torch.bool, device=folded.device)
+    seen[:, spec.context :] = TreeTensors.from_tree(step_tree(spec.nodes)).ancestors
+    mask = torch.zeros(seen.shape, dtype=folded.dtype, device=folded.device)
+    mask = mask.masked_fill(~seen, -math.inf).repeat_interleave(spec.heads // spec.kv_heads, 0)
+    mask = mask.expand(spec.batch, spec.kv_heads, -1, -1)
+
+    def call(backend: SDPBackend, bias: Tensor | None, copy: int) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(folded, keys[copy], values[copy], bias)
+
+    return {
+        "flash": partial(call, SDPBackend.FLASH_ATTENTION, None),
+        "cudnn": partial(call, SDPBackend.CUDNN_ATTENTION, None),
+        "masked": partial(call, SDPBackend.EFFICIENT_ATTENTION, mask),
+    }
+
+
+def specs(options: KernelsOptions) -> Iterator[Spec]:
+    """All of them, those that tell most first."""
+    cache = torch.float8_e4m3fn if options.fp8 else torch.bfloat16
+    shapes = product(options.batches, options.contexts, options.nodes, LAYOUTS.items())
+    for batch, context, nodes, (layout, heads) in shapes:
+        shape = Spec(layout, *heads, batch, context, nodes, cache)
+        more = {name: getattr(options, name) for name in ("head_size", "planned", "chunk")}
+        yield replace(shape, **more)
+
+
+def run(options: KernelsOptions, progress: Progress) -> Iterator[Row]:
+    """A row for each shape; times in microseconds of one call."""
+    device, clock = here()
+    memory, rates = Memory(device), clock.rates()
+    progress.note(", ".join(f"{name} {value:.3g}" for name, value in rates.items()))
+    for spec in specs(options):
+        shown = f"{spec.layout}, batch {spec.batch}, context {spec.context}, {spec.nodes} nodes"
+        names = ("layout", "batch", "context", "nodes", "planned", "chunk")
+        what = {"name": shown, **{name: getattr(spec, name) for name in names}}
+        yield attempt(what, partial(measure, what, spec, memory, clock, rates))
+
+
+def measure(
+    what: dict[str, Any], spec: Spec, memory: Memory, clock: Clock, rates: dict[str, float]
+) -> Row:
+    """Check one result, then time everything."""
+    made = setup(spec, memory, clock.l2_bytes)
+    error = check(made)
+    if not error < RELATIVE * (1 if memory.device == "cuda" else 2):
+        return Row(what, failed=f"its result is off by {error:.3g} of the reference")
+    floor = spec.kv_bytes / rates["copy_bytes_per_s"] * 1e6
+    copies = len(made.flat)
+    calls = max(copies, min(200, int(ENOUGH_US / max(floor, 1.0)))) if floor else copies
+    calls = calls if memory.device == "cuda" else 1
+
+    def microseconds(attend: Callable[[int], Any]) -> float:
+        def call() -> None:
+            for number in range(calls):
+                attend(number % copies)
+
+        return statistics.median(clock.graph(call, repeats=7)) / calls
+
+    ours = microseconds(made.attend)
+    numbers: dict[str, Any] = {
+        "relative_error": error,
+        "splits": made.batch.num_splits,
+        "copies": copies,
+        "floor_us": floor,
+        "arithmetic_us": spec.flop / rates["matmul_flop_per_s"] * 1e6,
+        "ours_us": ours,
+        "of_floor": floor / ours,
+        "ours_eager_us": clock.wall(made.attend),
+        **rates,
+    }
+    if spec.cache == torch.bfloat16 and not spec.chunk:
+        for name, attend in rivals(made).items():
+            try:
+                numbers[f"{name}_us"] = microseconds(attend)
+            except (RuntimeError, TypeError) as reason:  # a backend that doesn't take the shape
+                numbers[f"{name}_reason"] = str(reason)[:200]
+    return Row(what, numbers, right=True)
+
+
+CASE = Case(
+    KernelsOptions,
+    run,
+    {
+        "layout": ("layout", ""),
+        "batch": ("batch", ""),
+        "context": ("context", ""),
+        "nodes": ("nodes", ""),
+        "splits": ("parts", ""),
+        "ours_us": ("ours us", ".1f"),
+        "of_floor": ("floor / ours", ".0%"),
+        "floor_us": ("floor us", ".1f"),
+        "arithmetic_us": ("arithmetic us", ".1f"),
+        "flash_us": ("flash, no tree us", ".1f"),
+        "cudnn_us": ("cuDNN, no tree us", ".1f"),
+        "masked_us": ("masked us", ".1f"),
+        "ours_eager_us": ("ours eager us", ".1f"),
+    },
+    quick={"batches": (1, 16), "contexts": (4096,)},
+    bars=("of_floor",),
+)

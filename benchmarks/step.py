@@ -1,0 +1,152 @@
+"""What a step of a tree costs beside a plain step: a 7B-shaped target, bf16, under CUDA graphs.
+
+    python -m benchmarks kernels step
+
+Weights are random, the verdict is planted (see `benchmarks.gpu.decoder`), so that every step
+accepts five drafts and moves their keys and values. The drafts' heads are timed in both kinds: an
+LM head each, as Medusa publishes them, and the target's own for all.
+
+    step      all of it, as one graph
+    score     forward pass, logits, argmax       attention  of it, all layers
+    verify    walk and compaction                propose    heads, top-k, the next tree
+
+Needs torch and Triton only.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from benchmarks.case import Case, Row, attempt
+from benchmarks.gpu.batches import step_tree
+from benchmarks.gpu.clock import Clock, here
+from benchmarks.gpu.decoder import Decoder, HeadLogits
+from benchmarks.gpu.model import LLAMA_2_7B, LLAMA_3_8B, Target
+from benchmarks.gpu.model import TINY as TINY_SHAPE
+from vllm_medusa.job import Progress
+from vllm_medusa.options import Options, Positive, option
+
+HEADS = 5
+MODELS = {shape.name: shape for shape in (LLAMA_2_7B, LLAMA_3_8B, TINY_SHAPE)}
+
+
+class StepOptions(Options):
+    """Which steps."""
+
+    models: tuple[str, ...] = option((LLAMA_2_7B.name, LLAMA_3_8B.name))
+    batches: tuple[Positive, ...] = option((1, 4, 8))
+    contexts: tuple[Positive, ...] = option((1024, 4096))
+    nodes: tuple[Positive, ...] = option((16, 32, 64), "of trees; a plain step goes before them")
+
+    def check(self) -> None:
+        """Know the models."""
+        if unknown := set(self.models) - MODELS.keys():
+            raise ValueError(f"models has {unknown}; use some of {', '.join(MODELS)}")
+
+
+def run(options: StepOptions, progress: Progress) -> Iterator[Row]:
+    """A row for each model, batch, context and number of nodes; times in microseconds."""
+    device, clock = here()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for model in options.models:
+        target = Target(MODELS[model], dtype, device, positions=max(options.contexts) + 256)
+        heads = make_heads(target, own=True), make_heads(target, own=False)
+        for batch, context in product(options.batches, options.contexts):
+            plain: dict[str, float] = {}
+            for nodes in (1, *options.nodes):
+                what = {"model": model, "batch": batch, "context": context, "nodes": nodes}
+                what["name"] = f"{model}, batch {batch}, context {context}, {nodes} nodes"
+                yield attempt(what, partial(measure, what, target, *heads, clock, plain))
+                if device == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def make_heads(target: Target, own: bool) -> HeadLogits:
+    """Five heads of one residual layer, with LM heads of their own or the target's."""
+    from vllm_medusa.heads.model import MedusaHeads
+
+    shape = target.shape
+    heads = MedusaHeads(
+        HEADS,
+        1,
+        shape.hidden,
+        shape.vocab,
+        shared_lm_head=not own,
+        device=target.device,
+        dtype=target.dtype,
+    )
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=shape.hidden**-0.5)
+    if not own:
+        heads.use_target_lm_head(target.lm_head)
+    return lambda hidden: heads.compute_logits(heads(hidden))
+
+
+@torch.no_grad()
+def measure(
+    what: dict[str, Any],
+    target: Target,
+    own: HeadLogits,
+    shared: HeadLogits,
+    clock: Clock,
+    plain: dict[str, float],  # the plain step's, filled by its measurement
+) -> Row:
+    """The parts and the whole, for one number of nodes; every step must accept what is planted."""
+    batch, context, nodes = what["batch"], what["context"], what["nodes"]
+    tree = step_tree(nodes) if nodes > 1 else None
+    decoder = Decoder(target, [context] * batch, context + nodes, tree, own, planted=True)
+
+    def time(call: Any) -> float:
+        return statistics.median(clock.graph(call))
+
+    shape = target.shape
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_size
+    qkv = torch.randn(batch * nodes, width).to(target.device, target.dtype)
+    found: dict[str, Any] = {"step_us": time(decoder.step)}
+    right = bool(decoder.logits.isfinite().all())
+    found["score_us"] = time(decoder.score)
+    found["attention_us"] = time(partial(decoder.attention, qkv))
+    found["step_eager_us"] = clock.wall(decoder.step)
+    if tree is None:
+        plain |= found
+    else:
+        right &= decoder.verdict.path.num_accepted.tolist() == [tree.max_depth] * batch
+        found["verify_us"] = time(decoder.verify)
+        found["propose_us"] = time(decoder.propose)
+        decoder.head_logits = shared
+        found["propose_shared_us"] = time(decoder.propose)
+        found["step_shared_us"] = time(decoder.step)
+        if plain:
+            found["ratio"] = found["step_us"] / plain["step_us"]
+            found["ratio_shared"] = found["step_shared_us"] / plain["step_us"]
+    return Row(what, found | {"splits": decoder.batch.num_splits}, right)
+
+
+CASE = Case(
+    StepOptions,
+    run,
+    {
+        "model": ("model", ""),
+        "batch": ("batch", ""),
+        "context": ("context", ""),
+        "nodes": ("nodes", ""),
+        "step_us": ("step us", ".0f"),
+        "ratio": ("to a plain step", ".3f"),
+        "ratio_shared": ("with the target's LM head", ".3f"),
+        "score_us": ("score us", ".0f"),
+        "attention_us": ("attention us", ".0f"),
+        "verify_us": ("verify us", ".0f"),
+        "propose_us": ("propose us", ".0f"),
+        "propose_shared_us": ("propose us, target's LM head", ".0f"),
+        "step_eager_us": ("step eager us", ".0f"),
+    },
+    quick={"batches": (1,), "contexts": (1024,)},
+    bars=("ratio",),
+)

@@ -1,0 +1,121 @@
+"""With vLLM on a GPU: the demo's target with trees gives plain vLLM's tokens, greedy and seeded.
+
+Tokens are compared in fp32. vLLM's Triton attention would round fp32 to TF32, ours never does; both
+engines are told not to. Once warm, no step with trees may compile a kernel of ours (vLLM says when
+one does) or wait for the device in a line of ours (vLLM watches where it is told to; only eagerly).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PROMPTS, TOKENS, SECONDS = 8, 96, 240
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+WATCH = {"VLLM_GPU_SYNC_CHECK": "warn"}
+ENGINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    trees = "speculative_config" in asked["engine"]
+    if trees:  # a checkout that isn't installed has no entry point
+        from vllm_medusa.plugin import register
+        register()
+    llm = LLM(**asked["engine"])
+    config = llm.llm_engine.vllm_config
+    if trees != ("medusa" in (config.additional_config or {})):  # vLLM has a Medusa of its own
+        raise RuntimeError(f"trees were asked for: {trees}; {config.parallel_config.worker_cls=}")
+    found = {}
+    for temperature in asked["temperatures"]:
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=asked["tokens"])
+        llm.generate(asked["prompts"][:1], params, use_tqdm=False)
+        outputs = llm.generate(asked["prompts"], params, use_tqdm=False)
+        found[str(temperature)] = [list(output.outputs[0].token_ids) for output in outputs]
+    print("FOUND" + json.dumps(found))
+"""
+
+
+def generate(engine: dict[str, Any], **environment: str) -> tuple[dict[str, Any], str]:
+    """Token ids by temperature, from an engine in a process of its own, and what it printed."""
+    lines = (ROOT / "demo/prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines[:PROMPTS]]
+    asked = {"engine": engine, "prompts": prompts, "temperatures": [0.0, 0.8], "tokens": TOKENS}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, **EXACT, **environment, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
+    return json.loads(line.removeprefix("FOUND")), done.stdout + done.stderr
+
+
+def compiled_late(output: str) -> set[str]:
+    """Kernels that vLLM's monitor saw being compiled once the engine was warm."""
+    return set(re.findall(r"compilation during inference: (?:\w+\.)*(\w+)", output))
+
+
+def waited(output: str) -> set[str]:
+    """Where (file and line) vLLM saw a step of ours wait for the device."""
+    return set(re.findall(r"(\S*vllm_medusa\S*\.py:\d+): UserWarning: .*synchron", output))
+
+
+def own_kernels() -> set[str]:
+    """The names of this package's kernels, from its sources."""
+    files = (ROOT / "vllm_medusa").rglob("*.py")
+    found = (re.findall(r"@triton\.jit.*?\ndef (\w+)", f.read_text(), re.DOTALL) for f in files)
+    return {name for names in found for name in names}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(3 * SECONDS)
+@pytest.mark.parametrize("eager", [False, True])
+def test_trees_give_plain_tokens(eager: bool):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    engine = {
+        "model": str(ROOT / "demo/target"),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "enforce_eager": eager,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.3,
+        "attention_backend": "TRITON_ATTN",  # what ours stands in for
+    }
+    plain, _ = generate(engine)
+    medusa = {"method": "medusa", "model": str(ROOT / "demo/heads")}
+    trees, output = generate(engine | {"speculative_config": medusa}, **(WATCH if eager else {}))
+    assert trees == plain
+    assert not compiled_late(output) & own_kernels()
+    assert not waited(output)
+
+
+@pytest.mark.parametrize(
+    ("said", "compiled", "lines"),
+    [
+        ("", 0, 0),
+        ("Triton kernel JIT compilation during inference: attend. This causes", 1, 0),
+        ("Triton kernel JIT compilation during inference: _of_vllm. This causes", 0, 0),
+        ("/x/vllm_medusa/worker/a.py:7: UserWarning: called a synchronizing CUDA", 0, 1),
+        ("/x/vllm_medusa/a.py:7: UserWarning: Tensor.to: that may be silently synchronous", 0, 1),
+        ("/x/vllm/worker/a.py:7: UserWarning: called a synchronizing CUDA operation", 0, 0),
+    ],
+)
+def test_what_vllm_says_is_understood(said: str, compiled: int, lines: int):
+    """Negative controls of the two watches."""
+    assert len(compiled_late(said) & own_kernels()) == compiled
+    assert len(waited(said)) == lines
