@@ -11,7 +11,9 @@ and Parquet files, `run_batch` keeps an engine busy and yields each result when 
 `ResultLog` is the file of results that survives being killed.
 """
 
-from vllm_medusa.cli.generate import main
+import sys
+
+from vllm_medusa.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["generate", *sys.argv[1:]])

@@ -41,9 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"vllm-medusa {vllm_medusa.__version__}"
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    generate.add_parser(commands)
+    generate.COMMAND.add_to(commands)
     adapt.add_parser(commands)
-    distill.add_parser(commands)
+    distill.COMMAND.add_to(commands)
     train.add_parser(commands)
     calibrate.COMMAND.add_to(commands)
     tree.COMMAND.add_to(commands)

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from vllm_medusa.cli.generate import report_bad_lines
+from vllm_medusa.files import digest as digest_of
 from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
-from vllm_medusa.offline.results import digest_of
 
 REPORT = "report.json"
 # What adapt writes, so what it may replace.

@@ -17,9 +17,9 @@ from rich.markup import escape
 from vllm_medusa.cli import adapt_report, compare_report, distill
 from vllm_medusa.cli.adapt_checks import Facts
 from vllm_medusa.cli.stages import HERE, WORK, Stage, WorkFolder, write_json
+from vllm_medusa.files import digest as digest_of
 from vllm_medusa.offline.defaults import engine_arguments
 from vllm_medusa.offline.prompts import Prompt, PromptError, read_prompts
-from vllm_medusa.offline.results import digest_of
 from vllm_medusa.training.heldout import FILES, split_records
 
 TARGET, PROMPTS = "{target}", "{prompts}"  # as `WorkFolder` places them

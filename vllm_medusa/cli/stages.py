@@ -25,8 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_medusa.files import digest as digest_of
 from vllm_medusa.offline.children import run_logged
-from vllm_medusa.offline.results import digest_of
 
 HERE, WORK = "{here}", "{work}"  # in a command: the stage's folder, the folder of all stages
 DONE, LOG = "done.json", "log.txt"

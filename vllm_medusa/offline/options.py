@@ -70,6 +70,24 @@ class BatchOptions(EngineOptions):
     log_level: str | None = option(None, "show vLLM's log from this level on, such as INFO")
 
 
+class PromptJob(Options):
+    """What all jobs take that run a file of prompts through vLLM."""
+
+    model: str = required("the target: a folder or a hub name", positional=True)
+    files: PromptFile = group(PromptFile, "files")
+    medusa: MedusaOptions = group(MedusaOptions, "Medusa")
+    engine: BatchOptions = group(BatchOptions, "engine")
+
+    def engine_settings(self) -> EngineSettings:
+        """What the engine is built from.
+
+        Raises:
+            ValueError: see `MedusaOptions.speculative_config`.
+
+        """
+        return self.engine.settings(self.model, self.medusa.speculative_config())
+
+
 class GenerateMedusa(MedusaOptions):
     """Speculation, or none."""
 
@@ -106,14 +124,11 @@ class GenerateSampling(SamplingOptions):
         )
 
 
-class GenerateOptions(Options):
+class GenerateOptions(PromptJob):
     """Options of `vllm_medusa.offline.generate.generate` and of `vllm-medusa generate`."""
 
-    model: str = required("the target: a folder or a hub name", positional=True)
-    files: PromptFile = group(PromptFile, "files")
     medusa: GenerateMedusa = group(GenerateMedusa, "Medusa")
     sampling: GenerateSampling = group(GenerateSampling, "sampling")
-    engine: BatchOptions = group(BatchOptions, "engine")
 
 
 class CompareOptions(Options):

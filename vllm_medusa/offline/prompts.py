@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_medusa.job import Progress
+from vllm_medusa.job import SILENT, Progress
 
 Message = dict[str, str]
 T = TypeVar("T")
@@ -167,6 +167,33 @@ def _read_lines(path: Path, kind: str, column: str | None) -> Iterator[Prompt | 
         return _from_row(parse_json(text), index, line, column)
 
     yield from read_lines(path, parse)
+
+
+def load_prompts(
+    path: Path,
+    format: str = "auto",
+    column: str | None = None,
+    on_bad_line: str = "refuse",
+    progress: Progress = SILENT,
+) -> list[Prompt]:
+    """Read a whole file of prompts; see `read_prompts` and `settle_bad_lines`.
+
+    Raises:
+        PromptError: the file can't be read, has bad lines that are not to be skipped, or nothing
+            else.
+
+    """
+    prompts: list[Prompt] = []
+    bad: list[BadLine] = []
+    for record in read_prompts(path, format, column):
+        if isinstance(record, Prompt):
+            prompts.append(record)
+        else:
+            bad.append(record)
+    settle_bad_lines(path, bad, on_bad_line, progress)
+    if not prompts:
+        raise PromptError(f"{path}: no prompts in it.")
+    return prompts
 
 
 def settle_bad_lines(

@@ -13,7 +13,6 @@ So the finished prompts are those whose ``index`` stands on a whole line; the re
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,19 +21,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from vllm_medusa.files import (
+    FileRefused,
+    ends_of,
+    read_json,
+    refuse_other_settings,
+    try_lock,
+    write_json,
+)
+
 MANIFEST_VERSION = 2
 _CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".pt", ".json")
-_END_BYTES = 1 << 16
-
-
-class ResultError(ValueError):
-    """A result file that can't be continued."""
-
-
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fingerprint(checkpoint: Path) -> str:
@@ -47,24 +44,13 @@ def fingerprint(checkpoint: Path) -> str:
     digest = hashlib.sha256()
     for path in files:
         if path.is_file() and path.suffix in _CHECKPOINT_SUFFIXES:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(_END_BYTES))
-                file.seek(max(0, size - _END_BYTES))
-                digest.update(file.read(_END_BYTES))
+            digest.update(ends_of(path))
     return digest.hexdigest()
 
 
 def manifest_path(output: Path) -> Path:
     """Return where the manifest of a result file stands."""
     return output.with_name(output.name + ".manifest.json")
-
-
-def indices_of(path: Path) -> set[int]:
-    """The indices of the whole lines of a result file, whatever its settings."""
-    with path.open("rb") as file:
-        return {int(json.loads(line)["index"]) for line in file if line.endswith(b"\n")}
 
 
 class ResultLog:
@@ -93,7 +79,7 @@ class ResultLog:
             provenance: noted in the manifest when the file is begun; nothing depends on it.
 
         Raises:
-            ResultError: the file belongs to other settings, is damaged, was not written by this
+            FileRefused: the file belongs to other settings, is damaged, was not written by this
                 class, or is being written by another process.
 
         """
@@ -104,12 +90,16 @@ class ResultLog:
         self.failed = 0
         self.torn_bytes = 0
         if not path.parent.is_dir():
-            raise ResultError(f"{path}: no folder {path.parent}. Make it, or name another output.")
+            raise FileRefused(f"{path}: no folder {path.parent}. Make it, or name another output.")
         if path.exists() and not path.is_file():
-            raise ResultError(f"{path}: not a regular file, so it can't be resumed. Name another.")
+            raise FileRefused(f"{path}: not a regular file, so it can't be resumed. Name another.")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            self._lock()
+            if not try_lock(self._fd):
+                raise FileRefused(
+                    f"{path}: another process is writing it. Wait for that one to end, or name "
+                    "another output."
+                )
             if overwrite:
                 self._require_own()
                 os.ftruncate(self._fd, 0)
@@ -137,7 +127,7 @@ class ResultLog:
         """Write one finished result; ``record["index"]`` is its prompt's index."""
         index = record["index"]
         if index in self.done:
-            raise ResultError(f"{self.path}: prompt {index} has a result already.")
+            raise FileRefused(f"{self.path}: prompt {index} has a result already.")
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
         while line:
             line = line[os.write(self._fd, line) :]
@@ -151,63 +141,39 @@ class ResultLog:
         finally:
             os.close(self._fd)
 
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResultError(
-                f"{self.path}: another process is writing it. Wait for that one to end, or name "
-                "another output."
-            ) from None
-
     def _require_own(self) -> None:
         """Never truncate what is no file of results, such as the prompts themselves."""
         if os.fstat(self._fd).st_size and not manifest_path(self.path).exists():
-            raise ResultError(
+            raise FileRefused(
                 f"{self.path} holds something that was not written by this command (there is no "
                 f"{manifest_path(self.path).name}). Name another output, or remove it yourself."
             )
 
     def _write_manifest(self) -> None:
-        target = manifest_path(self.path)
-        aside = target.with_name(target.name + ".new")
         content: dict[str, Any] = {"version": MANIFEST_VERSION, "settings": self.settings}
         if self.provenance is not None:
             content["provenance"] = self.provenance
-        with aside.open("w") as file:
-            json.dump(content, file, indent=1, sort_keys=True)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(target)
+        write_json(manifest_path(self.path), content)
 
     def _check_manifest(self) -> None:
         target = manifest_path(self.path)
         remedy = "Name another output, or pass --overwrite to throw these results away."
         try:
-            manifest = json.loads(target.read_bytes())
+            manifest = read_json(target)
             version, before = manifest["version"], manifest["settings"]
         except FileNotFoundError:
-            raise ResultError(
+            raise FileRefused(
                 f"{self.path}: it has content, but no {target.name} stands beside it, so it is "
                 f"not known what it holds. {remedy}"
             ) from None
         except (ValueError, KeyError, TypeError):
-            raise ResultError(f"{target}: not a manifest of results. {remedy}") from None
+            raise FileRefused(f"{target}: not a manifest of results. {remedy}") from None
         if version != MANIFEST_VERSION:
-            raise ResultError(
+            raise FileRefused(
                 f"{target}: version {version!r}; this release reads {MANIFEST_VERSION}. {remedy}"
             )
-        one, other = _without_places(before), _without_places(self.settings)
-        changed = [
-            f"{key} was {before.get(key)!r} and is now {self.settings.get(key)!r}"
-            for key in sorted(before.keys() | self.settings.keys())
-            if one.get(key) != other.get(key)
-        ]
-        if changed:
-            raise ResultError(
-                f"{self.path}: it holds results of other settings: {'; '.join(changed)}. {remedy}"
-            )
+        before, now = _without_places(before), _without_places(self.settings)
+        refuse_other_settings(self.path, before, now, "results", remedy)
 
     def _recover(self) -> None:
         """Collect the finished indices and cut off a torn last line."""
@@ -222,7 +188,7 @@ class ResultLog:
                     self.done.add(int(record["index"]))
                     self.failed += "error" in record
                 except (ValueError, KeyError, TypeError):
-                    raise ResultError(
+                    raise FileRefused(
                         f"{self.path}: line {number} is not a result, so the file was changed by "
                         "something else. Remove that line to have its prompt done again, or pass "
                         "--overwrite."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vllm_medusa.offline.options import BatchOptions, MedusaOptions, PromptFile, SamplingOptions
+from vllm_medusa.offline.options import MedusaOptions, PromptFile, PromptJob, SamplingOptions
 from vllm_medusa.options import (
     AtLeastZero,
     Dtype,
@@ -83,11 +83,9 @@ class DraftOptions(MedusaOptions):
         return None if self.speculative_model is None else super().speculative_config()
 
 
-class DistillOptions(Options):
+class DistillOptions(PromptJob):
     """Options of `vllm_medusa.training.distill.distill` and of `vllm-medusa distill`."""
 
-    model: str = required("the target: a folder or a hub name", positional=True)
     files: RecordFiles = group(RecordFiles, "files")
     texts: TextOptions = group(TextOptions, "texts")
     medusa: DraftOptions = group(DraftOptions, "Medusa")
-    engine: BatchOptions = group(BatchOptions, "engine")

@@ -15,8 +15,8 @@ from vllm_medusa.cli import adapt_stages, stages
 from vllm_medusa.cli.adapt_checks import Facts
 from vllm_medusa.cli.adapt_stages import CALIBRATED, HEADS, Adaptation
 from vllm_medusa.cli.stages import StageFailed, WorkFolder
+from vllm_medusa.files import digest as digest_of
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
-from vllm_medusa.offline.results import digest_of
 
 
 class Run:

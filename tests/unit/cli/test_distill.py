@@ -10,9 +10,10 @@ from support import chat
 from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
-from vllm_medusa.cli import distill, generate
+from vllm_medusa.offline import generate
 from vllm_medusa.offline.records import load_records
 from vllm_medusa.offline.results import ResultLog
+from vllm_medusa.training import distill
 
 
 class Engine(FakeEngine):
@@ -140,7 +141,7 @@ def test_other_settings_refuse_the_output(
     options = ("-i", prompts, "-o", tmp_path / "r.jsonl")
     assert run(*options, "--samples", 2) == 0
     assert run(*options, "--samples", 2, *change) == 2
-    assert "it holds results of other settings" in capfd.readouterr().err
+    assert "holds results of other settings" in capfd.readouterr().err
 
 
 def test_a_file_read_otherwise_is_another_job(prompts: Path, tmp_path: Path, capfd: Any) -> None:
@@ -159,7 +160,7 @@ def test_a_file_read_otherwise_is_another_job(prompts: Path, tmp_path: Path, cap
         (["--samples", "2", "--temperature", "0"], "2 times the same text"),
         (["--samples", "3", "--temperature", "0,0.7"], "2 times the same text at temperature 0"),
         (["--tree", "mc_sim_7b_63"], "need heads"),
-        (["--samples", "999999999999999"], "use at most 10000"),
+        (["--samples", "999999999999999"], "use a whole number from 1 to 10000"),
         (["--turns", "2"], "is of --self-talk"),
         (["--temperature", "0.5,-1"], "'-1' is not allowed"),
         (["--temperature", ""], "'' is not allowed"),
@@ -229,7 +230,7 @@ def test_a_full_disk_is_told(
 def test_self_talk_says_that_conversations_ended_early(
     prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: type[Engine], capfd: Any
 ) -> None:
-    monkeypatch.setattr(distill, "_talker", lambda args: chat.tokenizer(chat.CHATML))
+    monkeypatch.setattr(distill, "_talker", lambda model: chat.tokenizer(chat.CHATML))
     monkeypatch.setattr(engine, "ends_by", "length")
     assert run("-i", prompts, "-o", tmp_path / "r.jsonl", "--self-talk", "--turns", 2) == 0
     said = " ".join(capfd.readouterr().err.split())

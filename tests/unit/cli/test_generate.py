@@ -7,7 +7,7 @@ import pytest
 from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
-from vllm_medusa.cli import generate
+from vllm_medusa.offline import generate
 from vllm_medusa.offline.engine import medusa_config
 
 
@@ -106,10 +106,10 @@ def test_an_interrupted_job_goes_on(prompts: Path, tmp_path: Path, capfd: Any) -
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (["--temperature", "0.5"], "sampling"),
-        (["--tree", "mc_sim_7b_63"], "engine"),
-        (["--max-tokens", "7"], "sampling"),
-        (["--seed", "2"], "sampling"),
+        (["--temperature", "0.5"], "sampling.temperature"),
+        (["--tree", "mc_sim_7b_63"], "engine.speculative_config.tree"),
+        (["--max-tokens", "7"], "sampling.max_tokens"),
+        (["--seed", "2"], "sampling.seed"),
     ],
 )
 def test_other_settings_refuse_the_output(
@@ -133,7 +133,7 @@ def test_another_model_at_the_same_place_refuses_the_output(
     assert run(*arguments) == 0
     weights.write_bytes(b"two")
     assert run(*arguments) == 2
-    assert "checkpoints was" in capfd.readouterr().err
+    assert "checkpoints.model was" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("spelling", ["slash", "relative", "another place"])
@@ -242,7 +242,7 @@ def test_contradictions_are_refused(
         (["--batch", "-1"], "'-1' is not allowed"),
         (["--batch", "abc"], "'abc' is not allowed; use a whole number from 1"),
         (["--temperature", "warm"], "'warm' is not allowed; use a number from 0"),
-        (["--top-p", "1.5"], "'1.5' is not allowed; use more than 0, at most 1"),
+        (["--top-p", "1.5"], "'1.5' is not allowed; use a number above 0 to 1"),
         (["--engine-args", "[1]"], "use a JSON object"),
     ],
 )

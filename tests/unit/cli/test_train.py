@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from support.models import save_model
 
 from vllm_medusa.cli import main
+from vllm_medusa.files import digest as digest_of
 from vllm_medusa.heads import load_heads
 from vllm_medusa.offline.records import load_records
-from vllm_medusa.offline.results import digest_of
 from vllm_medusa.training import curves, workers
 
 Data = tuple[str, Path]

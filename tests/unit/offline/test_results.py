@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from support.fake_engine import FakeEngine
 
+from vllm_medusa.files import FileRefused
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.offline.results import (
-    ResultError,
     ResultLog,
-    digest_of,
     fingerprint,
     manifest_path,
 )
@@ -43,7 +42,7 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
     with ResultLog(path, SETTINGS) as log:
         assert log.done == {4, 1}
         assert log.torn_bytes == 0
-        with pytest.raises(ResultError, match="prompt 4 has a result"):
+        with pytest.raises(FileRefused, match="prompt 4 has a result"):
             log.append({"index": 4})
     assert lines(path) == [{"index": 4, "text": "é\n\u2028"}, {"index": 1}]
 
@@ -67,11 +66,11 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with ResultLog(path, SETTINGS) as log:
         log.append({"index": 0})
-    with pytest.raises(ResultError, match=r"model was 'm' and is now 'other'.*--overwrite"):
+    with pytest.raises(FileRefused, match=r"model was 'm' and is now 'other'.*--overwrite"):
         ResultLog(path, SETTINGS | {"model": "other"})
-    with pytest.raises(ResultError, match="sampling was"):
+    with pytest.raises(FileRefused, match="sampling was"):
         ResultLog(path, {"model": "m"})
-    with pytest.raises(ResultError, match="tree was None and is now 'x'"):
+    with pytest.raises(FileRefused, match="tree was None and is now 'x'"):
         ResultLog(path, SETTINGS | {"tree": "x"})
     assert lines(path) == [{"index": 0}]
     with ResultLog(path, SETTINGS | {"model": "other"}, overwrite=True) as log:
@@ -83,13 +82,13 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
 def test_a_file_of_unknown_origin_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text('{"index": 0}\n')
-    with pytest.raises(ResultError, match="not known what it holds"):
+    with pytest.raises(FileRefused, match="not known what it holds"):
         ResultLog(path, SETTINGS)
     manifest_path(path).write_text("{}")
-    with pytest.raises(ResultError, match="not a manifest"):
+    with pytest.raises(FileRefused, match="not a manifest"):
         ResultLog(path, SETTINGS)
     manifest_path(path).write_text('{"version": 99, "settings": {}}')
-    with pytest.raises(ResultError, match="version 99"):
+    with pytest.raises(FileRefused, match="version 99"):
         ResultLog(path, SETTINGS)
     assert path.read_text() == '{"index": 0}\n'
 
@@ -100,30 +99,23 @@ def test_damage_in_the_middle_is_refused(tmp_path: Path) -> None:
         log.append({"index": 0})
     with path.open("a") as file:
         file.write("garbage\n")
-    with pytest.raises(ResultError, match="line 2 is not a result"):
+    with pytest.raises(FileRefused, match="line 2 is not a result"):
         ResultLog(path, SETTINGS)
 
 
 def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with ResultLog(path, SETTINGS), pytest.raises(ResultError, match="another process"):
+    with ResultLog(path, SETTINGS), pytest.raises(FileRefused, match="another process"):
         ResultLog(path, SETTINGS)
     with ResultLog(path, SETTINGS):
         pass
 
 
 def test_places_that_can_not_hold_results(tmp_path: Path) -> None:
-    with pytest.raises(ResultError, match="no folder"):
+    with pytest.raises(FileRefused, match="no folder"):
         ResultLog(tmp_path / "none" / "out.jsonl", SETTINGS)
-    with pytest.raises(ResultError, match="not a regular file"):
+    with pytest.raises(FileRefused, match="not a regular file"):
         ResultLog(tmp_path, SETTINGS)
-
-
-def test_a_digest_is_of_the_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"x")
-    (tmp_path / "b").write_bytes(b"x")
-    (tmp_path / "c").write_bytes(b"x\n")
-    assert digest_of(tmp_path / "a") == digest_of(tmp_path / "b") != digest_of(tmp_path / "c")
 
 
 def test_a_fingerprint_sees_both_ends_of_every_file(tmp_path: Path) -> None:
@@ -179,6 +171,6 @@ def test_the_writing_survives_short_writes(tmp_path: Path, monkeypatch: pytest.M
 def test_overwrite_spares_what_is_no_result_file(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("precious\n")
-    with pytest.raises(ResultError, match="not written by this command"):
+    with pytest.raises(FileRefused, match="not written by this command"):
         ResultLog(prompts, SETTINGS, overwrite=True)
     assert prompts.read_text() == "precious\n"

@@ -1,0 +1,208 @@
+"""The generate job, and what it shares with all jobs that run a file of prompts through vLLM.
+
+A file of prompts is read once and kept in memory: the engine beside it needs far more. Results are
+written as they are finished and never kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.config import run_engines_in_this_process
+from vllm_medusa.files import digest
+from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.offline.acceptance import Acceptance
+from vllm_medusa.offline.batch import Conversation, Result, Session, run_batch
+from vllm_medusa.offline.engine import Sampling, VllmEngine
+from vllm_medusa.offline.options import GenerateOptions, PromptFile, PromptJob
+from vllm_medusa.offline.prompts import Prompt, PromptError, detect_format, load_prompts
+from vllm_medusa.offline.quiet import stderr_to_log
+from vllm_medusa.offline.results import ResultLog, fingerprint
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one start of an engine generated; ``tau`` is None where nothing was verified."""
+
+    tokens: int
+    seconds: float
+    tau: float | None
+
+    def __str__(self) -> str:
+        tau = f", {self.tau:.2f} tokens per step" if self.tau else ""
+        rate = self.tokens / self.seconds
+        return f"{self.tokens} tokens in {self.seconds:.1f} s ({rate:.1f} a second){tau}"
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A file of results that has a line for each prompt.
+
+    Attributes:
+        output: the file.
+        failed: prompts whose line is an error.
+        speed: of what was left to do; None: nothing was.
+
+    """
+
+    output: Path
+    failed: int
+    speed: Speed | None
+
+
+def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:
+    """Generate for every prompt that has no result yet.
+
+    Raises:
+        PromptError: the prompts can't be used; results that were finished are kept.
+        FileRefused: the output holds something else, or results of other settings.
+        EngineRefused: vLLM or the plugin refuses the settings.
+
+    """
+    files, seed = options.files, options.sampling.seed
+    prompts = load_prompts(files.prompts, files.format, files.column, files.on_bad_line, progress)
+    sampling = options.sampling.sampling()
+    with open_results(options, sampling, seed) as log:
+        speed = run_prompts(
+            options,
+            log,
+            [prompt for prompt in prompts if prompt.index not in log.done],
+            sampling,
+            seed,
+            lambda result: [result.to_dict()],
+            total=len(prompts),
+            done=len(log.done),
+            seeded=seed is not None and sampling.temperature > 0,
+            progress=progress,
+        )
+        return Generated(files.output, log.failed, speed)
+
+
+def open_results(
+    options: PromptJob,
+    sampling: Sampling,
+    seed: int | None,
+    more: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> ResultLog:
+    """Open the output, whose manifest holds all that the results depend on.
+
+    Args:
+        options: of the job.
+        sampling: of all requests.
+        seed: of the first prompt.
+        more: what they depend on besides.
+        provenance: see `ResultLog`.
+
+    """
+    files, heads, tree = options.files, options.medusa.speculative_model, options.medusa.tree
+    format = detect_format(files.prompts) if files.format == "auto" else files.format
+    settings = {
+        "prompts_sha256": digest(files.prompts),
+        # None: older files don't tell it, and are mostly of JSON lines
+        "format": None if format == "jsonl" else format,
+        "checkpoints": {
+            name: fingerprint(Path(name))
+            for name in (options.model, heads)
+            if name is not None and Path(name).exists()
+        },
+        "tree_sha256": digest(Path(tree)) if tree and _is_file(tree) else None,
+        "column": files.column,
+        "engine": options.engine_settings().to_dict(),
+        "sampling": asdict(sampling) | {"seed": seed},
+    }
+    return ResultLog(
+        files.output, {**settings, **(more or {})}, overwrite=files.overwrite, provenance=provenance
+    )
+
+
+def run_prompts(
+    options: PromptJob,
+    log: ResultLog,
+    prompts: Iterable[Prompt],
+    sampling: Sampling,
+    seed: int | None,
+    lines: Callable[[Result], Sequence[Mapping[str, Any]]],
+    *,
+    total: int,
+    done: int,
+    seeded: bool,
+    session: Callable[[Prompt], Session] = Conversation,
+    progress: Progress = SILENT,
+) -> Speed | None:
+    """Generate for prompts and write each one's lines when it is finished.
+
+    Args:
+        options: of the job.
+        log: where the lines go.
+        prompts: those that are left to do.
+        sampling: of all requests.
+        seed: prompt ``index`` uses ``seed + index``.
+        lines: of a result, as they are written.
+        total: all prompts of the job.
+        done: those that were finished before.
+        seeded: requests bring seeds of their own.
+        session: begins a prompt.
+        progress: told how it goes.
+
+    Returns:
+        How fast it was; None if nothing was left to do, and no engine started.
+
+    Raises:
+        PromptError: the engine refuses a prompt, and such are not to be skipped.
+
+    """
+    if log.torn_bytes:
+        progress.note(f"cut off an unfinished last line ({log.torn_bytes} bytes)")
+    if done:
+        progress.note(f"resuming: {done} of {total} are done")
+    if done >= total:
+        progress.note("nothing to do")
+        return None
+    acceptance, tokens = Acceptance(), 0
+    with closing(start_engine(options, sampling, seeded)) as engine:
+        start = time.perf_counter()
+        for result in run_batch(
+            prompts, engine, concurrency=options.engine.batch, seed=seed, session=session
+        ):
+            written = lines(result)
+            if result.error is not None and any("error" in line for line in written):
+                _tell_refusal(result, options.files, progress)
+            for line in written:
+                log.append(line)
+            acceptance = Acceptance.total((acceptance, result.acceptance))
+            tokens, done = tokens + result.num_tokens, done + 1
+            tau = f", tau {acceptance.tau:.2f}" if acceptance.tau else ""
+            rate = tokens / (time.perf_counter() - start)
+            progress.at("generating", done, total, f"{rate:.0f} tok/s{tau}")
+        seconds = time.perf_counter() - start
+    return Speed(tokens, seconds, acceptance.tau)
+
+
+def start_engine(options: PromptJob, sampling: Sampling, seeded: bool) -> VllmEngine:
+    """Start the engine in this process, its log out of sight unless it is wanted."""
+    run_engines_in_this_process()
+    level = options.engine.log_level
+    with stderr_to_log(level is None):
+        return VllmEngine(
+            options.engine_settings(), sampling, seeded=seeded, log_level=level or "ERROR"
+        )
+
+
+def _tell_refusal(result: Result, files: PromptFile, progress: Progress) -> None:
+    message = f"{files.prompts}, line {result.prompt.line}: {result.error}"
+    if files.on_bad_line == "refuse":
+        raise PromptError(f"{message}\nFinished prompts are kept. Pass --on-bad-line skip.")
+    progress.warn(f"skipped {message}")
+
+
+def _is_file(tree: str) -> bool:
+    try:
+        return Path(tree).is_file()
+    except OSError:  # JSON text is too long for a name
+        return False

@@ -1,0 +1,121 @@
+"""The distill job: the target continues prompts, and writes what its heads are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.heads.provenance import provenance
+from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.offline.batch import Result
+from vllm_medusa.offline.engine import Sampling
+from vllm_medusa.offline.generate import Speed, open_results, run_prompts
+from vllm_medusa.offline.prompts import PromptError, load_prompts
+from vllm_medusa.training.options import DistillOptions
+from vllm_medusa.training.self_distillation import Plan, Summary
+from vllm_medusa.training.self_talk import require_self_talk
+
+_TALK_TURNS = 3
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A file of records.
+
+    Attributes:
+        output: the file.
+        failed: texts whose line is an error.
+        speed: of what was left to do; None: nothing was.
+        summary: of the whole file.
+
+    """
+
+    output: Path
+    failed: int
+    speed: Speed | None
+    summary: Summary
+
+
+def distill(
+    options: DistillOptions, progress: Progress = SILENT, command: Sequence[str] = ()
+) -> Distilled:
+    """Let the target write each text that is not written yet.
+
+    Args:
+        options: what is read and written.
+        progress: told how it goes.
+        command: the words that ask for this, for the manifest.
+
+    Raises:
+        PromptError: the prompts can't be used; texts that were finished are kept.
+        FileRefused: the output holds something else, or records of other settings.
+        EngineRefused: vLLM or the plugin refuses the settings.
+
+    """
+    files, texts = options.files, options.texts
+    prompts = load_prompts(files.prompts, files.format, files.column, files.on_bad_line, progress)
+    turns = max(1, max(len(prompt.turns) for prompt in prompts))
+    plan = Plan(texts.samples, texts.temperature, texts.seed, turns)
+    if texts.self_talk:
+        tokenizer = _talker(options.model)
+        plan = Plan(
+            texts.samples, texts.temperature, texts.seed, texts.turns or _TALK_TURNS, tokenizer
+        )
+    settings = {
+        "samples": plan.samples,
+        "temperatures": list(plan.temperatures),
+        "self_talk": texts.self_talk,
+        "turns": plan.turns,
+    }
+    sampling = Sampling(
+        texts.max_tokens, plan.temperatures[0], texts.top_p, texts.top_k, texts.stop
+    )
+    cut = {"top_p": texts.top_p} if texts.top_p < 1 else {}
+    cut |= {"top_k": texts.top_k} if texts.top_k > 0 else {}
+    early, ended = 0, 0
+
+    def lines(result: Result) -> list[Mapping[str, Any]]:
+        nonlocal early, ended
+        answers = sum(answer.role == "assistant" for answer in result.answers)
+        early += texts.self_talk and 0 < answers < plan.turns
+        ended += bool(answers)
+        return [r | cut for r in plan.records(result) if r["index"] not in log.done]
+
+    origin = provenance(command, [files.prompts])
+    with open_results(options, sampling, texts.seed, {"texts": settings}, origin) as log:
+        speed = run_prompts(
+            options,
+            log,
+            plan.slots(prompts, frozenset(log.done)),
+            sampling,
+            texts.seed,
+            lines,
+            total=len(prompts) * plan.samples,
+            done=sum(index % plan.stride == 0 for index in log.done),
+            seeded=any(plan.temperatures),
+            session=plan.session,
+            progress=progress,
+        )
+        if early:
+            progress.warn(
+                f"{early} of {ended} conversations ended before their {plan.turns} answers: a text "
+                "was cut at --max-tokens, or a user's turn was empty"
+            )
+        return Distilled(files.output, log.failed, speed, Summary.of(files.output))
+
+
+def _talker(model: str) -> Any:
+    """The target's tokenizer, whose chat template shows where turns begin and end."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise PromptError(
+            f"--self-talk needs the target's tokenizer, and {model} has none that can be read: "
+            f"{error}"
+        ) from None
+    require_self_talk(tokenizer)
+    return tokenizer
