@@ -1,7 +1,7 @@
 """How right the heads are on text the target wrote, and which tree follows from it.
 
-Knows the target as two functions, ids to hidden states and hidden states to logits, and a text as
-token ids with the spans that were generated.
+Two jobs, `calibrate` and `choose`, which alone load models. What they are made of knows the target
+as two functions, ids to hidden states and hidden states to logits; walks and searches know ranks.
 """
 
 from __future__ import annotations

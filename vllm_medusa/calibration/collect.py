@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,31 +28,17 @@ from vllm_medusa.calibration.observe import Array, Logits, Seen, observe
 from vllm_medusa.files import FileRefused, read_json, write_json
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.offline.records import Record
 
 FOLDER = "calibration.part"  # beside the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # at which temperatures are fitted
 
 HiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids, mask [B, L] -> [B, L, H]
-
-
-class Text(Protocol):
-    """A record: token ids, and the [start, end) spans of them that were generated."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...  # noqa: D102
-    @property
-    def generated(self) -> Sequence[tuple[int, int]]: ...  # noqa: D102
-    @property
-    def temperature(self) -> float | None: ...  # noqa: D102
-    @property
-    def prompt_key(self) -> str: ...  # noqa: D102
-
-
 Span = tuple[int, int, int, int]  # text, first and last + 1 position, end of the span itself
 
 
 def collect(
-    texts: Sequence[Text],
+    texts: Sequence[Record],
     heads: MedusaHeads,
     hidden_states: HiddenStates,
     lm_head: Logits | None,
@@ -68,7 +54,7 @@ def collect(
     """Observe all texts, and fit each head's temperature.
 
     Args:
-        texts: records of `vllm_medusa.offline.records`, or alike.
+        texts: the records, with the spans that the target wrote.
         heads: on ``device``.
         hidden_states: the target up to its LM head; texts are padded on the right.
         lm_head: the target's, for heads that store none.
@@ -135,7 +121,7 @@ def remove_work(folder: Path) -> None:
 
 
 def find_spans(
-    texts: Sequence[Text], num_heads: int, end_tokens: Collection[int] = ()
+    texts: Sequence[Record], num_heads: int, end_tokens: Collection[int] = ()
 ) -> Iterator[Span]:
     """Positions of every generated span that has any (see `observations`)."""
     for number, text in enumerate(texts):
@@ -148,7 +134,7 @@ def find_spans(
 
 
 def _batches(
-    texts: Sequence[Text], chosen: Sequence[int], batch_tokens: int
+    texts: Sequence[Record], chosen: Sequence[int], batch_tokens: int
 ) -> Iterator[list[int]]:
     batch: list[int] = []
     for text in sorted(chosen, key=lambda text: (len(texts[text].token_ids), text)):
@@ -162,7 +148,7 @@ def _batches(
 
 
 def _observe_batch(
-    texts: Sequence[Text],
+    texts: Sequence[Record],
     batch: Sequence[int],
     members: Sequence[tuple[int, Span]],
     heads: MedusaHeads,
@@ -197,7 +183,7 @@ def _observe_batch(
     )
 
 
-def _labels(text: Text, start: int, stop: int, end: int, num_heads: int) -> Tensor:
+def _labels(text: Record, start: int, stop: int, end: int, num_heads: int) -> Tensor:
     """int64 [T, K]: tokens t + h + 2 of the span, which ends before ``end``."""
     index = torch.arange(start, stop)[:, None] + torch.arange(num_heads) + 2
     ids = torch.tensor(text.token_ids)
@@ -231,7 +217,7 @@ def _pieces(
     }
 
 
-def _observations(texts: Sequence[Text], spans: Sequence[Span], seen: Seen) -> Observations:
+def _observations(texts: Sequence[Record], spans: Sequence[Span], seen: Seen) -> Observations:
     numbers: dict[str, int] = {}
     prompts = [numbers.setdefault(texts[text].prompt_key, len(numbers)) for text, *_ in spans]
     temperatures = [texts[text].temperature for text, *_ in spans]

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.offline.prompts import BadLine, PromptError, read_prompts
+from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
+from vllm_medusa.offline.records import Record, read_records
 
 
 def prompt_ids(path: Path, tokenizer: Any, limit: int | None = None) -> list[list[int]]:
@@ -20,11 +21,18 @@ def prompt_ids(path: Path, tokenizer: Any, limit: int | None = None) -> list[lis
         PromptError: a line can't be used, or there is none.
 
     """
-    found = _of_records(path) if _holds_records(path) else _of_prompts(path, tokenizer)
-    distinct = list(dict.fromkeys(tuple(ids) for ids in found if ids))
+    found = []
+    for row in read_records(path) if _holds_records(path) else read_prompts(path):
+        if isinstance(row, BadLine):
+            raise PromptError(f"{path}, line {row.line}: {row.reason}")
+        if isinstance(row, Record):
+            found.append(row.token_ids[: row.generated[0][0]])
+        else:
+            found.append(tuple(_encode(row, tokenizer)))
+    distinct = [list(ids) for ids in dict.fromkeys(found) if ids]
     if not distinct:
         raise PromptError(f"{path}: no prompts in it.")
-    return [list(ids) for ids in distinct[:limit]]
+    return distinct[:limit]
 
 
 def _holds_records(path: Path) -> bool:
@@ -39,34 +47,14 @@ def _holds_records(path: Path) -> bool:
     return isinstance(row, dict) and "token_ids" in row and "generated" in row
 
 
-def _of_records(path: Path) -> list[list[int]]:
-    found = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                found.append([int(token) for token in row["token_ids"][: row["generated"][0][0]]])
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise PromptError(f"{path}, line {number}: no record ({error!r}).") from None
-    return found
-
-
-def _of_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
-    found = []
-    for record in read_prompts(path):
-        if isinstance(record, BadLine):
-            raise PromptError(f"{path}, line {record.line}: {record.reason}")
-        if record.text is not None:
-            ids = tokenizer(record.text).input_ids
-        elif getattr(tokenizer, "chat_template", None):
-            messages = [*record.history, {"role": "user", "content": record.turns[0]}]
-            ids = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        else:
-            texts = [message["content"] for message in record.history]
-            ids = tokenizer("".join([*texts, record.turns[0]])).input_ids
-        found.append(list(ids))
-    return found
+def _encode(prompt: Prompt, tokenizer: Any) -> list[int]:
+    if prompt.text is not None:
+        text = prompt.text
+    elif getattr(tokenizer, "chat_template", None):
+        messages = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
+        return list(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        )
+    else:
+        text = "".join([*(message["content"] for message in prompt.history), prompt.turns[0]])
+    return list(tokenizer(text).input_ids)

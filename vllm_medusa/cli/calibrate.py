@@ -43,6 +43,8 @@ def run(options: CalibrateOptions, progress: ConsoleProgress) -> int:
 
 def _print(found: Calibrated, which: str) -> None:
     """Print the tables; ``which`` names the tree of the walks."""
+    from vllm_medusa.calibration.accuracy import CASES
+
     out, observations, accuracy = stdout_console(), found.observations, found.accuracy
     temperature = observations.temperature()
     wrote = "not the target's own" if temperature is None else f"temperature {temperature:g}"
@@ -70,9 +72,8 @@ def _print(found: Calibrated, which: str) -> None:
     table.title = "best choice, by the choices accepted before it (steps that asked)"
     for name in ("head", "everywhere:", "after best", "others", "walked:", "after best", "others"):
         table.add_column(name, justify="right", no_wrap=True)
-    names = ("overall", "spine", "sibling", "walked", "walked_spine", "walked_sibling")
     for head in range(observations.num_heads):
-        cells = [_percent(getattr(accuracy, name)[head, 0]) for name in names]
+        cells = [_percent(getattr(accuracy, case)[head, 0]) for case in CASES]
         for place in (4, 5):
             if asked := accuracy.asked[head, place]:
                 cells[place] += f" ({asked})"

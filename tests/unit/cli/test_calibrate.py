@@ -106,15 +106,6 @@ def test_text_of_unknown_origin_is_taken_with_a_warning(
     assert "--temperature" in capsys.readouterr().err
 
 
-def test_a_plot_replaces_plots_only(heads: Path, records: Path, capsys: Any) -> None:
-    plot, before = heads.parent / "plot.png", (heads / "config.json").read_bytes()
-    plot.write_text("mine")
-    assert run("calibrate", TARGET, heads, "--data", records, "--plot", plot) == 2
-    assert "name another file" in capsys.readouterr().err
-    assert plot.read_text() == "mine"
-    assert (heads / "config.json").read_bytes() == before
-
-
 def test_texts_the_heads_were_trained_on_are_taken_with_a_warning(
     heads: Path, records: Path, capsys: Any
 ) -> None:
