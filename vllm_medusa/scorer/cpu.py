@@ -33,6 +33,7 @@ from vllm_medusa.scorer.scratch import Pass, Scratch, Workspace, bind
 ONEDNN_FROM = 768 * 1024
 # torch before 2.9 has no such switch: its BLAS does the work
 HAS_SWITCH = torch.backends.mkldnn.is_available() and hasattr(torch.backends.mkldnn, "matmul")
+_BF16_BITS = -0x10000  # of an fp32 number: the upper half
 _WORKSPACE = Workspace()  # attention layers of a process run one after another
 
 
@@ -44,6 +45,8 @@ def tree_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    *,
+    truncate: bool = False,
 ) -> Tensor:
     """Attend every node to its context and its ancestors; keys and values are in the cache.
 
@@ -56,6 +59,8 @@ def tree_attention(
         sinks: one more logit a head, [num_heads], with no value behind it.
         out: like ``query``, contiguous in the head; allocated when None. Only rows of trees are
             written.
+        truncate: cut results off to bf16 instead of rounding them, as vLLM's kernel for CPUs
+            without AVX-512 does.
 
     Returns:
         ``out``.
@@ -79,7 +84,10 @@ def tree_attention(
     may_switch = HAS_SWITCH and (rounds or onednn_is_exact())
     for group, scratch in zip(meta.groups, scratches, strict=True):
         with _onednn(may_switch and (rounds or scratch.macs >= ONEDNN_FROM)):
-            _attend(query, kv_cache, meta.layout, group, scratch, scale, softcap, sinks, out)
+            _attend(query, kv_cache, meta.layout, group, scratch, scale, softcap, sinks)
+        if truncate and dtype == torch.bfloat16:
+            scratch.result.view(torch.int32).bitwise_and_(_BF16_BITS)
+        _write(group, scratch.result, out)
     return out
 
 
@@ -92,9 +100,8 @@ def _attend(
     scale: float,
     softcap: float,
     sinks: Tensor | None,
-    out: Tensor,
 ) -> None:
-    """One group of one layer."""
+    """One group of one layer, into ``scratch.result``."""
     requests, nodes = group.num_requests, group.num_nodes
     rows = query[group.rows]  # a view for a slice
     scratch.query.copy_(rows.unflatten(0, (requests, nodes)).transpose(1, 2))
@@ -120,10 +127,13 @@ def _attend(
             probabilities = _softmax_with_sinks(part, sinks.view(layout.num_kv_heads, -1))
         _weigh(probabilities, part, _stock_rounds(layout, query.dtype))
 
+
+def _write(group: TreeGroup, result: Tensor, out: Tensor) -> None:
+    """Round a group's result [requests, nodes, heads, head_size], fp32, into its rows."""
     if isinstance(group.out_rows, slice):
-        out[group.out_rows].unflatten(0, (requests, nodes)).copy_(scratch.result)
+        out[group.out_rows].unflatten(0, (group.num_requests, group.num_nodes)).copy_(result)
         return
-    result = scratch.result.flatten(0, 1)
+    result = result.flatten(0, 1)
     if group.kept is not None:
         result = result.index_select(0, group.kept)
     out.index_copy_(0, group.out_rows, result.to(out.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import _custom_ops as ops
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -176,8 +178,43 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
         if self._layout is None:
             self._layout = CacheLayout.of(kv_cache, layer.isa)
         plan = attn_metadata.plan(self._layout, self.num_heads, self.sliding_window)
-        tree_attention(query, kv_cache, plan, self.scale, self.logits_soft_cap, self.sinks, output)
+        tree_attention(
+            query, kv_cache, plan, self.scale, self.logits_soft_cap, self.sinks, output,
+            truncate=kernel_truncates(),
+        )  # fmt: skip
         return output
+
+
+@functools.cache
+def kernel_truncates() -> bool:
+    """Whether vLLM's CPU kernel cuts bf16 results off instead of rounding them to the nearest.
+
+    Its builds for CPUs without bf16 instructions do (csrc/cpu/cpu_types_x86.hpp, BF16Vec16). Half
+    of all outputs then differ from rounded ones in the last bit, so trees have to do it too.
+    """
+    length, size, block = 3, 32, 32  # tokens that are attended alike: the result is their mean
+    values = torch.tensor([1.0, 1 + 2**-7, 1 + 2**-7]).bfloat16().view(length, 1, 1)
+    values = values.expand(length, 1, size).contiguous()
+    cache = torch.zeros(1, 1, 2 * block, size, dtype=torch.bfloat16)
+    keys, rest = cache.chunk(2, dim=2)
+    query = torch.zeros(1, 1, size, dtype=torch.bfloat16)
+    out = torch.empty_like(query)
+    lengths, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, 1]).int()
+    ops.cpu_attn_reshape_and_cache(
+        torch.zeros_like(values), values, keys, rest, torch.arange(length), "vec"
+    )
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=1, num_heads=1, num_kv_heads=1, head_dim=size, seq_lens=lengths,
+        dtype=torch.bfloat16, query_start_loc=starts, causal=True, sliding_window_size=-1,
+        isa="vec", enable_kv_split=False,
+    )  # fmt: skip
+    ops.cpu_attention_with_kv_cache(
+        query=query, key_cache=keys, value_cache=rest, output=out, query_start_loc=starts,
+        seq_lens=lengths, scale=1.0, causal=True, alibi_slopes=None, sliding_window=-1,
+        block_table=torch.zeros(1, 1, dtype=torch.int32), softcap=0.0, scheduler_metadata=plan,
+        s_aux=None,
+    )  # fmt: skip
+    return bool((out == 1).all())
 
 
 def compact_group(
