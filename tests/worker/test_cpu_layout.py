@@ -19,6 +19,7 @@ vllm_platforms.current_platform.import_kernels()
 
 from vllm import _custom_ops as ops  # noqa: E402
 
+from vllm_medusa.worker.compat import packed_linear  # noqa: E402
 from vllm_medusa.worker.cpu_attention import kernel_truncates  # noqa: E402
 
 
@@ -179,9 +180,8 @@ def test_bf16_outputs_are_those_of_plain_decoding(isa, nodes, base, monkeypatch)
     ours, stock, _ = run_both(torch.bfloat16, isa, [nodes], [base], heads=(14, 2))
     assert (ours != stock).float().mean() < 0.01
     if isa != "amx":  # the control: results rounded where the kernel cuts off, or the reverse
-        monkeypatch.setitem(
-            globals(), "kernel_truncates", lambda wrong=not kernel_truncates(): wrong
-        )
+        other = not kernel_truncates()
+        monkeypatch.setitem(globals(), "kernel_truncates", lambda: other)
         wrong, stock, _ = run_both(torch.bfloat16, isa, [nodes], [base], heads=(14, 2))
         assert (wrong != stock).float().mean() > 0.2
         return
@@ -191,3 +191,19 @@ def test_bf16_outputs_are_those_of_plain_decoding(isa, nodes, base, monkeypatch)
     )
     wrong, stock, _ = run_both(torch.bfloat16, isa, [nodes], [base], heads=(14, 2))
     assert (wrong != stock).float().mean() > 0.2
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_heads_multiply_where_onednn_has_no_product(dtype, refuses, monkeypatch):
+    """Without AVX-512 it has none for bf16 and fp16; vLLM's own layers go to torch then."""
+
+    def refuse(*args):
+        raise RuntimeError("could not create a primitive descriptor for the matmul primitive")
+
+    if refuses:
+        monkeypatch.setattr(ops, "create_onednn_mm", refuse)
+    weight, bias, x = torch.randn(64, 32).to(dtype), torch.randn(64).to(dtype), torch.randn(3, 32)
+    product = packed_linear(weight, bias)(x.to(dtype))
+    exact = torch.nn.functional.linear(x.to(dtype).double(), weight.double(), bias.double())
+    assert (product.double() - exact).abs().max() < 16 * torch.finfo(dtype).eps

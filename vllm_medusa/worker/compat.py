@@ -85,10 +85,14 @@ def forget_attention_backends() -> None:
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The product vLLM's CPU layers use (oneDNN, weight [O, I] packed once), else torch's."""
+    """The product vLLM's CPU layers use (oneDNN, weight [O, I] packed once), else torch's.
+
+    As in vLLM, torch's too where oneDNN has no such product: bf16 and fp16 without AVX-512.
+    """
     from vllm import _custom_ops as ops
 
-    if not getattr(ops, "_supports_onednn", False):
+    try:
+        handler = ops.create_onednn_mm(weight.t(), 32)
+    except (AttributeError, RuntimeError):  # built without oneDNN; no primitive for this CPU
         return functools.partial(F.linear, weight=weight, bias=bias)
-    handler = ops.create_onednn_mm(weight.t(), 32)
     return lambda x: ops.onednn_mm(handler, x, bias)
