@@ -36,7 +36,8 @@ from vllm_medusa.options import FromZero, Options, Positive, option, required
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.losses import IGNORED, head_labels, label_mask
-from vllm_medusa.training.medusa1 import Medusa1, Recipe
+from vllm_medusa.training.medusa1 import Medusa1
+from vllm_medusa.training.recipe import Recipe
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Texts

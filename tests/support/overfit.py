@@ -10,8 +10,9 @@ import torch
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.initial_heads import new_heads
-from vllm_medusa.training.medusa1 import Medusa1, Recipe
+from vllm_medusa.training.medusa1 import Medusa1
 from vllm_medusa.training.optimisation import Optimisation
+from vllm_medusa.training.recipe import Recipe
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Texts

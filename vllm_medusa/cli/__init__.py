@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.COMMAND.add_to(commands)
     adapt.add_parser(commands)
     distill.COMMAND.add_to(commands)
-    train.add_parser(commands)
+    train.COMMAND.add_to(commands)
     calibrate.COMMAND.add_to(commands)
     tree.COMMAND.add_to(commands)
     commands.add_parser(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib
 import json
 import os
 import signal
@@ -163,7 +162,9 @@ def _check_options(args: argparse.Namespace) -> None:
         ValueError: an option, or two together, can't be.
 
     """
-    from vllm_medusa.cli import build_parser, train
+    from vllm_medusa.cli import build_parser
+    from vllm_medusa.cli.flags import from_flags
+    from vllm_medusa.training.options import TrainOptions
     from vllm_medusa.tree.topology import MAX_NODES
 
     if not 0 < args.heldout_share <= 0.5:
@@ -177,7 +178,7 @@ def _check_options(args: argparse.Namespace) -> None:
     training = parse(train_command(args, WORK))  # a wrong option ends here
     without = argparse.Namespace(**{**vars(args), "train_args": ""})
     _check_train_args(training, parse(train_command(without, WORK)))
-    importlib.import_module(train.METHODS[training.method]).check(training)
+    from_flags(TrainOptions, training)  # what goes together
     for name in ("max_tokens", "measure_tokens"):
         if getattr(args, name) < training.num_heads + 2:
             raise AdaptError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.training.losses import CHUNK, IGNORED, HeadLosses, LMHead
+from vllm_medusa.training.losses import CHUNK, IGNORED, HeadLosses, LMHead, head_losses
 
 TOP = 10
 
@@ -78,6 +78,15 @@ class Measurement:
             torch.zeros(num_heads, dtype=torch.int64),
             torch.zeros(num_heads, TOP, dtype=torch.int64),
         )
+
+    @torch.no_grad()
+    def measure(
+        self, heads: MedusaHeads, states: Tensor, labels: Tensor, lm_head: LMHead | None = None
+    ) -> None:
+        """Take in a batch of states [N, H]; see `label_ranks`."""
+        ones = torch.ones(labels.shape[1], device=labels.device)
+        found = head_losses(heads, states, labels, ones, lm_head)
+        self.add(found, label_ranks(heads, states, labels, lm_head), labels)
 
     def add(self, found: HeadLosses, ranks: Tensor, labels: Tensor) -> None:
         """Take in a batch: its losses of hard labels, ranks and labels int64 [N, K]."""

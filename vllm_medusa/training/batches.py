@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 def plan_steps(
@@ -56,3 +59,10 @@ def split_passes(texts: Sequence[int], lengths: Sequence[int], pass_tokens: int)
         else:
             passes.append([text])
     return passes
+
+
+def pad(texts: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Texts padded on the right: token ids and attention mask, int64 [B, L] each."""
+    rows = [torch.as_tensor(text, dtype=torch.int64) for text in texts]
+    masks = [torch.ones_like(row) for row in rows]
+    return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)

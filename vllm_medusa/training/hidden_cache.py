@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.files import digest_json, new_path, try_lock, write_json
+from vllm_medusa.training.batches import pad
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Piece, Texts
 
@@ -300,14 +301,9 @@ class HiddenStates:
         texts = {record: self.texts.token_ids(record) for record in records}
         waiting = sorted((r for r in records if len(texts[r])), key=lambda r: (-len(texts[r]), r))
         while waiting:
-            longest = len(texts[waiting[0]])
-            count = max(1, self.forward_tokens // longest)
+            count = max(1, self.forward_tokens // len(texts[waiting[0]]))
             batch, waiting = waiting[:count], waiting[count:]
-            ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-            mask = torch.zeros_like(ids)
-            for row, record in enumerate(batch):
-                text = torch.from_numpy(texts[record].astype(np.int64))
-                ids[row, : len(text)], mask[row, : len(text)] = text, 1
+            ids, mask = pad([texts[record] for record in batch])
             device = self.target.device
             states = self.target.hidden_states(ids.to(device), mask.to(device)).to(self.dtype)
             for row, record in enumerate(batch):

@@ -14,8 +14,6 @@ from vllm_medusa.offline.records import Record
 from vllm_medusa.training.losses import LMHead
 from vllm_medusa.training.target import Target
 
-LM_HEADS = ("shared", "own")
-
 
 def new_heads(
     target: Target,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.offline.records import Record
+from vllm_medusa.training.batches import pad
 from vllm_medusa.training.lora import original
 from vllm_medusa.training.losses import (
     CHUNK,
@@ -74,13 +75,11 @@ class JointBatch:
             device: where the tensors go.
 
         """
-        length = max(len(record.token_ids) for record in records)
-        ids = torch.zeros(len(records), length, dtype=torch.int64)
-        there = torch.zeros_like(ids)
+        ids, there = pad([record.token_ids for record in records])
         following, labels, temperatures = [], [], []
         for row, record in enumerate(records):
-            text, size = torch.tensor(record.token_ids), len(record.token_ids)
-            ids[row, :size], there[row, :size] = text, 1
+            size = len(record.token_ids)
+            text = ids[row, :size]
             counted = lm_mask(record.generated, size)
             following.append(text.roll(-1).masked_fill(~counted, IGNORED))
             mask = label_mask(record.generated, size, num_heads)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.training.accuracy import Measurement, label_ranks
+from vllm_medusa.training.accuracy import Measurement
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.losses import LMHead, head_losses, head_weights
+from vllm_medusa.training.losses import LMHead
 from vllm_medusa.training.quality import Quality, QualityMeter
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Piece, Texts
@@ -74,7 +74,6 @@ def measure_joint(
     now: HiddenStates,
     *,
     workers: Workers | None = None,
-    decay: float = 0.8,
     rows: int = 16384,
 ) -> JointMeasurement:
     """Measure heads and target on the spans of ``original.texts``.
@@ -86,7 +85,6 @@ def measure_joint(
         original: states of the original model.
         now: states of the new one, of the same texts.
         workers: the processes, which share the spans; None: this one measures alone.
-        decay: of the heads' weights.
         rows: at most about so many positions, evenly spread over the spans.
 
     Raises:
@@ -102,7 +100,6 @@ def measure_joint(
     device = target.device
     total = Measurement.empty(heads.num_heads)
     meter = QualityMeter(target.lm_head, target.lm_head)
-    weights = head_weights(heads.num_heads, decay).to(device)
     while spans:
         batch: list[int] = []
         while spans and (not batch or int(sizes[batch].sum()) < _BATCH_ROWS):
@@ -111,9 +108,7 @@ def measure_joint(
         before, after = (s.read(wanted).to(device) for s in (original, now))  # [n, H]
         following, labels = (t.to(device) for t in _labels(texts, batch, heads.num_heads))
         meter.add(following, before, after)
-        with torch.no_grad():
-            found = head_losses(heads, after, labels, weights, draft_head)
-        total.add(found, label_ranks(heads, after, labels, draft_head), labels)
+        total.measure(heads, after, labels, draft_head)
     packed = torch.cat([meter.packed(), total.packed()])
     if workers is not None:
         packed = workers.add_up(packed.to(device)).cpu()

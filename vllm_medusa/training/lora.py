@@ -15,11 +15,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from vllm_medusa.training.options import LoraSettings
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -29,26 +30,6 @@ ADAPTER = "default"  # peft's name of the one adapter
 
 class LoraError(ValueError):
     """A target that can't be adapted, or settings that don't fit it."""
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """The adapter's shape. Rank 32 and alpha 16 are the paper's (appendix B.1)."""
-
-    rank: int = 32
-    alpha: float = 16.0
-    dropout: float = (
-        0.0  # the paper's 0.05 makes the student noisy even where it equals the teacher
-    )
-    modules: tuple[str, ...] = ()  # names or their ends, such as "q_proj"; (): every linear layer
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise LoraError(f"LoRA rank {self.rank}; use a whole number from 1")
-        if not 0 < self.alpha < float("inf"):
-            raise LoraError(f"LoRA alpha {self.alpha}; use a number above 0")
-        if not 0 <= self.dropout < 1:
-            raise LoraError(f"LoRA dropout {self.dropout}; use a number from 0, below 1")
 
 
 def adaptable_modules(model: Any, chosen: Sequence[str] = ()) -> list[str]:

@@ -1,7 +1,7 @@
 """Medusa-2: heads and target trained together (https://arxiv.org/abs/2401.10774, section 2.2.2).
 
 Its three ingredients: the joint loss (`joint_loss`), whose weight of the heads grows
-(`medusa2_schedule`); a learning rate of the heads that is a multiple of the backbone's; and a
+(`recipe.HeadsWeight`); a learning rate of the heads that is a multiple of the backbone's; and a
 warm-up stage in which the heads alone are trained, which is Medusa-1 as it stands (`medusa1`).
 
 What trains of the target is a LoRA adapter. Switched off it is the original model, the teacher; its
@@ -10,7 +10,6 @@ hidden states on held-out text, kept since the warm-up, are what quality is meas
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,22 +25,23 @@ from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.initial_heads import draft_lm_head
 from vllm_medusa.training.joint_loss import JointBatch, JointLosses, joint_losses
 from vllm_medusa.training.joint_measure import measure_joint, release_target, states_of
-from vllm_medusa.training.joint_recipe import JointRecipe
 from vllm_medusa.training.lora import adapter_parameters, dropping_out
-from vllm_medusa.training.losses import head_weights
-from vllm_medusa.training.medusa1 import NotFiniteError, Report
 from vllm_medusa.training.merging import save_adapter
-from vllm_medusa.training.optimisation import clip_gradients, make_optimizer, set_rate
+from vllm_medusa.training.optimisation import make_optimizer
+from vllm_medusa.training.recipe import JointRecipe
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
+from vllm_medusa.training.trainer import Trainer
 from vllm_medusa.training.workers import Workers
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 
-class Medusa2:
+class Medusa2(Trainer):
     """The joint stage: only the adapter and the heads are given to the optimiser."""
+
+    measures_ends = True
 
     def __init__(
         self,
@@ -73,9 +73,8 @@ class Medusa2:
             ValueError: held-out states that would be computed by the model being trained.
 
         """
+        super().__init__(heads, recipe, run, workers, save_seconds)
         self.target, self.adapted, self.recipe = target, adapted, recipe
-        self.run, self.workers, self.save_seconds = run, workers, save_seconds
-        self.heads = heads.to(workers.device).requires_grad_(True)
         self.records = records
         self.heldout = None if heldout is None else release_target(heldout)
         self.draft_head = draft_lm_head(target, heads)
@@ -85,7 +84,6 @@ class Medusa2:
             [(self.adapter.values(), 1.0), (heads.parameters(), recipe.heads_rate)],
             recipe.optimisation,
         )
-        self.decay = head_weights(heads.num_heads, recipe.decay).to(workers.device)
         self.lengths = [len(record.token_ids) for record in records]
         self.plan = plan_steps(
             self.lengths,
@@ -94,55 +92,29 @@ class Medusa2:
             seed=recipe.seed,
             steps=recipe.steps,
         )
-        self.step, self._fresh = 0, True
+        self.steps = len(self.plan)
         if recipe.checkpointing:
             _checkpoint_layers(target.model)
-
-    @property
-    def steps(self) -> int:
-        """How many steps the joint stage has."""
-        return len(self.plan)
 
     @property
     def tokens(self) -> int:
         """Text tokens of all steps."""
         return sum(self.lengths[text] for step in self.plan for text in step)
 
-    def resume(self) -> bool:
-        """Take up the run's last state of this stage, if there is one."""
-        state = self.run.load(self.workers.device)
-        if state is None:
-            return False
+    def state(self) -> dict[str, Any]:
+        """See `Trainer`."""
+        return super().state() | {"adapter": {n: p.detach() for n, p in self.adapter.items()}}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """See `Trainer`."""
+        super().take(state)
         with torch.no_grad():
             for name, parameter in self.adapter.items():
                 parameter.copy_(state["adapter"][name])
-        self.heads.load_state_dict(state["heads"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self._fresh = state["step"], False
-        return True
 
-    def train(self, report: Report | None = None) -> None:
-        """Train from `step` to the end; adapter and heads are changed in place.
-
-        Raises:
-            NotFiniteError: see `_stop`; the last good state is kept.
-
-        """
-        if self._fresh:
-            self._measured(report)
-            self.run.save(self._state())
-        last_save = time.monotonic()
-        while self.step < self.steps:
-            entry = self._one_step()
-            self.step += 1
-            self._log(entry, report)
-            due = self.step % self.recipe.measure_every == 0 or self.step == self.steps
-            if due:
-                self._measured(report)
-            if due or time.monotonic() - last_save > self.save_seconds:
-                self.run.save(self._state())
-                last_save = time.monotonic()
-        self.heads.eval().requires_grad_(False)
+    def measured(self) -> dict[str, Any] | None:
+        """See `Trainer`."""
+        return None if self.heldout is None else self.measure()
 
     def measure(self) -> dict[str, Any]:
         """Heads and quality on held-out text as they are now, plain JSON.
@@ -157,7 +129,6 @@ class Medusa2:
             self.heldout,
             states_of(self.target, self.heldout.texts),
             workers=self.workers,
-            decay=self.recipe.decay,
             rows=self.recipe.measured_rows,
         )
         return found.to_dict()
@@ -183,13 +154,7 @@ class Medusa2:
                 found = self._losses(batch, 1.0 / float(counts[0]), factors)
                 found.loss.backward()
                 sums += torch.cat([found.lm_sum.view(1), found.head_sums])
-        workers.share_gradients([*self.adapter.values(), *self.heads.parameters()])
-        sums = workers.add_up(sums)
-        norm = clip_gradients(self.optimizer, recipe.optimisation.clip)
-        if not bool(torch.isfinite(torch.cat([sums, norm.view(1)])).all()):
-            self._stop(texts, sums, norm)
-        rate = set_rate(self.optimizer, self.step, self.steps, recipe.optimisation)
-        self.optimizer.step()
+        sums, stepped = self.update(sums, texts)
         means = sums / counts
         return {
             "step": self.step + 1,
@@ -197,8 +162,7 @@ class Medusa2:
             "lm_loss": float(means[0]),
             "losses": [round(value, 5) for value in means[1:].tolist()],
             "lambda_0": weight,
-            "norm": float(norm),
-            "rate": rate,
+            **stepped,
             "rows": sum(self.lengths[text] for text in texts),
         }
 
@@ -212,7 +176,7 @@ class Medusa2:
         )
 
     def _losses(self, batch: JointBatch, lm_weight: float, factors: Tensor) -> JointLosses:
-        with self._autocast():
+        with self.autocast():
             return joint_losses(
                 self.target,
                 self.adapted,
@@ -224,65 +188,17 @@ class Medusa2:
                 distill=self.recipe.lm_loss == "kl",
             )
 
-    def _measured(self, report: Report | None) -> None:
-        if self.heldout is not None:
-            self._log({"step": self.step, **self.measure()}, report)
+    def _sums(self, part: int) -> Tensor:
+        found = self._losses(self._batch([part]), 1.0, self.decay)
+        return torch.cat([found.lm_sum.view(1), found.head_sums])
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.workers.device.type, torch.bfloat16, enabled=self.recipe.bf16, cache_enabled=False
-        )
+    def _lines(self, parts: Sequence[int]) -> list[int]:
+        return sorted({self.records[text].line for text in parts})
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "adapter": {name: p.detach() for name, p in self.adapter.items()},
-            "heads": self.heads.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
-
-    def _log(self, entry: dict[str, Any], report: Report | None) -> None:
-        self.run.log(entry)
-        if report is not None:
-            report(self.step, self.steps, entry)
-
-    def _stop(self, texts: Sequence[int], sums: Tensor, norm: Tensor) -> None:
-        """Keep everything as it was before this step, and name the batch.
-
-        Raises:
-            NotFiniteError: always, with the lines whose loss isn't finite by itself, else all lines
-                of the batch.
-
-        """
-        culprits = []
-        with torch.no_grad():
-            for text in texts:
-                found = self._losses(self._batch([text]), 1.0, self.decay)
-                alone = torch.cat([found.lm_sum.view(1), found.head_sums])
-                if not bool(alone.isfinite().all()):
-                    culprits.append(text)
-        lines = sorted({self.records[text].line for text in culprits or texts})
-        kept = self._keep_last_good() if self.workers.main else None
-        what = "by themselves" if culprits else "(none of them by itself)"
-        shown = ", ".join(map(str, lines[:20]))
-        more = f" and {len(lines) - 20} more" if len(lines) > 20 else ""
-        raise NotFiniteError(
-            f"joint step {self.step + 1} of {self.steps}: the target's loss and the heads' are "
-            f"{sums.tolist()}, the gradient's norm {float(norm):.3g}. Lines of this batch {what}: "
-            f"{shown}{more}. "
-            + (f"Heads and adapter of step {self.step} are in {kept}. " if kept else "")
-            + "Try a lower --learning-rate, --precision float32, or drop the lines."
-        )
-
-    def _keep_last_good(self) -> Path | None:
-        parameters = [*self.adapter.values(), *self.heads.parameters()]
-        if not all(bool(parameter.isfinite().all()) for parameter in parameters):
-            return None
-        self.run.save(self._state())
-        kept = self.run.folder / "last_good"
-        save_heads(kept / "heads", self.heads, {"training": {"steps": self.step}})
-        save_adapter(self.adapted, kept / "adapter")
-        return kept
+    def _keep(self, folder: Path) -> str:
+        save_heads(folder / "heads", self.heads, {"training": {"steps": self.step}})
+        save_adapter(self.adapted, folder / "adapter")
+        return "heads and adapter"
 
 
 def _checkpoint_layers(model: Any) -> None:

@@ -31,11 +31,10 @@ from vllm_medusa.training.hidden_cache import CacheError, HiddenStates
 from vllm_medusa.training.initial_heads import draft_lm_head
 from vllm_medusa.training.joint_measure import JointMeasurement, measure_joint, states_of
 from vllm_medusa.training.merging import merge_adapter
-from vllm_medusa.training.quality import QualityBounds
+from vllm_medusa.training.options import QualityBounds
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
 
-SAVES = ("merged", "adapter")
 MODEL, DEGRADED, ADAPTER = "target", "target-degraded", "adapter"
 
 
@@ -73,8 +72,8 @@ def publish(
     *,
     training: Mapping[str, Any],
     provenance: Mapping[str, Any],
+    bounds: QualityBounds,
     save: str = "merged",
-    bounds: QualityBounds | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     heads_dtype: torch.dtype = torch.bfloat16,
@@ -92,8 +91,8 @@ def publish(
         original: its states on held-out text; None: nothing is measured.
         training: what the heads' config.json says of the training; how it fared is added.
         provenance: the entry of this command.
-        save: "merged" or "adapter".
         bounds: how much quality may be lost.
+        save: "merged" or "adapter".
         dtype: what the merged model is measured in.
         device: where.
         heads_dtype: what is stored.
@@ -116,7 +115,7 @@ def publish(
                 states_of(target, original.texts),
                 rows=rows,
             )
-            shortfalls = measured.quality.shortfalls(bounds or QualityBounds())
+            shortfalls = measured.quality.shortfalls(bounds)
         except CacheError as error:  # the new target computes NaN
             shortfalls = [str(error).removesuffix(".")]
         del target

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm_medusa.training.options import WARMUP_STEPS, StepOptions
+
 
 @dataclass(frozen=True)
 class Optimisation:
@@ -20,10 +22,10 @@ class Optimisation:
     """
 
     learning_rate: float = 1e-3
-    warmup_steps: int = 50
-    weight_decay: float = 0.0
+    warmup_steps: int = WARMUP_STEPS
+    weight_decay: float = StepOptions.weight_decay
     betas: tuple[float, float] = (0.9, 0.999)
-    clip: float = 1.0
+    clip: float = StepOptions.clip
 
 
 def rate_at(step: int, steps: int, warmup: int) -> float:

@@ -16,30 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead
+from vllm_medusa.training.options import QualityBounds
 
 
 class QualityError(ValueError):
-    """Nothing to measure, or bounds that no model could keep."""
-
-
-@dataclass(frozen=True)
-class QualityBounds:
-    """How much of its quality a target may lose before the training counts as failed.
-
-    The defaults are a judgement, no law: wide enough for a run that works, too narrow for one that
-    diverges or trades quality for heads.
-    """
-
-    max_kl: float = 0.05  # nats for each generated token, KL(original || new)
-    max_perplexity_ratio: float = 1.05  # after / before
-
-    def __post_init__(self) -> None:
-        if not self.max_kl >= 0:
-            raise QualityError(f"max_kl is {self.max_kl}; use a number from 0")
-        if not self.max_perplexity_ratio >= 1:
-            raise QualityError(
-                f"max_perplexity_ratio is {self.max_perplexity_ratio}; use a number from 1"
-            )
+    """Nothing to measure."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from vllm_medusa.cli import main
 from vllm_medusa.files import digest as digest_of
 from vllm_medusa.heads import load_heads
 from vllm_medusa.offline.records import load_records
-from vllm_medusa.training import curves, workers
+from vllm_medusa.training import medusa1_run, train, workers
 
 Data = tuple[str, Path]
 
@@ -258,7 +258,7 @@ def test_data_may_go_while_training(
     data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = shutil.copy(data[1], tmp_path / "records.jsonl")
-    monkeypatch.setattr(curves, "draw_curves", lambda *_: Path(records).unlink())
+    monkeypatch.setattr(medusa1_run, "draw_curves", lambda *_: Path(records).unlink())
     brief = ("--epochs", "1", "--num-heads", "1")
     assert status(arguments((data[0], Path(records)), tmp_path / "heads", *brief)) == 0
     about = json.loads((tmp_path / "heads/config.json").read_text())["medusa"]
@@ -273,13 +273,13 @@ def test_what_stops_another_process_than_the_main_one_is_told(
             super().__init__(device)
             self.rank = 1
 
-    monkeypatch.setattr(workers, "Workers", Second)
+    monkeypatch.setattr(train, "Workers", Second)
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads/new").touch()  # by the main process, this moment
     nothing = tmp_path / "none.jsonl"
     assert status(arguments((data[0], nothing), tmp_path / "heads")) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f"error in process 1: {nothing}: no such file" in said
+    assert f"error: in process 1: {nothing}: no such file" in said
 
 
 def test_states_that_are_not_finite_name_their_file(

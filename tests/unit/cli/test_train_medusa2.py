@@ -203,11 +203,14 @@ def test_unmeasured_it_is_refused_before_anything_starts(
 ) -> None:
     for options, words in (
         (("--heldout-share", "0"), "its quality has to be measured: give --heldout"),
-        (("--max-perplexity-ratio", "0.5"), "max_perplexity_ratio is 0.5; use a number from 1"),
+        (
+            ("--max-perplexity-ratio", "0.5"),
+            "--max-perplexity-ratio: '0.5' is not allowed; use a number from 1",
+        ),
         (("--start-heads", "h", "--lm-heads", "own"), "--lm-heads is of new heads"),
         (("--start-heads", "h", "--draft-vocab", "9"), "--draft-vocab is of new heads"),
         (("--start-heads", "h", "--cache-dtype", "float32"), "--cache-dtype is of new heads"),
-        (("--backbone-rate", "0"), "--backbone-rate is 0; use a number above 0"),
+        (("--backbone-rate", "0"), "--backbone-rate: '0' is not allowed; use a number above 0"),
     ):
         assert train("nowhere", data, tmp_path / "heads", *options) == 2
         assert words in " ".join(capsys.readouterr().err.split())

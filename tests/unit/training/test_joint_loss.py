@@ -19,8 +19,8 @@ from vllm_medusa.offline.records import Record
 from vllm_medusa.training import joint_loss, lora
 from vllm_medusa.training.initial_heads import draft_lm_head
 from vllm_medusa.training.joint_loss import JointBatch, joint_losses, lm_loss
-from vllm_medusa.training.lora import LoraSettings
 from vllm_medusa.training.losses import IGNORED, head_losses, head_weights
+from vllm_medusa.training.options import LoraSettings
 from vllm_medusa.training.target import Target
 
 K = 3

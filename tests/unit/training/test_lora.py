@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from vllm_medusa.training import lora
-from vllm_medusa.training.lora import LoraError, LoraSettings
+from vllm_medusa.training.lora import LoraError
+from vllm_medusa.training.options import LoraSettings
 
 FAMILIES = {
     "llama": ("Llama", {}),
@@ -130,12 +131,6 @@ def test_what_cannot_be_adapted_is_refused(llama: Any) -> None:
     llama.get_decoder = lambda: llama
     with pytest.raises(LoraError, match=r"no linear layer that LoRA could adapt.*medusa-1"):
         lora.attach(llama, LoraSettings(), seed=0)
-
-
-def test_settings_name_their_bounds() -> None:
-    for bad in ({"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"dropout": 1.0}):
-        with pytest.raises(LoraError, match=rf"LoRA {next(iter(bad))} .*use a"):
-            LoraSettings(**bad)
 
 
 def test_the_same_seed_gives_the_same_adapter_and_leaves_the_caller_s_numbers(llama: Any) -> None:

@@ -1,7 +1,6 @@
 """Heads learn, nothing else changes, and a run that was cut ends as if it hadn't been."""
 
 import copy
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,11 @@ from support.overfit import OVERFIT, PROMPT, K, greedy_record, overfit, trainer
 from vllm_medusa.decode import decode
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.initial_heads import new_heads
-from vllm_medusa.training.medusa1 import Medusa1, NotFiniteError, Recipe, usual_batch, usual_rate
+from vllm_medusa.training.medusa1 import Medusa1
 from vllm_medusa.training.optimisation import Optimisation
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
+from vllm_medusa.training.trainer import NotFiniteError
 from vllm_medusa.tree import TokenTree
 
 SHORT = replace(OVERFIT, epochs=6, batch_rows=40, measure_every=5)
@@ -230,14 +230,3 @@ def test_bfloat16_trains_about_as_well(
         losses = [line["loss"] for line in run.entries() if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
     assert {p.dtype for p in made.heads.parameters()} == {torch.float32}
-
-
-def test_a_recipe_is_plain_json() -> None:
-    assert json.loads(json.dumps(Recipe().to_dict()))["optimisation"]["clip"] == 1.0
-
-
-def test_what_isnt_given_follows_from_the_width_and_the_rows() -> None:
-    rates = [usual_rate(width) for width in (64, 256, 1024, 4096)]
-    assert rates == [5e-3, 5e-3, 1.25e-3, 1e-3]
-    rows = (10, 600_000, 3_000_000, 60_000_000)
-    assert [usual_batch(count) for count in rows] == [256, 384, 1920, 4096]

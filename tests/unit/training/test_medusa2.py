@@ -19,15 +19,14 @@ from vllm_medusa.training import lora
 from vllm_medusa.training.batches import split_passes
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.joint_loss import JointLosses
-from vllm_medusa.training.joint_recipe import JointRecipe
-from vllm_medusa.training.lora import LoraSettings
-from vllm_medusa.training.medusa1 import NotFiniteError
 from vllm_medusa.training.medusa2 import Medusa2
-from vllm_medusa.training.medusa2_schedule import HeadsWeight
 from vllm_medusa.training.optimisation import Optimisation
+from vllm_medusa.training.options import LoraSettings
+from vllm_medusa.training.recipe import HeadsWeight, JointRecipe
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Texts
+from vllm_medusa.training.trainer import NotFiniteError
 from vllm_medusa.training.workers import Workers
 
 K = 2

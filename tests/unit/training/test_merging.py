@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.training import lora, merging
-from vllm_medusa.training.lora import LoraSettings
+from vllm_medusa.training.options import LoraSettings
 
 IDS = torch.arange(3, 35).view(2, 16) * 7 % VOCAB
 FAMILIES = {

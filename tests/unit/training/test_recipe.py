@@ -1,0 +1,74 @@
+"""What recipes take from the options, and lambda_0 over the steps."""
+
+import json
+import math
+from typing import Any, get_args
+
+import pytest
+
+from vllm_medusa.training.options import LoraSettings, QualityBounds
+from vllm_medusa.training.recipe import (
+    Growth,
+    HeadsWeight,
+    JointRecipe,
+    Recipe,
+    usual_batch,
+    usual_rate,
+)
+
+
+def test_sine_and_linear_grow_to_the_peak() -> None:
+    sine, linear = HeadsWeight(0.2, "sine"), HeadsWeight(0.2, "linear")
+    assert [linear.at(step, 4) for step in range(4)] == pytest.approx([0.05, 0.1, 0.15, 0.2])
+    assert [sine.at(step, 4) for step in range(4)] == pytest.approx(
+        [0.2 * math.sin(math.pi / 8 * n) for n in (1, 2, 3, 4)]
+    )
+    assert HeadsWeight(0.2, "constant").at(0, 4) == 0.2
+
+
+@pytest.mark.parametrize("growth", ["sine", "linear"])
+def test_a_share_of_the_steps_then_the_peak(growth: str) -> None:
+    weight = HeadsWeight(0.3, growth, share=0.5)
+    values = [weight.at(step, 10) for step in range(10)]
+    assert values == sorted(values) and 0 < values[0] < values[3] < 0.3
+    assert values[4:] == pytest.approx([0.3] * 6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        (HeadsWeight, {"peak": -0.1}),
+        (HeadsWeight, {"peak": math.nan}),
+        (HeadsWeight, {"growth": "cosine"}),
+        (HeadsWeight, {"share": 0.0}),
+        (HeadsWeight, {"share": 1.1}),
+        (JointRecipe, {"lm_loss": "mse"}),
+        (LoraSettings, {"rank": 0}),
+        (LoraSettings, {"alpha": 0.0}),
+        (LoraSettings, {"alpha": math.nan}),
+        (LoraSettings, {"dropout": 1.0}),
+        (QualityBounds, {"max_kl": -1.0}),
+        (QualityBounds, {"max_kl": math.nan}),
+        (QualityBounds, {"max_perplexity_ratio": 0.9}),
+    ],
+)
+def test_a_value_out_of_bounds_is_named_and_the_bounds_too(kind: Any, bad: dict[str, Any]) -> None:
+    ((name, value),) = bad.items()
+    with pytest.raises(ValueError, match=rf"{name.replace('peak', 'lambda_0')}.* {value!r}; use "):
+        kind(**bad)
+
+
+@pytest.mark.parametrize("growth", get_args(Growth))
+def test_one_step_has_the_peak(growth: str) -> None:
+    assert HeadsWeight(0.2, growth).at(0, 1) == pytest.approx(0.2)
+
+
+def test_a_recipe_is_plain_json() -> None:
+    assert json.loads(json.dumps(Recipe().to_dict()))["optimisation"]["clip"] == 1.0
+
+
+def test_what_isnt_given_follows_from_the_width_and_the_rows() -> None:
+    rates = [usual_rate(width) for width in (64, 256, 1024, 4096)]
+    assert rates == [5e-3, 5e-3, 1.25e-3, 1e-3]
+    rows = (10, 600_000, 3_000_000, 60_000_000)
+    assert [usual_batch(count) for count in rows] == [256, 384, 1920, 4096]

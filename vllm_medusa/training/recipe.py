@@ -1,0 +1,213 @@
+"""How heads are trained: alone (Medusa-1), and jointly with an adapter in the target (Medusa-2).
+
+Defaults are those of the options. What a user may leave open follows from the target and the texts.
+
+lambda_0, the heads' weight beside the target's own loss, grows to its peak, because what untrained
+heads ask of the backbone would spoil it (Medusa, https://arxiv.org/abs/2401.10774, section 2.2.2).
+The paper's recipes (appendix B): on text of others a peak of 0.2 after heads trained alone
+(Vicuna 7B and 13B), on self-distilled text a peak of 0.01 that grows as a sine until the last step
+(Vicuna 33B, Zephyr). The reference trainer's "sine", "linear" and "constant" are these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from vllm_medusa.training.optimisation import Optimisation
+from vllm_medusa.training.options import (
+    JOINT_WARMUP_STEPS,
+    WARMUP_STEPS,
+    JointOptions,
+    LoraSettings,
+    StepOptions,
+)
+
+Growth = Literal["sine", "linear", "constant"]
+PEAK_SELF_DISTILLED = 0.01  # appendix B.3
+PEAK_OTHER = 0.2  # appendix B.2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How heads are trained, their shape aside.
+
+    Attributes:
+        labels: "tokens" of the text (paper), or "soft": the target's distribution over each.
+        decay: lambda_k = decay^k.
+        epochs: passes over the text.
+        batch_rows: positions a step, of all processes and micro-batches together.
+        accumulate: micro-batches a step and process; more take less memory.
+        bf16: compute in bfloat16 where autocast allows; weights and sums stay fp32.
+        optimisation: learning rate and so on.
+        seed: of the order of the text.
+        measure_every: steps between two measurements on held-out text.
+        measured_rows: at most so many held-out positions are measured.
+
+    """
+
+    labels: str = StepOptions.labels
+    decay: float = StepOptions.decay
+    epochs: int = StepOptions.epochs
+    batch_rows: int = 1024
+    accumulate: int = StepOptions.accumulate
+    bf16: bool = False
+    optimisation: Optimisation = field(default_factory=Optimisation)
+    seed: int = StepOptions.seed
+    measure_every: int = StepOptions.measure_every
+    measured_rows: int = 16384
+
+    @classmethod
+    def of(cls, options: StepOptions, *, bf16: bool, hidden_size: int, num_labels: int) -> Recipe:
+        """Fill in what isn't given, for a target's width and the labels of head 0 in the texts."""
+        return cls(
+            labels=options.labels,
+            decay=options.decay,
+            epochs=options.epochs,
+            batch_rows=options.batch_tokens or usual_batch(num_labels * options.epochs),
+            accumulate=options.accumulate,
+            bf16=bf16,
+            optimisation=_optimisation(
+                options, options.learning_rate or usual_rate(hidden_size), WARMUP_STEPS
+            ),
+            seed=options.seed,
+            measure_every=options.measure_every,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+
+def usual_rate(hidden_size: int) -> float:
+    """Peak learning rate where none is given: 1e-3, and more for narrow targets, up to 5e-3.
+
+    AdamW moves each weight by about the rate, so a layer's output by about rate times width. 1e-3
+    is the reference recipe's, for a width of 4096; at the demo target's 256, 5e-3 learns far more
+    in the same steps.
+    """
+    return min(5e-3, max(1e-3, 1.28 / hidden_size))
+
+
+def usual_batch(rows: int) -> int:
+    """Positions a step where none is given, of ``rows`` in all epochs: about 1500 steps.
+
+    At least 256, at most 4096, in steps of 128.
+    """
+    return min(4096, max(256, rows // 1500 // 128 * 128))
+
+
+@dataclass(frozen=True)
+class HeadsWeight:
+    """lambda_0 over the joint steps."""
+
+    peak: float = PEAK_SELF_DISTILLED
+    growth: Growth = JointOptions.growth
+    share: float = JointOptions.growth_share  # of the steps in which it grows
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.peak < math.inf:
+            raise ValueError(f"lambda_0 is {self.peak}; use a number from 0")
+        if self.growth not in get_args(Growth):
+            raise ValueError(f"growth {self.growth!r}; use one of {', '.join(get_args(Growth))}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share {self.share}; use more than 0, at most 1")
+
+    def at(self, step: int, steps: int) -> float:
+        """lambda_0 of the 0-based ``step`` of ``steps``: above 0 at the first, the peak at last."""
+        if self.growth == "constant":
+            return self.peak
+        done = min(1.0, (step + 1) / (steps * self.share))
+        return self.peak * (math.sin(done * math.pi / 2) if self.growth == "sine" else done)
+
+
+@dataclass(frozen=True)
+class JointRecipe:
+    """How the joint stage is run; the paper's numbers are those of its appendix B.
+
+    Attributes:
+        lora: the adapter.
+        heads_weight: lambda_0 over the steps.
+        heads_rate: the heads' learning rate over the backbone's, appendix B.1.
+        lm_loss: "kl" against the original model (text it wrote), or "cross-entropy" of the text.
+        labels: of the heads: "tokens", or "soft", the original model's distributions.
+        decay: lambda_k = decay^k.
+        epochs: passes over the text.
+        steps: at most so many steps; None: as many as the text has.
+        step_tokens: text tokens a step, prompts included, over all processes.
+        pass_tokens: tokens of one pass of the backbone, padding included; fewer take less memory.
+        checkpointing: keep only the layers' inputs and compute the rest twice.
+        bf16: autocast to bfloat16; what trains stays fp32.
+        optimisation: of the backbone; its learning rate is the backbone's.
+        seed: of the order of the text, the adapter's start and its dropout.
+        measure_every: steps between two measurements on held-out text.
+        measured_rows: at most about so many held-out positions are measured.
+
+    """
+
+    lora: LoraSettings = field(default_factory=LoraSettings)  # type: ignore[arg-type]
+    heads_weight: HeadsWeight = field(default_factory=HeadsWeight)
+    heads_rate: float = JointOptions.heads_rate
+    lm_loss: str = "kl"
+    labels: str = StepOptions.labels
+    decay: float = StepOptions.decay
+    epochs: int = JointOptions.joint_epochs
+    steps: int | None = JointOptions.joint_steps
+    step_tokens: int = JointOptions.joint_tokens
+    pass_tokens: int = JointOptions.pass_tokens
+    checkpointing: bool = JointOptions.checkpoint_layers
+    bf16: bool = False
+    optimisation: Optimisation = field(
+        default_factory=lambda: Optimisation(JointOptions.backbone_rate, JOINT_WARMUP_STEPS)
+    )
+    seed: int = StepOptions.seed
+    measure_every: int = StepOptions.measure_every
+    measured_rows: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.lm_loss not in ("kl", "cross-entropy"):
+            raise ValueError(f"lm_loss {self.lm_loss!r}; use one of kl, cross-entropy")
+
+    @classmethod
+    def of(
+        cls, options: JointOptions, steps: StepOptions, *, bf16: bool, self_distilled: bool
+    ) -> JointRecipe:
+        """Fill in what isn't given; ``self_distilled``: the target wrote all of the text."""
+        lm_loss: str = options.lm_loss
+        if lm_loss == "auto":
+            lm_loss = "kl" if self_distilled else "cross-entropy"
+        peak = options.heads_weight
+        if peak is None:
+            peak = PEAK_SELF_DISTILLED if lm_loss == "kl" else PEAK_OTHER
+        return cls(
+            lora=options.lora,
+            heads_weight=HeadsWeight(peak, options.growth, options.growth_share),
+            heads_rate=options.heads_rate,
+            lm_loss=lm_loss,
+            labels=steps.labels,
+            decay=steps.decay,
+            epochs=options.joint_epochs,
+            steps=options.joint_steps,
+            step_tokens=options.joint_tokens,
+            pass_tokens=options.pass_tokens,
+            checkpointing=options.checkpoint_layers,
+            bf16=bf16,
+            optimisation=_optimisation(steps, options.backbone_rate, JOINT_WARMUP_STEPS),
+            seed=steps.seed,
+            measure_every=steps.measure_every,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)
+
+
+def _optimisation(options: StepOptions, rate: float, warmup: int) -> Optimisation:
+    given = options.warmup_steps
+    return Optimisation(
+        learning_rate=rate,
+        warmup_steps=warmup if given is None else given,
+        weight_decay=options.weight_decay,
+        clip=options.clip,
+    )

@@ -1,0 +1,143 @@
+"""Heads for a target, from options to the folder written: what all methods share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.files import read_json
+from vllm_medusa.heads.checkpoint import peek_heads
+from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.offline.records import write_records
+from vllm_medusa.training.inputs import DataError, Inputs, describe, require_whole_distributions
+from vllm_medusa.training.job import Job
+from vllm_medusa.training.medusa1_run import train_medusa1
+from vllm_medusa.training.medusa2_result import ADAPTER, DEGRADED, MODEL
+from vllm_medusa.training.medusa2_run import train_medusa2
+from vllm_medusa.training.options import TrainOptions
+from vllm_medusa.training.state import check_inputs, check_output
+from vllm_medusa.training.trainer import NotFiniteError
+from vllm_medusa.training.workers import Workers
+
+METHODS: dict[str, Callable[[Job], None]] = {
+    "medusa-1": train_medusa1,
+    "medusa-2": train_medusa2,
+}
+_SHOWN_BAD_LINES = 20
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Heads that are trained.
+
+    Attributes:
+        output: their folder.
+        told: what their config.json says of the training: settings, held-out accuracy, and of
+            Medusa-2 the quality of the new target.
+        main: False in the other processes of a distributed run.
+
+    """
+
+    output: Path
+    told: dict[str, Any]
+    main: bool = True
+
+    @property
+    def degraded(self) -> bool:
+        """Whether the new target lost more quality than it may."""
+        return bool(self.told.get("degraded"))
+
+    @property
+    def model(self) -> Path | None:
+        """The new target, or its adapter, of Medusa-2."""
+        if self.told["method"] != "medusa-2":
+            return None
+        merged = DEGRADED if self.degraded else MODEL
+        return self.output / (ADAPTER if self.told["save"] == "adapter" else merged)
+
+
+def train(
+    options: TrainOptions, progress: Progress = SILENT, command: Sequence[str] = ()
+) -> Trained:
+    """Train heads; a run that was killed goes on where it was, and ends with the same weights.
+
+    Args:
+        options: what to train, on what, how.
+        progress: told of bad lines, texts, stages and steps.
+        command: the words of the command, for the heads' provenance.
+
+    Raises:
+        ValueError, OSError: what was given can't be used; nothing was made, or the run stays as it
+            was.
+        NotFiniteError: a loss or gradient was NaN or infinite; the last good state is kept.
+
+    """
+    files, joint = options.files, options.joint
+    check_inputs(
+        files.output,
+        {
+            "the target": options.model,
+            "--data": files.data,
+            "--heldout": files.heldout,
+            "--start-heads": joint.start_heads,
+        },
+        overwrite=files.overwrite,
+        removed=("training", MODEL, DEGRADED, ADAPTER),
+    )
+    workers = Workers(options.machine.device)
+    try:
+        if workers.main:  # the others would look while this one makes it
+            check_output(files.output)
+        else:
+            progress = SILENT
+        inputs = _read(options, progress)
+        if joint.start_heads is not None:
+            info = peek_heads(joint.start_heads)
+            shape = replace(options.heads, num_heads=info.num_heads, num_layers=info.num_layers)
+            options = replace(options, heads=shape)
+        METHODS[options.method](Job(options, inputs, workers, progress, command))
+        if workers.main and files.heldout is None and inputs.heldout:
+            write_records(files.output / "training" / "heldout.jsonl", inputs.heldout)
+        told = read_json(files.output / "config.json")["medusa"]["training"]
+        return Trained(files.output, told, workers.main)
+    except (NotFiniteError, KeyboardInterrupt) as error:  # which all processes meet
+        if workers.main:
+            raise
+        sys.exit(error.status if isinstance(error, NotFiniteError) else 130)
+    except (ValueError, OSError) as error:
+        if workers.main:
+            raise
+        raise ValueError(f"in process {workers.rank}: {error}") from error
+
+
+def _read(options: TrainOptions, progress: Progress) -> Inputs:
+    """Read the data; bad lines are refused or told."""
+    files = options.files
+    inputs = Inputs.read(
+        options.model, files.data, heldout=files.heldout, max_tokens=files.max_text_tokens
+    )
+    if inputs.bad:
+        shown = [f"{file}, line {bad.line}: {bad.reason}" for file, bad in inputs.bad]
+        more = len(shown) - _SHOWN_BAD_LINES
+        shown[_SHOWN_BAD_LINES:] = [f"and {more} more"] if more > 0 else []
+        lines = "".join(f"\n  {text}" for text in shown)
+        if files.on_bad_line == "refuse":
+            raise DataError(
+                f"{len(inputs.bad)} bad lines; correct them, or pass --on-bad-line skip.{lines}"
+            )
+        progress.warn(f"skipping {len(inputs.bad)} bad lines:{lines}")
+    if not inputs.train:
+        raise DataError(f"{files.data}: no usable records in it.")
+    inputs = inputs.apart(files.data, files.heldout, files.heldout_share)
+    if options.training.labels == "soft":
+        require_whole_distributions(inputs.train)
+    if inputs.trained_too:
+        progress.warn(
+            f"{files.heldout}: {inputs.trained_too} records are left out, since their prompts are "
+            "trained on"
+        )
+    progress.note(f"training on {describe(inputs.train)}; held out: {describe(inputs.heldout)}")
+    return inputs
