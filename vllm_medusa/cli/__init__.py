@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="vLLM's OpenAI-compatible server, with Medusa; every option is vLLM's own",
     )
     convert.COMMAND.add_to(commands)
-    inspect.add_parser(commands)
+    inspect.COMMAND.add_to(commands)
     demo.add_parser(commands)
-    compare.add_parser(commands)
+    compare.COMMAND.add_to(commands)
     return parser

@@ -15,11 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_medusa.cli import compare, generate
+from vllm_medusa.cli import generate
 from vllm_medusa.cli.adapt_checks import AdaptError, Facts, check, written_by_adapt
 from vllm_medusa.cli.adapt_stages import PROMPTS, TARGET, Adaptation, train_command
 from vllm_medusa.cli.generate import at_least_zero, positive
 from vllm_medusa.cli.stages import WORK, StageFailed, WorkFolder
+from vllm_medusa.offline.options import CompareOptions
 
 _DESCRIPTION = """\
 Make heads for a target, from prompts like those it will be used with: the target writes texts for
@@ -92,7 +93,7 @@ def add_parser(commands: Any) -> None:
         "--num-draft-tokens", type=positive, metavar="N", help="the tree's size; absent: fastest"
     )
     tree.add_argument(
-        "--budgets", type=positive, nargs="+", default=list(compare.BUDGETS), metavar="N"
+        "--budgets", type=positive, nargs="+", default=list(CompareOptions.budgets), metavar="N"
     )
     tree.add_argument("--measure-tokens", type=positive, default=128, help="of an answer (128)")
     tree.add_argument("--measure-prompts", type=positive, default=32, help="at most (32)")

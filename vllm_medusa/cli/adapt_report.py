@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.cli import compare_report
 from vllm_medusa.cli.adapt_checks import REPORT, Facts
 from vllm_medusa.cli.adapt_pictures import draw_accuracies, draw_budgets
 from vllm_medusa.cli.stages import WorkFolder, write_json
+from vllm_medusa.offline import comparison as compare_report
 from vllm_medusa.offline.machine import machine_in_words
 
 PAGE = "report.md"

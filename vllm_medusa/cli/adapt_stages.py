@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_medusa.cli import adapt_report, compare_report, distill
+from vllm_medusa.cli import adapt_report, compare, distill
 from vllm_medusa.cli.adapt_checks import Facts
 from vllm_medusa.cli.stages import HERE, WORK, Stage, WorkFolder, write_json
 from vllm_medusa.files import digest as digest_of
@@ -56,7 +56,7 @@ class Adaptation:
         document = adapt_report.collect(self.args, self.facts, self.key, self.work, self.folders)
         adapt_report.publish(self.args, document, self.folders)
         figures = document["measured"]
-        self.console.print(compare_report.table(figures))
+        self.console.print(compare.table(figures))
         self.console.print(adapt_report.conclusion(document), soft_wrap=True)
         self.console.print(
             f"heads and report in {self.args.output}; {escape(str(self.args.work))} is no longer "

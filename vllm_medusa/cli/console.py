@@ -17,6 +17,7 @@ from rich.progress import Progress as Bars
 from vllm_medusa.job import JobFailed, Progress
 
 _PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
+_DRAWN_SECONDS = 0.1  # between drawings of the bars where there is one
 
 
 class ConsoleProgress(Progress):
@@ -33,6 +34,7 @@ class ConsoleProgress(Progress):
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
+            auto_refresh=False,  # no thread of its own beside what is being measured
         )
 
     def __enter__(self) -> ConsoleProgress:
@@ -56,8 +58,8 @@ class ConsoleProgress(Progress):
 
     def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
         """Move the bar of ``what``."""
+        now = time.perf_counter()
         if not self.console.is_terminal:
-            now = time.perf_counter()
             if now - self._said > _PLAIN_SECONDS:
                 self._said = now
                 of = "" if total is None else f"/{total:.0f}"
@@ -69,6 +71,9 @@ class ConsoleProgress(Progress):
         self._bars.update(
             self._tasks[what], completed=done, total=total, description=f"{what} {text}".strip()
         )
+        if now - self._said > _DRAWN_SECONDS:
+            self._said = now
+            self._bars.refresh()
         if total is not None and done >= total:
             self._bars.refresh()
             self._bars.stop()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from vllm_medusa.cli.command import Command
+from vllm_medusa.cli.console import ConsoleProgress
+from vllm_medusa.options import Options, option, required
 
 if TYPE_CHECKING:
     from vllm_medusa.heads.inspection import Inspection
@@ -18,8 +17,8 @@ _DESCRIPTION = """\
 Tell what a checkpoint of Medusa heads holds, where it comes from, whether anything about it is odd
 (every value is looked at), and, with --target, whether it fits that model.
 
-Exit status: 0 it fits, 1 it does not, 2 it is no checkpoint of heads, or --target
-is no model."""
+Exit status: 0 it fits, 1 it does not, 2 it is not a checkpoint of heads, or --target
+is not a model."""
 
 _MARKS = {"fits": "ok ", "does not fit": "NO ", "unknown": "?  "}
 _FORMATS = {
@@ -31,63 +30,51 @@ _FORMATS = {
 _SHOWN_NODES = 40
 
 
-def add_parser(commands: Any) -> None:
-    """Add this command to the subcommands of `vllm-medusa`."""
-    parser = commands.add_parser(
-        "inspect",
-        help="what a checkpoint of heads is, and whether it fits a target",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("path", help="the heads: a folder, a file or a hub name")
-    parser.add_argument("--target", help="the model they are meant for")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub name")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(run=run)
+class InspectOptions(Options):
+    """Options of `vllm-medusa inspect`."""
+
+    path: str = required("the heads: a folder, a file or a hub name", positional=True)
+    target: str | None = option(None, "the model they are meant for")
+    revision: str | None = option(None, "branch, tag or commit of a hub name")
+    json: bool = option(False, "for programs")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command and return its exit status."""
+def run(options: InspectOptions, progress: ConsoleProgress) -> int:
+    """Inspect, and print what was found; returns the exit status."""
     from vllm_medusa.heads import HeadsError
     from vllm_medusa.heads.inspection import describe_target, inspect_heads
 
-    console = Console(stderr=True, highlight=False)
-    columns = TextColumn("reading"), BarColumn(), DownloadColumn()
-    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     try:
-        with shown as bar:
-            task = bar.add_task("reading")
-            found = inspect_heads(
-                args.path,
-                args.target,
-                revision=args.revision,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+        found = inspect_heads(
+            options.path,
+            options.target,
+            revision=options.revision,
+            progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
+        )
     except (HeadsError, OSError) as error:
-        target = None if _is_heads(args) else describe_target(args.path)
-        if args.json:
-            print(json.dumps({"source": args.path, "error": str(error), "target": target}))
-        elif target is not None:
-            print(f"{args.path}: a target model, not heads")
-            print("\n".join(f"  {key:14} {value}" for key, value in target.items()))
+        target = None if _is_heads(options) else describe_target(options.path)
+        if options.json:
+            print(json.dumps({"source": options.path, "error": str(error), "target": target}))
+        elif target is None:
+            raise
         else:
-            console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+            print(f"{options.path}: a target model, not heads")
+            print("\n".join(f"  {key:14} {value}" for key, value in target.items()))
         return 2
-    except KeyboardInterrupt:
-        return 130
-    if args.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    else:
-        print("\n".join(_lines(found, args.target)))
+    print(
+        json.dumps(found.to_dict(), indent=2)
+        if options.json
+        else "\n".join(_lines(found, options.target))
+    )
     return 0 if found.fits else 1
 
 
-def _is_heads(args: argparse.Namespace) -> bool:
+def _is_heads(options: InspectOptions) -> bool:
     """Whether the path holds heads, so that what went wrong is something else."""
     from vllm_medusa.heads import HeadsError, peek_heads
 
     try:
-        peek_heads(args.path, revision=args.revision)
+        peek_heads(options.path, revision=options.revision)
     except (HeadsError, OSError):
         return False
     return True
@@ -172,3 +159,12 @@ def _provenance(entries: object) -> Iterator[str]:
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 90 else f"{text[:87]}..."
+
+
+COMMAND = Command(
+    "inspect",
+    "what a checkpoint of heads is, and whether it fits a target",
+    InspectOptions,
+    run,
+    _DESCRIPTION,
+)

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,11 @@ import torch
 from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
-from vllm_medusa.cli import compare, compare_report
 from vllm_medusa.heads import MedusaHeads, save_heads
+from vllm_medusa.offline import comparison
 from vllm_medusa.offline import defaults as engine_defaults
-from vllm_medusa.offline import process as engine_process
 from vllm_medusa.offline.batch import Result, run_batch
+from vllm_medusa.offline.options import CompareOptions
 from vllm_medusa.offline.prompts import Prompt
 
 SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0}  # of a group, by budget
@@ -47,7 +48,7 @@ class Engine(FakeEngine):
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(engine_process, "EngineProcess", Engine)
+    monkeypatch.setattr(comparison, "EngineProcess", Engine)
     monkeypatch.setattr(Engine, "started", [])
     monkeypatch.setattr(engine_defaults, "_small_cache", lambda *_: {"max_model_len": 99})
     heads = MedusaHeads(3, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
@@ -140,23 +141,20 @@ def test_prompts_of_records_are_what_stands_before_the_answers(
     ]
     data = tmp_path / "records.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    args = cli.build_parser().parse_args(
-        ["compare", str(Path(__file__).parents[3] / "demo" / "target"), "h", "--data", str(data)]
-    )
-    prompts, temperature = compare.prompts_of(args, None)  # type: ignore[arg-type]
+    target = str(Path(__file__).parents[3] / "demo" / "target")
+    options = CompareOptions(target=target, heads="h", data=data)
+    prompts, temperature = comparison.prompts_of(options)
     first, text = tuple(range(10)), (7,) * 32
     assert [prompt.token_ids for prompt in prompts] == [first, text, first]  # samples in turn
     assert [prompt.index for prompt in prompts] == [0, 1, 2]
     assert temperature == 0.6
-    args.temperature = 0.0
-    prompts, temperature = compare.prompts_of(args, None)  # type: ignore[arg-type]
+    prompts, temperature = comparison.prompts_of(replace(options, temperature=0.0))
     assert [prompt.token_ids for prompt in prompts] == [first, text]
     assert temperature == 0
-    args.temperature = None
     with data.open("a") as file:
         file.write(json.dumps(lines[0] | {"temperature": 1.0}) + "\n")
     with pytest.raises(ValueError, match=r"temperatures 0\.6, 1\.0; say which"):
-        compare.prompts_of(args, None)  # type: ignore[arg-type]
+        comparison.prompts_of(options)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +163,7 @@ def test_prompts_of_records_are_what_stands_before_the_answers(
         (["--output", "nowhere/figures.json"], "no folder nowhere"),
         (["--tree", "[[0],[0,0],[0,0,0],[0,0,0,0]]"], "there are 3 heads"),
         (["--prompts", "nothing.txt"], "no such file"),
+        (["--data", "records.jsonl"], "give one of --data and --prompts"),
     ],
 )
 def test_what_is_wrong_is_said_before_an_engine_starts(
@@ -186,5 +185,5 @@ def test_the_table_for_files_marks_the_fastest() -> None:
         "requests": 6,
         "differing_requests": 0,
     }
-    lines = compare_report.markdown({"rows": [row], "fastest": 4})
+    lines = comparison.markdown({"rows": [row], "fastest": 4})
     assert lines[2] == "| **4** | **1.50** | **15 -> 10** | **1.25x** | **1.20-1.30** | **6/6** |"

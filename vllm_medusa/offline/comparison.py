@@ -1,0 +1,281 @@
+"""The compare job: heads on a target, beside plain vLLM, for several sizes of their tree.
+
+What it finds is a document of plain JSON values; what that says in words stands here too, since
+reports quote it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from vllm_medusa.config import TreeConfig
+from vllm_medusa.files import refuse_to_replace, write_json
+from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.provenance import provenance
+from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.offline.budgets import Budget, measure
+from vllm_medusa.offline.defaults import engine_arguments
+from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
+from vllm_medusa.offline.machine import describe_machine, machine_in_words
+from vllm_medusa.offline.options import CompareOptions
+from vllm_medusa.offline.process import EngineProcess
+from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts, settle_bad_lines
+from vllm_medusa.offline.records import Record, load_records
+
+FORMAT_VERSION = 1
+COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
+_SHORT = 8  # tokens; a text whose first span starts before that has no prompt of its own
+_TEXT_PROMPT = 32  # tokens of such a text that become the prompt
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was measured: ``document`` is what the output holds, plain JSON."""
+
+    document: dict[str, Any]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no token differs in float32; in other dtypes near-ties may fall otherwise."""
+        identical = all(row["identical"] for row in self.document["rows"])
+        return identical or self.document["dtype"] != "float32"
+
+
+def compare(
+    options: CompareOptions, progress: Progress = SILENT, command: Sequence[str] = ()
+) -> Comparison:
+    """Measure each budget of the heads' tree beside the same plain engine, and write the figures.
+
+    Args:
+        options: what to measure.
+        progress: told how it goes.
+        command: the words that ask for this, for the figures' provenance.
+
+    Raises:
+        PromptError: no prompt can be used, or there are bad lines that are not to be skipped.
+        HeadsError: the heads can't be read.
+        MedusaConfigError: the tree doesn't fit them.
+        FileRefused: the output holds something else than figures.
+        EngineRefused: vLLM or the plugin refuses to start.
+        JobFailed: an engine ended.
+
+    """
+    output = options.output
+    if output is not None:
+        if not output.parent.is_dir():
+            raise ValueError(f"{output}: no folder {output.parent}. Make it first.")
+        refuse_to_replace(output, "figures", is_document)
+    tree, budgets = budgets_of(options)
+    prompts, temperature = prompts_of(options, progress)
+    engine_args = engine_arguments(
+        options.target,
+        prompts,
+        options.max_tokens,
+        options.batch,
+        options.engine.max_model_len,
+        engines=2,
+    )
+    engine_args |= options.engine.engine_args
+    document = _opening(options, command, len(prompts), temperature, budgets, engine_args)
+    sampling = Sampling(max_tokens=options.max_tokens, temperature=temperature)
+
+    def start(name: str, speculation: dict[str, Any] | None) -> EngineProcess:
+        progress.note(f"starting {name}")
+        engine = options.engine
+        settings = EngineSettings(
+            options.target, speculation, engine.dtype, engine.max_model_len, engine_args
+        )
+        return EngineProcess(settings, sampling)
+
+    def beside(plain: EngineProcess, budget: int) -> Budget:
+        config = medusa_config(options.heads, None, None, budget)
+        if tree is not None:
+            config["tree"] = tree
+        done, groups = count(1), options.rounds * -(-len(prompts) // options.batch)
+        what = f"plain and {budget} draft nodes in turn"
+        with start(f"vLLM with {budget} draft nodes", config) as medusa:
+            measured = measure(
+                plain,
+                medusa,
+                budget,
+                prompts,
+                concurrency=options.batch,
+                seed=options.seed,
+                rounds=options.rounds,
+                progress=lambda: progress.at(what, next(done), groups),
+            )
+        progress.note(f"{budget} draft nodes: {measured.ratio:.2f} times plain vLLM")
+        return measured
+
+    with start("plain vLLM", None) as plain:
+        rows = [beside(plain, budget).to_dict() for budget in budgets]
+        document["dtype"] = plain.dtype
+    document |= {"rows": rows, "fastest": fastest(rows)}
+    if output is not None:
+        write_json(output, document)
+    return Comparison(document)
+
+
+def budgets_of(options: CompareOptions) -> tuple[list[list[int]] | None, list[int]]:
+    """The tree asked for (None: the heads' own) and the budgets it allows, ascending."""
+    info = peek_heads(options.heads)
+    wanted = medusa_config(None, options.tree).get("tree")
+    tree = TreeConfig.resolve(wanted, info.tree, info.num_heads, info.draft_vocab_size)
+    budgets = sorted({min(budget, tree.num_draft_tokens) for budget in options.budgets})
+    return (None if wanted is None else tree.to_lists()), budgets
+
+
+def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> tuple[list[Prompt], float]:
+    """The prompts and the temperature: that asked for, that of the records, or 0."""
+    if options.prompts is not None:
+        prompts = load_prompts(options.prompts, on_bad_line=options.on_bad_line, progress=progress)
+        return prompts[: options.limit], options.temperature or 0.0
+    from transformers import AutoTokenizer
+
+    assert options.data is not None, "CompareOptions.check"
+    records, bad = load_records(options.data, AutoTokenizer.from_pretrained(options.target))
+    settle_bad_lines(options.data, bad, options.on_bad_line, progress)
+    if not records:
+        raise PromptError(f"{options.data}: no records in it.")
+    temperatures = sorted({r.temperature for r in records if r.temperature is not None})
+    if len(temperatures) > 1 and options.temperature is None:
+        raise PromptError(
+            f"{options.data} was sampled at the temperatures {', '.join(map(str, temperatures))}; "
+            "say which to measure at with --temperature."
+        )
+    temperature = (temperatures or [0.0])[0] if options.temperature is None else options.temperature
+    prompts = _prompts_in_turn(records, options.data.name, again=temperature > 0)
+    return prompts[: options.limit], temperature
+
+
+def _prompts_in_turn(records: Sequence[Record], name: str, *, again: bool) -> list[Prompt]:
+    """Each distinct prompt once, then, ``again``, those of second samples, and so on."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    turns: list[tuple[int, int, Record, tuple[int, ...]]] = []
+    for place, record in enumerate(records):
+        start = record.generated[0][0]
+        if start < _SHORT:
+            start = min(_TEXT_PROMPT, max(1, len(record.token_ids) // 2))
+        ids = record.token_ids[:start]
+        turns.append((seen[ids], place, record, ids))
+        seen[ids] += 1
+    kept = [turn for turn in sorted(turns, key=lambda t: t[:2]) if again or turn[0] == 0]
+    return [
+        Prompt(number, record.line, f"{name}:{record.line}", token_ids=ids)
+        for number, (_, _, record, ids) in enumerate(kept)
+    ]
+
+
+def _opening(
+    options: CompareOptions,
+    command: Sequence[str],
+    prompts: int,
+    temperature: float,
+    budgets: Sequence[int],
+    engine_args: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The document before anything is measured."""
+    data = options.data or options.prompts
+    assert data is not None, "CompareOptions.check"
+    return {
+        "format_version": FORMAT_VERSION,
+        "target": options.target,
+        "heads": options.heads,
+        "data": data.name,
+        "prompts": prompts,
+        "max_tokens": options.max_tokens,
+        "temperature": temperature,
+        "seed": options.seed,
+        "batch": options.batch,
+        "rounds": options.rounds,
+        "budgets": list(budgets),
+        "engine_args": dict(engine_args),
+        "machine": describe_machine(),
+        "provenance": provenance(command, [data]),
+    }
+
+
+def is_document(document: Mapping[str, Any]) -> bool:
+    """Whether this is a document of this command, of any version of its format."""
+    keys = ("format_version", "target", "heads", "budgets", "rows", "fastest")
+    return all(key in document for key in keys)
+
+
+def fastest(rows: Sequence[dict[str, Any]]) -> int | None:
+    """The budget with the best ratio, of equal ones the smallest; None if there are no rows."""
+    best = max(rows, key=lambda row: (row["ratio"], -row["num_draft_tokens"]), default=None)
+    return None if best is None else best["num_draft_tokens"]
+
+
+def setting(document: dict[str, Any]) -> str:
+    """What is measured, in words."""
+    mode = (
+        f"temperature {document['temperature']:g}, seeded" if document["temperature"] else "greedy"
+    )
+    return (
+        f"{document['prompts']} prompts of {document['data']}, up to {document['max_tokens']} new "
+        f"tokens each, {mode}, batch {document['batch']}; {document['rounds']} rounds, plain vLLM "
+        f"and vLLM with the heads in turn; {machine_in_words(document['machine'])}."
+    )
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One budget's figures, in the order of `COLUMNS`."""
+    same = row["requests"] - row["differing_requests"]
+    return [
+        str(row["num_draft_tokens"]),
+        "-" if row["tau"] is None else f"{row['tau']:.2f}",
+        f"{row['plain_steps']} -> {row['steps']}",
+        f"{row['ratio']:.2f}x",
+        f"{min(row['ratios']):.2f}-{max(row['ratios']):.2f}",
+        f"{same}/{row['requests']}",
+    ]
+
+
+def markdown(document: dict[str, Any]) -> list[str]:
+    """The same as lines of Markdown."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for row in document["rows"]:
+        values = cells(row)
+        if row["num_draft_tokens"] == document["fastest"]:
+            values = [f"**{value}**" for value in values]
+        lines.append(f"| {' | '.join(values)} |")
+    return lines
+
+
+def conclusion(document: dict[str, Any]) -> str:
+    """Whether the tokens agree, and which budget is fastest, if any is."""
+    rows = document["rows"]
+    different = sum(row["differing_requests"] for row in rows)
+    requests = sum(row["requests"] for row in rows)
+    if not different:
+        said = [f"All tokens of {requests} requests are plain vLLM's."]
+    else:
+        first = next(d for row in rows for d in row["differences"])
+        said = [
+            f"{different} of {requests} requests differ from plain vLLM's, the first "
+            f"({first['request_id']}) at token {first['position']}."
+        ]
+        said.append(
+            "In float32 that must not happen: please report it."
+            if document["dtype"] == "float32"
+            else f"In {document['dtype']} the rounding of a matrix product depends on how many "
+            "rows it has, in plain vLLM too, so near-ties fall otherwise; float32 has none."
+        )
+    best = next(row for row in rows if row["num_draft_tokens"] == document["fastest"])
+    size = f"{best['num_draft_tokens']} draft nodes"
+    if best["ratio"] > 1:
+        said.append(f"Fastest on this machine: {size}, {best['ratio']:.2f} times plain vLLM.")
+        if min(best["ratios"]) <= 1:
+            said.append("Not every round was faster, so the gain is within the noise.")
+    else:
+        said.append(
+            f"No tree is faster than plain vLLM on this machine: the best, {size}, reaches "
+            f"{best['ratio']:.2f} times its throughput. Heads pay where a step's time is spent "
+            "loading weights: with larger targets, smaller batches, or more cores."
+        )
+    return " ".join(said)
