@@ -24,7 +24,7 @@ demo: setup $(DEMO)/target/config.json  ## plain vLLM and tree Medusa on the rep
 	@echo 'The demo model, 4M parameters, was made 344M by widths and layers that compute nothing'
 	@echo '(benchmarks/enlarge.py), so that weights dominate a step as they do in real models.'
 	@echo
-	@$(BIN)/vllm-medusa demo --target $(DEMO)/target --heads $(DEMO)/heads \
+	@$(BIN)/python -m demo --target $(DEMO)/target --heads $(DEMO)/heads \
 		--prompts demo/prompts.jsonl --limit 8 --max-tokens 96 --num-speculative-tokens 4 $(DEMO_ARGS)
 
 $(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safetensors Makefile | setup

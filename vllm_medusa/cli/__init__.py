@@ -12,7 +12,6 @@ from vllm_medusa.cli import (
     calibrate,
     compare,
     convert,
-    demo,
     distill,
     generate,
     inspect,
@@ -54,6 +53,5 @@ def build_parser() -> argparse.ArgumentParser:
     )
     convert.COMMAND.add_to(commands)
     inspect.COMMAND.add_to(commands)
-    demo.add_parser(commands)
     compare.COMMAND.add_to(commands)
     return parser

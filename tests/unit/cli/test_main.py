@@ -24,7 +24,7 @@ def test_version_and_help_load_neither_torch_nor_vllm() -> None:
         "try:\n    cli.main(sys.argv[1:])\n"
         "finally:\n    assert not {'torch', 'vllm'} & sys.modules.keys()\n"
     )
-    for arguments in (["--version"], ["--help"], ["generate", "--help"], ["demo", "--help"]):
+    for arguments in (["--version"], ["--help"], ["generate", "--help"], ["compare", "--help"]):
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
         )

@@ -4,8 +4,7 @@ from typing import Any
 import pytest
 from support.fake_engine import FakeEngine
 
-from vllm_medusa import cli
-from vllm_medusa.cli import demo
+from demo import __main__ as demo
 
 
 class Engine(FakeEngine):
@@ -35,17 +34,11 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("target", "heads"):
         (tmp_path / name).mkdir()
     target, heads, prompts = (str(tmp_path / n) for n in ("target", "heads", "prompts.jsonl"))
-    return ["demo", "--target", target, "--heads", heads, "--prompts", prompts]
-
-
-def run(arguments: list[str]) -> int:
-    with pytest.raises(SystemExit) as exit:
-        cli.main(arguments)
-    return int(exit.value.code or 0)
+    return ["--target", target, "--heads", heads, "--prompts", prompts]
 
 
 def test_equal_tokens_end_with_success(arguments: list[str], capsys: Any) -> None:
-    assert run(arguments) == 0
+    assert demo.main(arguments) == 0
     shown = capsys.readouterr().out
     for words in ("IDENTICAL", "sampled, batch 1", "greedy, batch 1", "ratio", "accepted draft"):
         assert words in shown
@@ -55,13 +48,13 @@ def test_a_wrong_token_ends_with_failure(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(Engine, "error", 3)
-    assert run(arguments) == 1
+    assert demo.main(arguments) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 
 
-def test_what_is_missing_is_named(arguments: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_what_is_missing_is_named(arguments: list[str], tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "heads").rmdir()
-    assert run(arguments) == 2
-    error = capsys.readouterr().err
+    assert demo.main(arguments) == 2
+    error = capfd.readouterr().err
     assert "heads does not exist" in error
     assert "--heads" in error

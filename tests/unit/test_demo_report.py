@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 from support.fake_engine import FakeEngine
 
-from vllm_medusa.cli import demo_report as report
+from demo import report
 from vllm_medusa.offline.batch import Answer, Result
 from vllm_medusa.offline.compare import Comparison, compare
 from vllm_medusa.offline.prompts import Prompt
