@@ -206,4 +206,4 @@ def test_heads_multiply_where_onednn_has_no_product(dtype, refuses, monkeypatch)
     weight, bias, x = torch.randn(64, 32).to(dtype), torch.randn(64).to(dtype), torch.randn(3, 32)
     product = packed_linear(weight, bias)(x.to(dtype))
     exact = torch.nn.functional.linear(x.to(dtype).double(), weight.double(), bias.double())
-    assert (product.double() - exact).abs().max() < 16 * torch.finfo(dtype).eps
+    assert (product.double() - exact).abs().max() < 8 * torch.finfo(dtype).eps * exact.abs().max()
