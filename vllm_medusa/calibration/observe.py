@@ -40,14 +40,12 @@ def observe(
     hidden_states: Tensor,  # [n, H]
     labels: Tensor,  # int64 [n, K], target ids; NO_LABEL: none
     num_ranks: int,
-    lm_head: Logits | None = None,
-    closely: Tensor | None = None,  # bool [n]; None: nowhere
+    lm_head: Logits | None,
+    closely: Tensor,  # bool [n]
 ) -> Seen:
     """Rank the tokens that came among the heads' logits, ties as the proposer breaks them."""
     count, num_heads = labels.shape
-    labels = draft_labels(labels, heads.token_map, heads.vocab_size)
-    if closely is None:
-        closely = torch.zeros(count, dtype=torch.bool, device=labels.device)
+    labels = _draft_labels(labels, heads.token_map, heads.vocab_size)
     elements = _ELEMENTS.get(hidden_states.device.type, _MANY)
     size = max(1, elements // (num_heads * heads.draft_vocab_size))
     parts = []
@@ -58,7 +56,7 @@ def observe(
     return Seen(*(torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)))
 
 
-def draft_labels(labels: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor:
+def _draft_labels(labels: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor:
     """Target ids to draft ids; `MISSED` negated for tokens that the draft vocabulary lacks."""
     if token_map is None:
         return labels

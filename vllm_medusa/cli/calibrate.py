@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -88,7 +89,7 @@ def _print(found: Calibrated, which: str) -> None:
 
 def _percent(share: float | None) -> str:
     """``12.3``, or ``-`` for nothing."""
-    return "-" if share is None or share != share else f"{100 * share:.1f}"
+    return "-" if share is None or math.isnan(share) else f"{100 * share:.1f}"
 
 
 COMMAND = Command(

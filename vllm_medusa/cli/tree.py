@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,7 @@ def run(options: TreeOptions, progress: ConsoleProgress) -> int:
             soft_wrap=True,
         )
     error = chosen.walked.standard_error
-    if error == error:
+    if not math.isnan(error):
         out.print(
             f"{chosen.size} nodes: tau {chosen.walked.tau:.3f} +- {error:.3f} (standard error over "
             f"{len(chosen.walked.steps)} prompts): expect so much difference on others like them.",
@@ -145,12 +146,12 @@ def _print_measured(out: Console, chosen: Chosen) -> None:
 
 def _estimate(value: float | None, tau: float) -> str:
     """An estimate, and how far it was from what was measured, if that was."""
-    off = "" if value is None or tau != tau else f" ({100 * (value / tau - 1):+.1f} %)"
+    off = "" if value is None or math.isnan(tau) else f" ({100 * (value / tau - 1):+.1f} %)"
     return f"{_tau(value)}{off}"
 
 
 def _tau(value: float | None) -> str:
-    return "-" if value is None or value != value else f"{value:.3f}"
+    return "-" if value is None or math.isnan(value) else f"{value:.3f}"
 
 
 COMMAND = Command(

@@ -154,6 +154,17 @@ def test_what_can_not_work_is_refused(
     assert not (heads / "calibration.safetensors").exists()
 
 
+def test_texts_longer_than_the_target_reads_are_refused(
+    heads: Path, tmp_path: Path, capsys: Any
+) -> None:
+    room = json.loads((DEMO / "target" / "config.json").read_text())["max_position_embeddings"]
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"token_ids": [5] * (room + 1), "generated": [[1, 9]]}) + "\n")
+    assert run("calibrate", TARGET, heads, "--data", path) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"line 1: {room + 1} tokens" in shown and f"--max-text-tokens {room}" in shown
+
+
 def test_heads_must_lie_in_a_folder(records: Path, capsys: Any) -> None:
     assert run("calibrate", TARGET, "someone/heads", "--data", records) == 2
     assert "not a local folder" in capsys.readouterr().err
