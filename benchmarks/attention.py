@@ -26,9 +26,9 @@ from vllm_medusa.job import Progress
 from vllm_medusa.options import Options, Positive, option
 from vllm_medusa.scorer import grouping
 from vllm_medusa.scorer.cpu import tree_attention
-from vllm_medusa.scorer.layout import CacheLayout
+from vllm_medusa.scorer.layout import CacheLayout, gather_tokens
 from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
-from vllm_medusa.scorer.reference import tree_attention_reference
+from vllm_medusa.scorer.reference import attention_reference, visible_keys
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.topology import TokenTree
 
@@ -151,10 +151,21 @@ def error_of(problem: Problem, out: Tensor) -> float | None:
     """The largest difference to the reference; None where that would take too long."""
     if problem.query.shape[0] * int(problem.base.max()) > 20_000:
         return None
-    expected = tree_attention_reference(
-        problem.query, problem.kv_cache, problem.meta, problem.scale
-    )
-    return float((problem.run(out).double() - expected).abs().max())
+    return float((problem.run(out).double() - expected(problem)).abs().max())
+
+
+def expected(problem: Problem) -> Tensor:
+    """The reference's output, fp64, from slots and parents."""
+    block, nodes = problem.kv_cache.shape[2], int(problem.tree.num_nodes[0])
+    outputs = []
+    for b, context in enumerate(problem.base.tolist()):
+        index = torch.arange(context + nodes)
+        slots = problem.block_table[b, index // block].long() * block + index % block
+        tokens = gather_tokens(problem.kv_cache, problem.meta.layout.isa, slots)
+        seen = visible_keys(context, problem.tree.parents[b].tolist())
+        query = problem.query[b * nodes : (b + 1) * nodes]
+        outputs.append(attention_reference(query, *tokens, seen, problem.scale)[0])
+    return torch.cat(outputs)
 
 
 class AttentionOptions(Options):

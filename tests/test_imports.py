@@ -22,19 +22,20 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "files": set(),
     "options": set(),
     "job": set(),
+    "kernels": set(),  # whether Triton runs: asked by each room that has kernels
     "tree": set(),
     "heads": {"tree", "files"},
     "config": {"tree"},
-    "proposer": {"tree", "heads"},
-    "scorer": {"tree"},
-    "sampler": {"tree"},
-    "kv": {"tree"},
+    "proposer": {"tree", "heads", "kernels"},
+    "scorer": {"tree", "kernels"},
+    "sampler": {"tree", "kernels"},
+    "kv": {"tree", "kernels"},
     "decode": CORE,
     "offline": {"config", "heads"} | BASE,
     "convert": {"heads"} | BASE,
     "training": CORE | BASE | {"decode", "offline"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
-    "worker": CORE | {"plugin"},
+    "worker": CORE | {"plugin", "kernels"},
     "plugin": set(),  # names the worker by string
     "cli": CORE | BASE | {"decode", "offline", "convert", "training", "calibration", "plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use

@@ -85,7 +85,7 @@ def decode(
         path = sampler.typical_path(batch, token_ids, probs, epsilon, delta)
         last = logits[path.last_node]  # [1, V]
         final = last.argmax(-1) if rule.greedy_root else pick(last)
-        return sampler.typical_verdict(batch, token_ids, path, final)
+        return sampler.close_path(path, token_ids, final)
 
     whole = TreeTensors.from_tree(tree, device)
     cache = DynamicCache()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from vllm_medusa.kernels import uses_kernel
+
 Call = Callable[[], Any]
 Capture = Callable[[Call], Call]
 
@@ -125,8 +127,6 @@ def here() -> tuple[str, Clock]:
     """
     if torch.cuda.is_available():
         return "cuda", CudaClock()
-    from vllm_medusa.scorer.kernel import INTERPRETED
-
-    if INTERPRETED:
+    if uses_kernel("cpu"):
         return "cpu", HostClock()
     raise RuntimeError("torch finds no CUDA GPU: nothing was measured")

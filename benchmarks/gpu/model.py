@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_medusa.scorer.paged import PagedBatch, paged_tree_attention
+from vllm_medusa.scorer.dispatch import paged_tree_attention
+from vllm_medusa.scorer.paged import PagedBatch
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_medusa.scorer.paged import (
-    FP8_DTYPES,
-    PagedBatch,
-    SplitWorkspace,
-    paged_tree_attention,
-    paged_tree_attention_reference,
-)
+from vllm_medusa.scorer.dispatch import paged_tree_attention
+from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch, SplitWorkspace
+from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
+from vllm_medusa.scorer.reference import attention_reference, visible_keys
 from vllm_medusa.tree.packing import dense_ancestors, num_words, pack_ancestors
 
 NAN = float("nan")
@@ -81,16 +78,58 @@ class Case:
         assert result is out
         return out, lse
 
-    def errors(self) -> tuple[float, float]:
-        """Largest differences to the reference of the output and of the LSE."""
-        return self.differences(*self.run())
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """(out, lse) in fp64 by the reference, from parents and slots: nothing of ``batch``."""
+        out = torch.full_like(self.query, NAN, dtype=torch.float64)
+        lse = torch.full_like(out[..., 0], NAN)
+        row, options = 0, self.options
+        for b, request in enumerate(self.requests):
+            if request.rows == 0:
+                continue
+            rows = slice(row, row := row + request.rows)
+            parents = range(-1, request.rows - 1)
+            if request.is_tree:
+                parents = self.parents[b, : request.rows].tolist()
+            keys, values = (
+                self.tokens(b, cache, scale)
+                for cache, scale in (
+                    (self.key_cache, options["k_scale"]),
+                    (self.value_cache, options["v_scale"]),
+                )
+            )
+            seen = visible_keys(request.context, parents, options["window"]).to(keys.device)
+            out[rows], lse[rows] = attention_reference(
+                self.query[rows],
+                keys,
+                values,
+                seen,
+                self.scale,
+                options["softcap"],
+                options["sinks"],
+            )
+        return out, lse
 
-    def differences(self, out: Tensor, lse: Tensor, **changes: Any) -> tuple[float, float]:
-        """The same for results at hand; ``changes`` are arguments of the reference.
+    def tokens(self, b: int, cache: Tensor, scale: Tensor | None) -> Tensor:
+        """A request's tokens in ``cache``, in order: fp64 [context + rows, Hkv, D]."""
+        size, slots = cache.shape[1], self.slots[b].to(cache.device)
+        raw = cache.view(torch.uint8) if cache.dtype in FP8_DTYPES else cache
+        found = raw[slots // size, slots % size].view(cache.dtype).double()
+        return found if scale is None else found * scale.double()
+
+    def differences(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
+        """Largest differences to the reference of an output and an LSE.
 
         Rows of no request must be as they were.
         """
-        expected, expected_lse = self.run(paged_tree_attention_reference, torch.float64, **changes)
+        return self._differences(out, lse, *self.expected())
+
+    def differences_to_torch(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
+        """To the twin in torch, which reads ``batch``: for batches that no requests make."""
+        return self._differences(out, lse, *self.run(paged_tree_attention_torch, torch.float64))
+
+    def _differences(
+        self, out: Tensor, lse: Tensor, expected: Tensor, expected_lse: Tensor
+    ) -> tuple[float, float]:
         rows = self.num_rows
         assert expected[:rows].isfinite().all()
         assert out[rows:].isnan().all()

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_medusa.scorer.layout import CacheLayout
+from vllm_medusa.scorer.layout import CacheLayout, gather_tokens
 from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
+from vllm_medusa.scorer.reference import attention_reference, visible_keys
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors
 
@@ -45,6 +46,25 @@ class Case:
     kv_cache: Tensor
     meta: TreeAttentionMetadata
     scale: float
+    isa: str
+    window: int | None
+    parents: tuple[tuple[int, ...], ...]  # of each request's nodes
+    slots: tuple[Tensor, ...]  # int64 [context + nodes] of each request
+    rows: tuple[int, ...]  # query row of each root
+
+    def expected(self, softcap: float, sinks: Tensor | None, out: Tensor) -> Tensor:
+        """Write the reference's rows to ``out``, in fp64; nothing of ``meta`` is read."""
+        for parents, slots, row in zip(self.parents, self.slots, self.rows, strict=True):
+            count = len(parents)
+            out[row : row + count], _ = attention_reference(
+                self.query[row : row + count],
+                *gather_tokens(self.kv_cache, self.isa, slots),
+                visible_keys(len(slots) - count, parents, self.window),
+                self.scale,
+                softcap,
+                sinks,
+            )
+        return out
 
 
 def make_case(
@@ -75,14 +95,15 @@ def make_case(
     kv_cache = torch.full((num_blocks, heads[1], block, 2 * dim), float("nan"), dtype=dtype)
     layout = CacheLayout.of(kv_cache, isa)
     flat = layout.flat(kv_cache)
-    used = 0
+    used, all_slots = 0, []
     for b, (c, n) in enumerate(zip(bases, sizes, strict=True)):
         table[b, : needed[b]] = ids[used : used + needed[b]]
         used += needed[b]
         left = 0 if window is None else max(0, c - window + 1)
         table[b, : left // block] = 0
-        index = torch.arange(left, c + n)
-        slots = table[b, index // block].long() * block + index % block
+        index = torch.arange(c + n)
+        all_slots.append(table[b, index // block].long() * block + index % block)
+        slots = all_slots[-1][left:]
         tokens = torch.randn(c + n - left, heads[1], 2, dim, generator=generator).to(dtype)
         flat[layout.element_offsets(slots)] = tokens
     starts = torch.tensor([sum(sizes[:b]) + gap * (b + 1) for b in range(len(sizes))])
@@ -97,4 +118,14 @@ def make_case(
         window,
         starts if gap else None,
     )
-    return Case(query, kv_cache, meta, dim**-0.5)
+    return Case(
+        query,
+        kv_cache,
+        meta,
+        dim**-0.5,
+        isa,
+        window,
+        parents=tuple(tuple(tree.parents[b, :n].tolist()) for b, n in enumerate(sizes)),
+        slots=tuple(all_slots),
+        rows=tuple(starts.tolist()),
+    )

@@ -136,6 +136,14 @@ def _planting_on_v2(drafts_of: DraftsOf) -> Iterator[None]:
         GPUModelRunner.sample_tokens, TreeSpeculator.propose = sample_tokens, original
 
 
+def leaf_paths(tree: TokenTree) -> list[list[int]]:
+    """The nodes from below the root to each leaf, leaves in node order."""
+    down: list[list[int]] = [[]]
+    for node, parent in enumerate(tree.parents[1:], 1):
+        down.append([*down[parent], node])
+    return [down[leaf] for leaf in sorted(set(range(tree.num_nodes)) - set(tree.parents))]
+
+
 def _plant(
     tree: TokenTree,
     future: Sequence[int],
@@ -145,8 +153,8 @@ def _plant(
     moves: list[int],
 ) -> list[int]:
     tokens = [rng.randrange(vocab) for _ in range(tree.num_nodes)]
-    path = rng.choice(tree.retrieval)[1:]
+    path = rng.choice(leaf_paths(tree))
     for node, token in zip(path, future, strict=False):
         tokens[node] = token if rng.random() >= miss else (token + 1) % vocab
-    moves.append(int(list(path) != list(range(1, len(path) + 1))))
+    moves.append(int(path != list(range(1, len(path) + 1))))
     return tokens[1:]

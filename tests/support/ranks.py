@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from support.planted import leaf_paths
 from support.runner import sized
 from vllm_medusa.tree import TokenTree
 
@@ -93,7 +94,7 @@ def _plant(
     tree: TokenTree, future: Sequence[int], tokens: Sequence[int], rng: random.Random
 ) -> list[int]:
     drafts = [rng.choice(tokens) for _ in range(tree.num_nodes)]
-    for node, token in zip(rng.choice(tree.retrieval)[1:], future, strict=False):
+    for node, token in zip(rng.choice(leaf_paths(tree)), future, strict=False):
         if rng.random() >= MISS:
             drafts[node] = token
     return drafts[1:]

@@ -52,7 +52,7 @@ def prepare() -> None:
 
 
 def _rules_in_triton(wanted: bool) -> None:
-    for module in ("vllm_medusa.worker.drafting", "vllm_medusa.worker.v2.rules"):
+    for module in ("vllm_medusa.proposer.dispatch", "vllm_medusa.sampler.dispatch"):
         importlib.import_module(module).uses_kernel = lambda device_type: wanted
 
 

@@ -11,7 +11,7 @@ from vllm_medusa.scorer import cpu  # noqa: E402
 from vllm_medusa.scorer.cpu import tree_attention  # noqa: E402
 from vllm_medusa.scorer.layout import CacheLayout, copy_tokens, gather_tokens  # noqa: E402
 from vllm_medusa.scorer.metadata import build_metadata  # noqa: E402
-from vllm_medusa.scorer.reference import tree_attention_reference  # noqa: E402
+from vllm_medusa.scorer.reference import attention_reference, visible_keys  # noqa: E402
 
 if not vllm_platforms.current_platform.is_cpu():
     pytest.skip("needs a CPU build of vLLM", allow_module_level=True)
@@ -93,6 +93,8 @@ def run_both(
     tree = random_tree_batch(sizes, generator, "chain")
     lens = [c + n for c, n in zip(bases, sizes, strict=True)]
     count = -(-max(lens) // block)
+    exact = torch.zeros(sum(sizes), heads[0], dim, dtype=torch.float64)
+    stored = []
     table = torch.randperm(len(sizes) * count, generator=generator).to(torch.int32)
     table = table.view(len(sizes), count)
     kv_cache = torch.zeros(len(sizes) * count, heads[1], block, 2 * dim, dtype=dtype)
@@ -101,12 +103,18 @@ def run_both(
         slots = table[b, index // block].long() * block + index % block
         tokens = torch.randn(2, length, heads[1], dim, generator=generator).to(dtype)
         store(kv_cache, isa, tokens[0], tokens[1], slots)
+        stored.append(tokens)
     query = torch.randn(sum(sizes), heads[0], dim, generator=generator).to(dtype)
     layout = CacheLayout.of(kv_cache, isa)
     meta = build_metadata(tree, torch.tensor(bases), table, layout, heads[0], window)
     truncate = kernel_truncates()
     ours = tree_attention(query, kv_cache, meta, dim**-0.5, softcap, sinks, truncate=truncate)
-    exact = tree_attention_reference(query, kv_cache, meta, dim**-0.5, softcap, sinks)
+    for b, (n, c) in enumerate(zip(sizes, bases, strict=True)):
+        rows = slice(sum(sizes[:b]), sum(sizes[: b + 1]))
+        seen = visible_keys(c, range(-1, n - 1), window)
+        exact[rows], _ = attention_reference(
+            query[rows], *stored[b], seen, dim**-0.5, softcap, sinks
+        )
 
     starts = tree.cu_num_nodes.to(torch.int32)
     seq_lens = torch.tensor(lens, dtype=torch.int32)

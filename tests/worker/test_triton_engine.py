@@ -88,19 +88,18 @@ def worker_of(llm: LLM) -> Any:
 
 
 @pytest.fixture
-def proposed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The trees that the proposer's kernel drafted, each equal to torch's."""
     seen: list[Tensor] = []
-    drafter = worker_of(llm).model_runner.speculator.drafter
-    assert drafter.proposal == (kernel.propose, kernel.propose_sharded)
+    propose = kernel.propose
 
-    def whole(logits: Tensor, tree: TreeTensors, token_map: Tensor | None) -> Tensor:
-        tokens = kernel.propose(logits, tree, token_map)
+    def spy(logits: Tensor, tree: TreeTensors, token_map: Tensor | None) -> Tensor:
+        tokens = propose(logits, tree, token_map)
         assert torch.equal(tokens, proposer.propose(logits, tree, token_map))
         seen.append(tokens)
         return tokens
 
-    monkeypatch.setattr(drafter, "proposal", drafter.proposal._replace(whole=whole))
+    monkeypatch.setattr(kernel, "propose", spy)
     return seen
 
 

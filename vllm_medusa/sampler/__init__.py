@@ -15,7 +15,7 @@ from vllm_medusa.sampler.path import (
     path_to_node,
     select_verdict,
 )
-from vllm_medusa.sampler.typical import typical_path, typical_threshold, typical_verdict
+from vllm_medusa.sampler.typical import typical_path, typical_threshold
 
 __all__ = [
     "NO_TOKEN",
@@ -34,5 +34,4 @@ __all__ = [
     "truncate_logits",
     "typical_path",
     "typical_threshold",
-    "typical_verdict",
 ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_medusa.sampler.path import Path, Verdict, accept_path, close_path
+from vllm_medusa.sampler.path import Path, accept_path
 from vllm_medusa.tree.batch import TreeBatch
 
 
@@ -49,9 +49,3 @@ def typical_path(
     for _ in range(tree.max_depth):  # root to leaf, so that equal paths have equal sums
         score = torch.where(tree.parents >= 0, score.gather(1, parents) + log_p, 0.0)
     return accept_path(tree, accepted, score)
-
-
-def typical_verdict(tree: TreeBatch, token_ids: Tensor, path: Path, final_token: Tensor) -> Verdict:
-    """End ``path`` with ``final_token`` int64 [B], taken from p at ``path.last_node``."""
-    assert path.nodes.shape == (tree.batch_size, tree.max_depth + 1)
-    return close_path(path, token_ids, final_token)

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_medusa.scorer.grouping import TreeGroup
 from vllm_medusa.scorer.layout import CacheLayout
-from vllm_medusa.scorer.metadata import TreeAttentionMetadata, TreeGroup
+from vllm_medusa.scorer.metadata import TreeAttentionMetadata
 from vllm_medusa.scorer.scratch import Pass, Scratch, Workspace, bind
 
 # Multiply-adds of one product from which oneDNN, slower to start, is the quicker.

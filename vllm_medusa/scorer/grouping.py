@@ -35,6 +35,31 @@ class Member:
     end: int  # column after the last node
 
 
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The columns [lo, hi) in which some row must not look."""
+
+    lo: int
+    hi: int
+    hidden: Tensor  # bool [requests, 1, nodes, hi - lo]
+
+
+@dataclass(frozen=True, eq=False)
+class TreeGroup:
+    """Requests computed together, padded to ``num_nodes`` rows and ``last - first`` columns."""
+
+    num_requests: int
+    num_nodes: int
+    rows: slice | Tensor  # query rows, num_requests * num_nodes of them; padding repeats a root
+    kept: Tensor | None  # int64: the padded rows that are nodes; None: all of them
+    out_rows: slice | Tensor  # where the kept rows go
+    key_rows: Tensor  # int64, rows of the flat cache (of block_size elements; amx: whole halves)
+    value_rows: Tensor  # int64, rows of the flat cache (of head_size elements; amx: whole halves)
+    first: int  # columns of the gathered blocks in use
+    last: int
+    masks: tuple[Mask, ...]  # columns counted from ``first``
+
+
 def read_members(
     tree: TreeBatch, base: Tensor, starts: Tensor, block: int, window: int | None
 ) -> list[Member]:

@@ -379,7 +379,3 @@ def merge(
     )
     if HAS_LSE:
         tl.store(lse_ptr + result, top + tl.log(divisor))
-
-
-# The environment (TRITON_INTERPRET) decides this when the module is imported.
-INTERPRETED: bool = not isinstance(attend, triton.JITFunction)

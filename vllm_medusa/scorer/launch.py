@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from vllm_medusa.scorer.kernel import INTERPRETED, attend, merge
+from vllm_medusa import kernels
+from vllm_medusa.scorer.kernel import attend, merge
 from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.scorer.tiles import (
     FEWEST_SPLITS,
@@ -21,6 +22,8 @@ from vllm_medusa.scorer.tiles import (
     padded_head,
     tile_sizes,
 )
+
+INTERPRETED = kernels.interpreted()
 
 
 def choose_splits(

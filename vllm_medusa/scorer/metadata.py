@@ -17,42 +17,14 @@ values are never read: such columns gather the value of the request's own root i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.scorer.grouping import Member, deal, read_members
+from vllm_medusa.scorer.grouping import Mask, Member, TreeGroup, deal, read_members
 from vllm_medusa.scorer.layout import TRANSPOSED_ISAS, CacheLayout
+from vllm_medusa.scorer.scratch import Scratch
 from vllm_medusa.tree.batch import TreeBatch
-
-if TYPE_CHECKING:
-    from vllm_medusa.scorer.scratch import Scratch
-
-
-@dataclass(frozen=True, eq=False)
-class Mask:
-    """The columns [lo, hi) in which some row must not look."""
-
-    lo: int
-    hi: int
-    hidden: Tensor  # bool [requests, 1, nodes, hi - lo]
-
-
-@dataclass(frozen=True, eq=False)
-class TreeGroup:
-    """Requests computed together, padded to ``num_nodes`` rows and ``last - first`` columns."""
-
-    num_requests: int
-    num_nodes: int
-    rows: slice | Tensor  # query rows, num_requests * num_nodes of them; padding repeats a root
-    kept: Tensor | None  # int64: the padded rows that are nodes; None: all of them
-    out_rows: slice | Tensor  # where the kept rows go
-    key_rows: Tensor  # int64, rows of the flat cache (of block_size elements; amx: whole halves)
-    value_rows: Tensor  # int64, rows of the flat cache (of head_size elements; amx: whole halves)
-    first: int  # columns of the gathered blocks in use
-    last: int
-    masks: tuple[Mask, ...]  # columns counted from ``first``
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,20 +17,18 @@ only a dummy batch has, with seq_len < n) becomes zero.
 Slots that no row sees are never read: they may hold NaN, and block table entries behind the last
 block in use, or left behind by the window, may hold anything.
 
-`paged_tree_attention` picks the Triton kernel (`launch`, `kernel`) or the reference below, which
-have the same signature.
+`dispatch.paged_tree_attention` computes it: by the Triton kernel (`launch`, `kernel`) or by torch
+(`paged_torch`), which have the same signature.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree.packing import num_words, unpack_ancestors
+from vllm_medusa.tree.packing import num_words
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -109,94 +107,6 @@ class PagedBatch:
             )
 
 
-def paged_tree_attention(
-    query: Tensor,  # [T, Hq, D]
-    key_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
-    value_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
-    batch: PagedBatch,
-    scale: float,
-    *,
-    out: Tensor,  # [T, Hq, D]
-    softcap: float = 0.0,
-    window: int | None = None,
-    sinks: Tensor | None = None,  # [Hq]
-    k_scale: Tensor | None = None,  # fp32, one element
-    v_scale: Tensor | None = None,  # fp32, one element
-    lse: Tensor | None = None,  # fp32 [T, Hq]
-) -> Tensor:
-    """Attend every row to what it sees; keys and values are in the cache.
-
-    On a GPU, or where Triton interprets, this is the kernel: it allocates nothing and never waits
-    for the device. Elsewhere it is the reference, for tests.
-
-    Args:
-        query: fp16, bf16 or fp32, rows and heads may be strided, channels not.
-        key_cache: Any strides, of the dtype of the queries or fp8; vLLM's uint8 caches must be
-            viewed as the fp8 dtype that they hold. e4m3 needs a GPU of capability 8.9.
-        value_cache: Like ``key_cache``.
-        batch: The requests.
-        scale: Factor on the logits.
-        out: Like ``query``. Rows of no request keep their values.
-        softcap: Logits become softcap * tanh(logits / softcap); 0 for none.
-        window: Keys at positions > p - window are seen from position p; None for all.
-        sinks: One more logit a head with no value behind it.
-        k_scale: What fp8 keys were divided by; None for 1.
-        v_scale: What fp8 values were divided by; None for 1.
-        lse: Receives log(sum(exp(logits))) of every row and head, sinks included.
-
-    Returns:
-        ``out``.
-
-    Raises:
-        ValueError: A shape, stride or number that can't be.
-        TypeError: A dtype that isn't supported.
-        ImportError: A GPU without Triton.
-
-    """
-    check_arguments(query, key_cache, value_cache, batch, out, window, sinks, lse)
-    if uses_kernel(query.device.type):
-        from vllm_medusa.scorer.launch import paged_tree_attention_kernel as run
-    else:
-        run = paged_tree_attention_reference
-    return run(
-        query,
-        key_cache,
-        value_cache,
-        batch,
-        scale,
-        out=out,
-        softcap=softcap,
-        window=window,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        lse=lse,
-    )
-
-
-@functools.cache
-def uses_kernel(device_type: str) -> bool:
-    """Whether tensors on such a device go to Triton.
-
-    Raises:
-        ImportError: They must, and Triton isn't installed.
-
-    """
-    installed = find_spec("triton") is not None
-    if device_type == "cpu":
-        if not installed:
-            return False
-        from vllm_medusa.scorer.kernel import INTERPRETED
-
-        return INTERPRETED
-    if not installed:
-        raise ImportError(
-            f"Tree attention on {device_type} runs on Triton, which isn't installed. "
-            "Install it with `pip install triton`."
-        )
-    return True
-
-
 def check_arguments(
     query: Tensor,
     key_cache: Tensor,
@@ -250,79 +160,3 @@ def check_arguments(
                 f"num_splits is {batch.num_splits}, but for {rows} rows of {heads} heads the "
                 f"workspace has room for {most}; allocate it for the largest step, or use fewer"
             )
-
-
-def paged_tree_attention_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PagedBatch,
-    scale: float,
-    *,
-    out: Tensor,
-    softcap: float = 0.0,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
-    """`paged_tree_attention` to be read: one request at a time, in fp64, with a dense mask.
-
-    ``out`` and ``lse`` may be fp64 here. Reads lengths on the host.
-    """
-    block_size, kv_heads = key_cache.shape[1:3]
-    group = query.shape[1] // kv_heads
-    starts = batch.cu_query_lens.tolist()
-    for b, length in enumerate(batch.seq_lens.tolist()):
-        rows = slice(starts[b], starts[b + 1])
-        n = rows.stop - rows.start
-        if n == 0:
-            continue
-        base = length - n
-        place, seen = _own_rows(batch, b, n)  # [n], [n, n]
-        context = torch.arange(max(base, 0), device=query.device)
-        slots = torch.cat((context, base + torch.arange(n, device=query.device)))  # [L]
-        positions = torch.cat((context, base + place))  # [L]
-        seen = torch.cat((seen.new_ones(n, len(context)), seen), 1)  # [n, L]
-        seen &= slots >= 0
-        if window is not None:
-            seen &= positions > (base + place).unsqueeze(1) - window
-        used = seen.any(0)
-        slots, seen = slots[used], seen[:, used]
-        blocks = batch.block_table[b, slots // block_size].long()
-        keys, values = (
-            _tokens(cache, blocks, slots % block_size, factor).repeat_interleave(group, 1)
-            for cache, factor in ((key_cache, k_scale), (value_cache, v_scale))
-        )  # [L, Hq, D]
-        logits = torch.einsum("nhd,lhd->nhl", query[rows].double(), keys) * scale
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.masked_fill(~seen.unsqueeze(1), float("-inf"))
-        total = torch.logsumexp(logits, 2)  # [n, Hq]
-        if sinks is not None:
-            total = torch.logaddexp(total, sinks.double())
-        shift = total.masked_fill(total == float("-inf"), 0.0)  # of rows that see nothing
-        weights = torch.exp(logits - shift.unsqueeze(2))
-        out[rows] = torch.einsum("nhl,lhd->nhd", weights, values).to(out.dtype)
-        if lse is not None:
-            lse[rows] = total.to(lse.dtype)
-    return out
-
-
-def _own_rows(batch: PagedBatch, b: int, n: int) -> tuple[Tensor, Tensor]:
-    """Each row's position behind the context, int64 [n], and the rows that it sees, bool [n, n]."""
-    causal = torch.ones(n, n, dtype=torch.bool, device=batch.seq_lens.device).tril()
-    if not bool(batch.is_tree[b]):
-        return torch.arange(n, device=causal.device), causal
-    ancestors = unpack_ancestors(batch.ancestor_bits[b, :n], n)
-    return batch.depths[b, :n].long(), ancestors & causal
-
-
-def _tokens(cache: Tensor, blocks: Tensor, offsets: Tensor, factor: Tensor | None) -> Tensor:
-    """fp64 [L, Hkv, D], dequantised."""
-    if cache.dtype in FP8_DTYPES:  # which can't be indexed everywhere
-        tokens = cache.view(torch.uint8)[blocks, offsets].view(cache.dtype).double()
-    else:
-        tokens = cache[blocks, offsets].double()
-    return tokens if factor is None else tokens * factor.double().reshape(())

@@ -9,14 +9,6 @@ import torch
 from torch import Tensor
 
 
-def node_positions(
-    base: Tensor,  # integer [B], tokens before the root
-    depths: Tensor,  # integer [B, N]
-) -> Tensor:  # [B, N], dtype of base
-    """Position of every node, padding nodes included."""
-    return base.unsqueeze(1) + depths.to(base.dtype)
-
-
 def ragged_rows(
     cu_num_nodes: Tensor,  # integer [B + 1], from 0
     num_rows: int,

@@ -1,59 +1,67 @@
-"""Tree attention written to be read: one request and one node at a time, in fp64.
+"""Tree attention written to be read, in fp64: from queries, keys, values and parents.
 
-The same signature as `vllm_medusa.scorer.cpu.tree_attention`, none of its plan: it reads the trees,
-contexts and block tables from the metadata and the tokens by their slots.
+It shares no metadata with the fast paths: what a node sees is found by following its parents, so
+that an error in packed bits, depths, tables or plans shows as a difference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from vllm_medusa.scorer.layout import gather_tokens
-from vllm_medusa.scorer.metadata import TreeAttentionMetadata
+
+def visible_keys(context: int, parents: Sequence[int], window: int | None = None) -> Tensor:
+    """Which keys each row of one request sees: bool [n, context + n].
+
+    Args:
+        context: tokens before the rows; their keys come first.
+        parents: of each row, -1 for the root; ``range(-1, n - 1)`` for rows that are no tree.
+        window: keys at positions > p - window are seen from position p; None for all.
+
+    """
+    seen = torch.zeros(len(parents), context + len(parents), dtype=torch.bool)
+    seen[:, :context] = True
+    depths: list[int] = []
+    for row, parent in enumerate(parents):
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        node = row
+        while node >= 0:
+            seen[row, context + node] = True
+            node = parents[node]
+    if window is not None:
+        own = context + torch.tensor(depths)  # positions: siblings share one
+        seen &= torch.cat((torch.arange(context), own)) > own.unsqueeze(1) - window
+    return seen
 
 
-def tree_attention_reference(
-    query: Tensor,  # [rows, num_heads, head_size]
-    kv_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_size]
-    meta: TreeAttentionMetadata,
+def attention_reference(
+    query: Tensor,  # [n, Hq, D]
+    keys: Tensor,  # [L, Hkv, D]
+    values: Tensor,  # [L, Hkv, D]
+    seen: Tensor,  # bool [n, L]
     scale: float,
     softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Attend every node to its context and its ancestors; see `tree_attention` for the arguments.
+    sinks: Tensor | None = None,  # [Hq]
+) -> tuple[Tensor, Tensor]:
+    """Attend the rows of one request to the keys that they see; others may be NaN.
 
-    Returns ``out``, or a new fp64 tensor where None is given.
+    Returns:
+        fp64 [n, Hq, D], 0 for a row that sees nothing, and log(sum(exp(logits))) fp64 [n, Hq],
+        sinks included.
+
     """
-    if out is None:
-        out = torch.zeros(query.shape, dtype=torch.float64)
-    group = query.shape[1] // meta.layout.num_kv_heads
-    for b in range(meta.tree.batch_size):
-        base = int(meta.base[b])
-        for i in range(int(meta.tree.num_nodes[b])):
-            depth = int(meta.tree.depths[b, i])
-            # the keys of node i: (slot index in the request, position)
-            seen = [(c, c) for c in range(base)]
-            seen += [
-                (base + j, base + int(meta.tree.depths[b, j]))
-                for j in range(i + 1)
-                if meta.tree.ancestors[b, i, j]
-            ]
-            if meta.window is not None:
-                seen = [(s, p) for s, p in seen if p > base + depth - meta.window]
-            index = torch.tensor([s for s, _ in seen])
-            size = meta.layout.block_size
-            slots = meta.block_table[b, index // size].long() * size + index % size
-            keys, values = gather_tokens(kv_cache, meta.layout.isa, slots)  # [L, Hkv, D]
-            keys = keys.double().repeat_interleave(group, dim=1)  # [L, Hq, D]
-            values = values.double().repeat_interleave(group, dim=1)
-            row = int(meta.row_starts[b]) + i
-            logits = torch.einsum("hd,lhd->hl", query[row].double(), keys) * scale
-            if softcap:
-                logits = softcap * torch.tanh(logits / softcap)
-            if sinks is not None:
-                logits = torch.cat((logits, sinks.double().unsqueeze(1)), dim=1)
-            weights = torch.softmax(logits, dim=1)[:, : len(seen)]
-            out[row] = torch.einsum("hl,lhd->hd", weights, values).to(out.dtype)
-    return out
+    used = seen.any(0)
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (t[used].double().repeat_interleave(group, 1) for t in (keys, values))
+    logits = torch.einsum("nhd,lhd->nhl", query.double(), keys) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~seen[:, used].unsqueeze(1), float("-inf"))
+    total = torch.logsumexp(logits, 2)  # [n, Hq]
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.double())
+    shift = total.masked_fill(total == float("-inf"), 0.0)
+    weights = torch.exp(logits - shift.unsqueeze(2))
+    return torch.einsum("nhl,lhd->nhd", weights, values), total

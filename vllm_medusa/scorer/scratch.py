@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_medusa.scorer.grouping import TreeGroup
 from vllm_medusa.scorer.layout import TRANSPOSED_ISAS, CacheLayout
-from vllm_medusa.scorer.metadata import TreeGroup
 
 # Logits of one pass; above it the key heads of a lone request take turns (fp32: 64 MiB).
 PASS_LIMIT = 16 * 1024 * 1024

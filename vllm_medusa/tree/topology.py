@@ -177,20 +177,9 @@ class TokenTree:
         return tuple(widths)
 
     @cached_property
-    def retrieval(self) -> tuple[tuple[int, ...], ...]:
-        """Node indices from the root to each leaf, root included, leaves in node order."""
-        leaves = sorted(set(range(self.num_nodes)) - set(self.parents))
-        return tuple(tuple(self._to_root(leaf))[::-1] for leaf in leaves)
-
-    @cached_property
     def is_chain(self) -> bool:
         """No node has two children, so plain causal attention would do."""
         return self.parents == tuple(range(-1, self.num_nodes - 1))
-
-    def _to_root(self, node: int) -> Iterator[int]:
-        while node >= 0:
-            yield node
-            node = self.parents[node]
 
 
 def _entries(paths: object) -> Iterable[object]:

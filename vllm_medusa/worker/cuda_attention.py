@@ -21,13 +21,10 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
+from vllm_medusa.kernels import uses_kernel
 from vllm_medusa.kv.layers import LayerCaches
-from vllm_medusa.scorer.paged import (
-    MAX_HEAD_SIZE,
-    PagedBatch,
-    paged_tree_attention,
-    uses_kernel,
-)
+from vllm_medusa.scorer.dispatch import paged_tree_attention
+from vllm_medusa.scorer.paged import MAX_HEAD_SIZE, PagedBatch
 from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
 

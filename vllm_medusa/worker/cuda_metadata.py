@@ -23,7 +23,8 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, uses_kernel
+from vllm_medusa.kernels import uses_kernel
+from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.scorer.tiles import FEWEST_SPLITS, LARGEST_BLOCK_M
 from vllm_medusa.tree import TreeTensors

@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
 from vllm_medusa.heads import MedusaHeads, PackedHeads, load_heads
-from vllm_medusa.proposer import propose
-from vllm_medusa.proposer.sharded import AllGather, VocabShard, propose_sharded
-from vllm_medusa.scorer.paged import uses_kernel
+from vllm_medusa.proposer.dispatch import propose, propose_sharded
+from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.tree import TreeTensors
 from vllm_medusa.worker import compat, sharding
 from vllm_medusa.worker.options import EngineOptions
-
-
-class Proposal(NamedTuple):
-    """From logits to node tokens, int64 [B, N], in the form a device has it; neither waits for it.
-
-    Triton where it runs, torch elsewhere: the same tokens, bit for bit.
-    """
-
-    # logits [B, K, V_draft], tree, token map
-    whole: Callable[[Tensor, TreeTensors, Tensor | None], Tensor]
-    # logits [B, K, V_shard], tree, shard, all-gather, token map
-    sharded: Callable[[Tensor, TreeTensors, VocabShard, AllGather, Tensor | None], Tensor]
-
-    @classmethod
-    def of(cls, device: torch.device) -> Proposal:
-        """The proposal for tensors on ``device``."""
-        if not uses_kernel(device.type):
-            return cls(propose, propose_sharded)
-        from vllm_medusa.proposer import kernel
-
-        return cls(kernel.propose, kernel.propose_sharded)
 
 
 def arranged(
@@ -64,7 +41,6 @@ class MedusaDrafter:
         self.model_config = vllm_config.model_config
         self.device = torch.device(vllm_config.device_config.device)
         self.tree = TreeTensors.from_tree(self.options.tree, self.device)
-        self.proposal = Proposal.of(self.device)
         self._target: Any = None
         self._shard: VocabShard | None = None  # None: this rank ranks the whole vocabulary
 
@@ -126,12 +102,11 @@ class MedusaDrafter:
         mapped = self.heads.token_map
         if self._shard is None:
             logits = self.heads.compute_logits(x, self._target.compute_logits)  # [B, K, V_draft]
-            return self.proposal.whole(logits, self.tree, mapped)[:, 1:]
+            return propose(logits, self.tree, mapped)[:, 1:]
         local = getattr(self._target, "compute_logits_local", None)
         logits = self.heads.compute_logits(x, local)  # [B, K, V_shard]
-        return self.proposal.sharded(logits, self.tree, self._shard, sharding.all_gather, mapped)[
-            :, 1:
-        ]
+        tokens = propose_sharded(logits, self.tree, self._shard, sharding.all_gather, mapped)
+        return tokens[:, 1:]
 
     def _shard_of(self, heads: MedusaHeads) -> VocabShard | None:
         if not heads.shared_lm_head:

@@ -36,7 +36,7 @@ def test_rules_and_compaction(fake: tuple[TreeBatch, Tensor]) -> None:
     walked = sampler.lossless_walk(tree, tokens, argmax)
     probs = torch.rand(4, tree.max_nodes, VOCAB)
     path = sampler.typical_path(tree, tokens, probs, torch.rand(4), torch.rand(4))
-    typical = sampler.typical_verdict(tree, tokens, path, tokens[:, 0])
+    typical = sampler.close_path(path, tokens, tokens[:, 0])
     mixed = sampler.select_verdict(torch.rand(4) > 0.5, greedy, typical)
     for verdict in (greedy, walked, typical, mixed):
         assert verdict.output_token_ids.shape == (4, tree.max_depth + 1)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_trees import Case, cases, padded
 
-from vllm_medusa.sampler import typical_path, typical_threshold, typical_verdict
+from vllm_medusa.sampler import close_path, typical_path, typical_threshold
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
@@ -79,5 +79,5 @@ def test_absent_draft_is_rejected_and_the_final_token_is_the_caller_s() -> None:
     probs = torch.full((1, 3, 2), 0.5)
     tokens = torch.tensor([[0, 1, -1]])
     path = typical_path(tree, tokens, probs, torch.tensor([0.1]), torch.tensor([0.3]))
-    verdict = typical_verdict(tree, tokens, path, torch.tensor([7]))
+    verdict = close_path(path, tokens, torch.tensor([7]))
     assert verdict.output_token_ids.tolist() == [[1, 7, -1]]

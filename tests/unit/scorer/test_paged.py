@@ -1,4 +1,4 @@
-"""The paged reference against independent answers: parents followed one by one, and torch's SDPA.
+"""The reference against torch's SDPA, and the torch twin of the kernel against the reference.
 
 All of it is fp64, so 1e-12 is a thousand roundings of numbers near 1.
 """
@@ -9,74 +9,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.paged_batches import (
-    PADDING,
-    Case,
-    chunk,
-    decode,
-    depths_of,
-    make_case,
-    tree,
-)
+from support.paged_batches import PADDING, Case, chunk, decode, make_case, tree
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_medusa.scorer.paged import (
-    FP8_DTYPES,
-    SplitWorkspace,
-    paged_tree_attention,
-    paged_tree_attention_reference,
-)
+from vllm_medusa.scorer.dispatch import paged_tree_attention
+from vllm_medusa.scorer.paged import FP8_DTYPES, SplitWorkspace
+from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
+from vllm_medusa.scorer.reference import visible_keys
 
 MIXED = [tree(7, 20), chunk(5, 9), PADDING, decode(33), tree(1, 0), tree(12, 16), chunk(17)]
 
 
-def reference(case: Case, **changes):
-    return case.run(paged_tree_attention_reference, torch.float64, **changes)
-
-
-def by_parents(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole definition once more, a row and a head at a time, without bits and depths."""
-    heads, dim = case.query.shape[1:]
-    size, kv_heads = case.key_cache.shape[1:3]
-    o = case.options
-    k_scale = 1.0 if o["k_scale"] is None else float(o["k_scale"])
-    v_scale = 1.0 if o["v_scale"] is None else float(o["v_scale"])
-    outs, totals = [], []
-    token = 0
-    for b, request in enumerate(case.requests):
-        parents = case.parents[b].tolist()
-        depths = depths_of(parents)
-        for i in range(request.rows):
-            own = set(range(i + 1))
-            if request.is_tree:
-                own, node = set(), i
-                while node >= 0:
-                    own.add(node)
-                    node = parents[node]
-            position = {c: c for c in range(request.context)}
-            for j in own:
-                behind = depths[j] if request.is_tree else j
-                position[request.context + j] = request.context + behind
-            here = position[request.context + i]
-            seen = [
-                s for s, p in sorted(position.items()) if not o["window"] or p > here - o["window"]
-            ]
-            slots = case.slots[b][seen]
-            keys = case.key_cache.float()[slots // size, slots % size].double() * k_scale
-            values = case.value_cache.float()[slots // size, slots % size].double() * v_scale
-            for h in range(heads):
-                g = h // (heads // kv_heads)
-                logits = keys[:, g] @ case.query[token, h].double() * case.scale
-                if o["softcap"]:
-                    logits = o["softcap"] * torch.tanh(logits / o["softcap"])
-                weights = logits.exp()
-                total = weights.sum()
-                if o["sinks"] is not None:
-                    total = total + o["sinks"][h].double().exp()
-                outs.append(weights @ values[:, g] / total)
-                totals.append(total.log())
-            token += 1
-    return torch.stack(outs).view(-1, heads, dim), torch.stack(totals).view(-1, heads)
+def twin(case: Case, **changes):
+    return case.run(paged_tree_attention_torch, torch.float64, **changes)
 
 
 @pytest.mark.parametrize(
@@ -93,19 +38,33 @@ def by_parents(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         {"static": True, "nodes": 14},
     ],
 )
-def test_reference_follows_the_parents(options):
+def test_the_twin_equals_the_reference(options):
     case = make_case(MIXED, dim=16, spare_rows=2, **options)
-    out, lse = reference(case)
-    expected, total = by_parents(case)
-    rows = case.num_rows
-    assert (out[:rows] - expected).abs().max() < 1e-12
-    assert (lse[:rows] - total).abs().max() < 1e-12
-    assert out[rows:].isnan().all()
+    error, lse_error = case.differences(*twin(case))
+    assert error < 1e-12
+    assert lse_error < 1e-12
+
+
+def test_keys_of_a_small_tree():
+    """0 is the parent of 1 and 2, which is the parent of 3; two tokens of context."""
+    seen = visible_keys(2, [-1, 0, 0, 2])
+    assert seen.int().tolist() == [
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 1, 0],
+        [1, 1, 1, 0, 1, 1],
+    ]
+    assert visible_keys(2, [-1, 0, 0, 2], window=2).int().tolist() == [
+        [0, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 0, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+    ]
 
 
 def test_reference_is_sdpa_for_a_chunk():
     case = make_case([chunk(11, 30)], heads=(6, 2), dim=32)
-    out, _ = reference(case)
+    out, _ = case.expected()
     size = case.key_cache.shape[1]
     keys, values = (
         c[case.slots[0] // size, case.slots[0] % size].double().transpose(0, 1)
@@ -122,29 +81,29 @@ def test_reference_is_sdpa_for_a_chunk():
 def test_a_chain_is_a_chunk():
     case = make_case([tree(9, 21, "chain")], window=5)
     causal = case.with_batch(is_tree=torch.tensor([False]))
-    assert torch.equal(reference(case)[0], reference(causal)[0])
+    assert torch.equal(twin(case)[0], twin(causal)[0])
 
 
 def test_dummy_batch_without_context_for_its_rows():
     """While graphs are captured seq_lens may be 1 for every request, whatever its rows."""
     case = make_case([tree(6, 0), chunk(4, 0)])
     case = case.with_batch(seq_lens=torch.ones(2, dtype=torch.int32))
-    out, lse = reference(case)
+    out, lse = twin(case)
     assert out.isfinite().all()
     assert (out[6:9] == 0).all() and lse[6:9].isneginf().all()  # only the last row has a slot
     assert (out[9] != 0).all()
 
 
-def test_without_triton_or_a_gpu_the_reference_runs():
+def test_without_triton_or_a_gpu_the_twin_runs():
     code = (
-        "from support.paged_batches import *; from vllm_medusa.scorer import paged; import sys;"
+        "from support.paged_batches import *; from vllm_medusa import kernels; import sys;"
         "case = make_case([tree(5, 9)], dim=16);"
-        "assert not paged.uses_kernel('cpu');"
-        "assert torch.equal(case.run()[0], case.run(paged_tree_attention_reference)[0]);"
-        "sys.modules['triton'] = None; paged.uses_kernel.cache_clear();"
-        "paged.find_spec = lambda name: None;"
-        "assert torch.equal(case.run()[0], case.run(paged_tree_attention_reference)[0]);"
-        "paged.uses_kernel('cuda')"
+        "assert not kernels.uses_kernel('cpu');"
+        "assert torch.equal(case.run()[0], case.run(paged_tree_attention_torch)[0]);"
+        "sys.modules['triton'] = None; kernels.uses_kernel.cache_clear();"
+        "kernels.find_spec = lambda name: None;"
+        "assert torch.equal(case.run()[0], case.run(paged_tree_attention_torch)[0]);"
+        "kernels.uses_kernel('cuda')"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -152,7 +111,7 @@ def test_without_triton_or_a_gpu_the_reference_runs():
         text=True,
         env={"PYTHONPATH": ":".join(p for p in sys.path if p), "TRITON_INTERPRET": "0"},
     )
-    assert "ImportError: Tree attention on cuda runs on Triton" in done.stderr, done.stderr
+    assert "ImportError: Medusa on cuda runs on Triton" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

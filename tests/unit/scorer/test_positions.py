@@ -3,17 +3,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.paged_trees import random_tree_batch
 
-from vllm_medusa.scorer.positions import node_positions, ragged_rows, write_node_positions
+from vllm_medusa.scorer.positions import ragged_rows, write_node_positions
 
 sizes_and_bases = st.lists(
     st.tuples(st.integers(1, 9), st.integers(0, 200)), min_size=1, max_size=5
 )
-
-
-def test_siblings_share_a_position():
-    base = torch.tensor([10, 0])
-    depths = torch.tensor([[0, 1, 1, 2], [0, 1, 2, 3]])
-    assert node_positions(base, depths).tolist() == [[10, 11, 11, 12], [0, 1, 2, 3]]
 
 
 def test_ragged_rows_are_the_documented_example():

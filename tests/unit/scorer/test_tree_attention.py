@@ -15,7 +15,6 @@ from support.paged_trees import Case, make_case
 from vllm_medusa.scorer import cpu, grouping, scratch
 from vllm_medusa.scorer.cpu import tree_attention
 from vllm_medusa.scorer.metadata import build_metadata
-from vllm_medusa.scorer.reference import tree_attention_reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4 * 2**-8, torch.float16: 4 * 2**-11}
 UNTOUCHED = 7.0
@@ -27,9 +26,7 @@ def error(case: Case, softcap: float = 0.0, sinks: torch.Tensor | None = None) -
     expected = torch.full(case.query.shape, UNTOUCHED, dtype=torch.float64)
     result = tree_attention(case.query, case.kv_cache, case.meta, case.scale, softcap, sinks, out)
     assert result is out
-    tree_attention_reference(
-        case.query, case.kv_cache, case.meta, case.scale, softcap, sinks, expected
-    )
+    case.expected(softcap, sinks, expected)
     assert expected.isfinite().all()
     return (out.double() - expected).abs().max().item()  # NaN fails every comparison
 
@@ -112,10 +109,31 @@ def test_a_causal_mask_is_not_a_tree():
     causal = replace(tree, ancestors=torch.ones_like(tree.ancestors).tril())
     assert not torch.equal(causal.ancestors, tree.ancestors)
     meta = build_metadata(causal, case.meta.base, case.meta.block_table, case.meta.layout, 4)
-    assert error(replace(case, meta=meta)) < 1e-5  # both ends read the same mask
-    chain = tree_attention(case.query, case.kv_cache, meta, case.scale)
-    right = tree_attention(case.query, case.kv_cache, case.meta, case.scale)
-    assert (chain - right).abs().max() > 0.05
+    assert error(case) < 1e-5
+    assert error(replace(case, meta=meta)) > 0.05
+
+
+@pytest.mark.parametrize("wrong", ["base", "blocks", "window", "depths", "rows", "ancestors"])
+def test_wrong_metadata_is_seen(wrong):
+    """Negative controls: the reference reads no metadata, so every wrong field must show."""
+    case = make_case([16, 16], [40, 40], window=5)
+    assert error(case) < 1e-5
+    meta, tree = case.meta, case.meta.tree
+    fields = {
+        "tree": tree,
+        "base": meta.base - int(wrong == "base"),
+        "block_table": meta.block_table.flip(0) if wrong == "blocks" else meta.block_table,
+        "window": 4 if wrong == "window" else 5,
+        "row_starts": meta.row_starts.flip(0) if wrong == "rows" else meta.row_starts,
+    }
+    if wrong == "depths":
+        fields["tree"] = replace(tree, depths=torch.arange(16).expand(2, -1))
+    if wrong == "ancestors":
+        ancestors = tree.ancestors.clone()
+        ancestors[1, 15, 15] = False
+        fields["tree"] = replace(tree, ancestors=ancestors)
+    broken = build_metadata(layout=meta.layout, num_heads=4, **fields)
+    assert not error(replace(case, meta=broken)) < 1e-2  # nor is NaN
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

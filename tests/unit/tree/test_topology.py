@@ -1,7 +1,5 @@
 """Shape of draft trees: what is accepted, what is refused and in which words."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,7 +27,6 @@ def test_small_tree_by_hand() -> None:
     assert tree.depths == (0, 1, 1, 2, 3, 2)
     assert tree.ranks == (0, 0, 1, 2, 0, 1)
     assert tree.head_widths == (2, 3, 1)
-    assert tree.retrieval == ((0, 1, 3, 4), (0, 2, 5))
     assert not tree.is_chain
 
 
@@ -38,7 +35,6 @@ def test_lone_root() -> None:
     assert (root.num_nodes, root.num_draft_tokens, root.max_depth) == (1, 0, 0)
     assert root.parents == (-1,)
     assert root.head_widths == ()
-    assert root.retrieval == ((0,),)
     assert root.is_chain
 
 
@@ -46,7 +42,6 @@ def test_chain() -> None:
     tree = TokenTree.chain(3)
     assert tree.paths == ((0,), (0, 0), (0, 0, 0))
     assert tree.is_chain
-    assert tree.retrieval == ((0, 1, 2, 3),)
 
 
 def test_dense_is_best_first() -> None:
@@ -83,17 +78,6 @@ def test_parents_and_depths_agree_with_the_paths(tree: TokenTree) -> None:
         assert full[node] == (*full[parent], tree.ranks[node])
         assert tree.depths[node] == tree.depths[parent] + 1
     assert max(tree.depths) == tree.max_depth == len(tree.head_widths)
-
-
-@settings(deadline=None)
-@given(trees())
-def test_retrieval_lists_each_leaf_once_and_covers_the_tree(tree: TokenTree) -> None:
-    leaves = [branch[-1] for branch in tree.retrieval]
-    assert leaves == sorted(set(range(tree.num_nodes)) - set(tree.parents))
-    assert {node for branch in tree.retrieval for node in branch} == set(range(tree.num_nodes))
-    for branch in tree.retrieval:
-        assert branch[0] == 0
-        assert all(tree.parents[low] == high for high, low in pairwise(branch))
 
 
 @settings(deadline=None)

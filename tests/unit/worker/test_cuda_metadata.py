@@ -29,7 +29,8 @@ from support.triton_steps import (
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 
-from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, paged_tree_attention
+from vllm_medusa.scorer.dispatch import paged_tree_attention
+from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.tree import TreeTensors
 from vllm_medusa.worker import cuda_metadata
 from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder

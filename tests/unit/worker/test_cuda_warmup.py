@@ -35,13 +35,13 @@ from vllm_medusa.kv import kernel as kv
 from vllm_medusa.kv.layers import LayerCaches
 from vllm_medusa.proposer import kernel as proposer
 from vllm_medusa.proposer.sharded import VocabShard
-from vllm_medusa.sampler import launch as sampler
-from vllm_medusa.scorer import launch, paged
+from vllm_medusa.sampler import dispatch as sampler
+from vllm_medusa.scorer import dispatch as scorer
+from vllm_medusa.scorer import launch
 from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
 from vllm_medusa.worker import cuda_attention, cuda_metadata
 from vllm_medusa.worker.cuda_attention import TreeAttentionImpl
 from vllm_medusa.worker.v2.cuda_warmup import warm_up_rules
-from vllm_medusa.worker.v2.rules import Rules
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
@@ -62,7 +62,7 @@ STEPS = [  # (rows, context) of requests, nodes of each
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (paged, cuda_attention, cuda_metadata):
+    for module in (scorer, sampler, cuda_attention, cuda_metadata):
         monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
     limits = launch.DeviceLimits(132, 227 * 1024)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
@@ -120,23 +120,23 @@ def target_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(rows, -(-vocab // 64) * 64, dtype=dtype)[:, :vocab]
 
 
+@pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab", [512, 501])
 def test_acceptance(dtype: torch.dtype, vocab: int) -> None:
     """At temperature 1 vLLM hands the target's logits on as they are, else a copy in fp32."""
     tensors = TreeTensors.from_tree(TokenTree.dense([15, 16]))
-    rules = Rules(sampler.target_verdict, sampler.typical_path)
     with needed() as compiled:
-        warm_up_rules(rules, tensors, target_logits(2, vocab, dtype))
+        warm_up_rules(tensors, target_logits(2, vocab, dtype))
 
     def step(batch: int, width: int) -> None:
         tree = TreeBatch.from_static(tensors.prefix(width), torch.ones(batch, dtype=torch.int64))
         ids = torch.zeros(batch, width, dtype=torch.int64)
-        rules.walk(tree, ids, ids)
+        sampler.target_verdict(tree, ids, ids)
         logits = target_logits(batch * width, vocab, dtype)
         copy = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
         for given in (logits, copy):
-            rules.typical(tree, ids, given, ids, torch.ones(batch), torch.ones(batch))
+            sampler.typical_path(tree, ids, given, ids, torch.ones(batch), torch.ones(batch))
 
     used = many(step, tensors.num_nodes)
     assert used <= compiled

@@ -12,7 +12,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_medusa.sampler import Path, Verdict, typical_path, typical_verdict
+from vllm_medusa.sampler import Path, Verdict, close_path, typical_path
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeBatch
 from vllm_medusa.worker.v1.history import (
@@ -88,7 +88,7 @@ class TypicalChoice:
     def merge(self, verdict: Verdict) -> Verdict:
         """Put the Q's accepted paths before the token the walk ended them with."""
         final = verdict.output_token_ids[self.requests, 0]
-        mine = typical_verdict(self.tree, self.token_ids, self.path, final)
+        mine = close_path(self.path, self.token_ids, final)
 
         def put(into: Tensor, values: Tensor) -> Tensor:
             return into.index_copy(0, self.requests, values)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_medusa.sampler.dispatch import target_verdict, typical_path
 from vllm_medusa.tree import TreeBatch, TreeTensors
 from vllm_medusa.worker.v2.platform import tree_backend
-from vllm_medusa.worker.v2.rules import Rules
 
 
 @torch.inference_mode()
@@ -30,13 +30,13 @@ def warm_up(runner: Any) -> None:
     model, device = runner.model_config, runner.device
     two = torch.zeros(2, model.get_hidden_size(), dtype=model.dtype, device=device)
     logits = runner.model.compute_logits(two)
-    warm_up_rules(Rules.of(device), speculator.trees.tensors, logits)
+    warm_up_rules(speculator.trees.tensors, logits)
     for batch in (1, 16):  # strides of logits that are multiples of 16, or are not
         hidden = torch.zeros(batch, model.get_hidden_size(), dtype=model.dtype, device=device)
         speculator.drafter.propose(hidden)
 
 
-def warm_up_rules(rules: Rules, tensors: TreeTensors, logits: Tensor) -> None:
+def warm_up_rules(tensors: TreeTensors, logits: Tensor) -> None:
     """Both rules, for whole trees and for steps in which all trees are cut.
 
     ``logits`` [2, V] are the target's. Where nothing has to be done to them (temperature 1) the
@@ -49,7 +49,7 @@ def warm_up_rules(rules: Rules, tensors: TreeTensors, logits: Tensor) -> None:
         count = torch.ones(1, dtype=torch.int64, device=device)
         tree = TreeBatch.from_static(tensors.prefix(width), count)
         ids = torch.zeros(1, width, dtype=torch.int64, device=device)
-        rules.walk(tree, ids, ids)
+        target_verdict(tree, ids, ids)
         for rows in (logits[:1], logits):
             for given in (rows, torch.empty_like(rows, dtype=torch.float32).copy_(rows)):
-                rules.typical(tree, ids, given, ids, one, one)
+                typical_path(tree, ids, given, ids, one, one)

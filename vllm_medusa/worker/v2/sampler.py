@@ -3,7 +3,7 @@
 On V2 a draw is a pure function of (logits, seed, position): the noise is hashed, no generator
 advances. So the token of every node can be drawn at once, each at its own position (base + depth),
 and those on the path are the tokens that plain V2 draws there. The lossless walk needs nothing
-else: it is `greedy_verdict` with the drawn tokens in the argmax's place.
+else: it is `target_verdict` with the drawn tokens.
 
 Penalties and bad words look at the tokens before: vLLM's kernels find them in the rows before, as
 those of a chain. Where a request asks for them every node gets the rows of its own path
@@ -37,9 +37,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from vllm_medusa.sampler import Path, Verdict, select_verdict, typical_verdict
+from vllm_medusa.sampler import Path, Verdict, close_path, select_verdict
+from vllm_medusa.sampler.dispatch import target_verdict, typical_path
 from vllm_medusa.tree import TreeBatch
-from vllm_medusa.worker.v2.rules import Rules
 from vllm_medusa.worker.v2.trees import Trees
 
 
@@ -54,7 +54,6 @@ class TreeSampler(RejectionSampler):
     ):
         super().__init__(sampler, config, device)
         self.trees = trees
-        self.rules = Rules.of(device)
 
     def __call__(
         self,
@@ -174,17 +173,16 @@ class TreeSampler(RejectionSampler):
             part.seq_lens,
         )
         drawn = self._draw(processed, part)[part.index]  # int64 [B, N]
-        verdict = self.rules.walk(tree, ids, drawn)
+        verdict = target_verdict(tree, ids, drawn)
         rule = requests.typical(part.slots)
         if rule is not None:
-            path = self.rules.typical(tree, ids, processed, part.index, rule.epsilon, rule.delta)
+            path = typical_path(tree, ids, processed, part.index, rule.epsilon, rule.delta)
             last = path.last_node.unsqueeze(1)
             final = drawn.gather(1, last).squeeze(1)
             if rule.any_greedy_root:
                 likeliest = processed[part.index.gather(1, last).squeeze(1)].argmax(-1)
                 final = torch.where(rule.greedy_root, likeliest, final)
-            typical = typical_verdict(tree, ids, path, final)
-            verdict = select_verdict(rule.mask, typical, verdict)
+            verdict = select_verdict(rule.mask, close_path(path, ids, final), verdict)
         return verdict, processed
 
     def _draw(self, processed: Tensor, part: _Part) -> Tensor:

@@ -1,0 +1,74 @@
+"""Paged attention in the form a device has it: Triton where it runs, torch elsewhere."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllm_medusa.kernels import uses_kernel
+from vllm_medusa.scorer.paged import PagedBatch, check_arguments
+from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
+
+
+def paged_tree_attention(
+    query: Tensor,  # [T, Hq, D]
+    key_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
+    value_cache: Tensor,  # [num_blocks, block_size, Hkv, D]
+    batch: PagedBatch,
+    scale: float,
+    *,
+    out: Tensor,  # [T, Hq, D]
+    softcap: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,  # [Hq]
+    k_scale: Tensor | None = None,  # fp32, one element
+    v_scale: Tensor | None = None,  # fp32, one element
+    lse: Tensor | None = None,  # fp32 [T, Hq]
+) -> Tensor:
+    """Attend every row to what it sees; keys and values are in the cache.
+
+    On a GPU, or where Triton interprets, this is the kernel: it allocates nothing and never waits
+    for the device. Elsewhere it is `paged_torch`, for tests.
+
+    Args:
+        query: fp16, bf16 or fp32, rows and heads may be strided, channels not.
+        key_cache: Any strides, of the dtype of the queries or fp8; vLLM's uint8 caches must be
+            viewed as the fp8 dtype that they hold. e4m3 needs a GPU of capability 8.9.
+        value_cache: Like ``key_cache``.
+        batch: The requests.
+        scale: Factor on the logits.
+        out: Like ``query``. Rows of no request keep their values.
+        softcap: Logits become softcap * tanh(logits / softcap); 0 for none.
+        window: Keys at positions > p - window are seen from position p; None for all.
+        sinks: One more logit a head with no value behind it.
+        k_scale: What fp8 keys were divided by; None for 1.
+        v_scale: What fp8 values were divided by; None for 1.
+        lse: Receives log(sum(exp(logits))) of every row and head, sinks included.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: A shape, stride or number that can't be.
+        TypeError: A dtype that isn't supported.
+        ImportError: A GPU without Triton.
+
+    """
+    check_arguments(query, key_cache, value_cache, batch, out, window, sinks, lse)
+    if uses_kernel(query.device.type):
+        from vllm_medusa.scorer.launch import paged_tree_attention_kernel as run
+    else:
+        run = paged_tree_attention_torch
+    return run(
+        query,
+        key_cache,
+        value_cache,
+        batch,
+        scale,
+        out=out,
+        softcap=softcap,
+        window=window,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        lse=lse,
+    )

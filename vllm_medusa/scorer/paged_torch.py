@@ -1,0 +1,74 @@
+"""`dispatch.paged_tree_attention` in torch, one request at a time: where there is no Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch
+from vllm_medusa.scorer.reference import attention_reference
+from vllm_medusa.tree.packing import unpack_ancestors
+
+
+def paged_tree_attention_torch(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    *,
+    out: Tensor,
+    softcap: float = 0.0,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
+    """Attend in fp64; ``out`` and ``lse`` may be fp64 here. Reads lengths on the host."""
+    block_size = key_cache.shape[1]
+    starts = batch.cu_query_lens.tolist()
+    for b, length in enumerate(batch.seq_lens.tolist()):
+        rows = slice(starts[b], starts[b + 1])
+        n = rows.stop - rows.start
+        if n == 0:
+            continue
+        base = length - n
+        place, seen = _own_rows(batch, b, n)  # [n], [n, n]
+        context = torch.arange(max(base, 0), device=query.device)
+        slots = torch.cat((context, base + torch.arange(n, device=query.device)))  # [L]
+        positions = torch.cat((context, base + place))  # [L]
+        seen = torch.cat((seen.new_ones(n, len(context)), seen), 1)  # [n, L]
+        seen &= slots >= 0
+        if window is not None:
+            seen &= positions > (base + place).unsqueeze(1) - window
+        used = seen.any(0)
+        slots, seen = slots[used], seen[:, used]
+        blocks = batch.block_table[b, slots // block_size].long()
+        keys, values = (
+            _tokens(cache, blocks, slots % block_size, factor)
+            for cache, factor in ((key_cache, k_scale), (value_cache, v_scale))
+        )  # [L, Hkv, D]
+        result, total = attention_reference(query[rows], keys, values, seen, scale, softcap, sinks)
+        out[rows] = result.to(out.dtype)
+        if lse is not None:
+            lse[rows] = total.to(lse.dtype)
+    return out
+
+
+def _own_rows(batch: PagedBatch, b: int, n: int) -> tuple[Tensor, Tensor]:
+    """Each row's position behind the context, int64 [n], and the rows that it sees, bool [n, n]."""
+    causal = torch.ones(n, n, dtype=torch.bool, device=batch.seq_lens.device).tril()
+    if not bool(batch.is_tree[b]):
+        return torch.arange(n, device=causal.device), causal
+    ancestors = unpack_ancestors(batch.ancestor_bits[b, :n], n)
+    return batch.depths[b, :n].long(), ancestors & causal
+
+
+def _tokens(cache: Tensor, blocks: Tensor, offsets: Tensor, factor: Tensor | None) -> Tensor:
+    """fp64 [L, Hkv, D], dequantised."""
+    if cache.dtype in FP8_DTYPES:  # which can't be indexed everywhere
+        tokens = cache.view(torch.uint8)[blocks, offsets].view(cache.dtype).double()
+    else:
+        tokens = cache[blocks, offsets].double()
+    return tokens if factor is None else tokens * factor.double().reshape(())
