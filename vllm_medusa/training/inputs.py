@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_medusa.heads.files import find_target
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.model import HeadsError
-from vllm_medusa.offline.prompts import BadLine
+from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import Record, load_records, split_heldout
+from vllm_medusa.training.options import TextFiles, TrainOptions
 from vllm_medusa.training.target import TargetError
 from vllm_medusa.training.texts import Texts
 
@@ -22,6 +23,7 @@ _NOT_COMPUTED = (
     *("bos_token_id", "eos_token_id", "pad_token_id"),
     *("id2label", "label2id", "medusa", "medusa_2"),
 )
+_SHOWN_BAD_LINES = 20
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
 
 
@@ -37,89 +39,92 @@ class Inputs:
         source: the target's folder or hub name.
         fingerprint: of its weights, `heads.fingerprint.target_fingerprint`'s.
         dtype: the name of its weights' dtype, if its config says it.
-        train: records to train on.
-        heldout: records to measure on, maybe none.
-        bad: lines of the files that aren't used, with the file each is in.
         config: what of its config.json acts on the same weights, such as RoPE scaling.
-        trained_too: how many held-out records were left out, since their prompts are trained on.
+        train: records to train on.
+        heldout: records to measure on, whose prompts nothing is trained on; maybe none.
 
     """
 
     source: str
     fingerprint: dict[str, Any]
     dtype: str | None
+    config: dict[str, Any]
     train: list[Record]
     heldout: list[Record]
-    bad: list[tuple[Path, BadLine]]
-    config: dict[str, Any] = field(default_factory=dict)
-    trained_too: int = 0
 
     @classmethod
-    def read(
-        cls,
-        source: str,
-        data: Path,
-        *,
-        heldout: Path | None = None,
-        max_tokens: int | None = None,
-    ) -> Inputs:
-        """Read everything but the target's weights; `apart` comes next.
+    def read(cls, options: TrainOptions, progress: Progress = SILENT) -> Inputs:
+        """Read everything but the target's weights.
 
         Args:
-            source: the target.
-            data: a file of records, texts or conversations (`offline.records`).
-            heldout: such a file to measure on, if there is one.
-            max_tokens: longer records are bad lines; None: as long as the target's context.
+            options: the target, the files, what to do with bad lines.
+            progress: told of bad lines, records that are left out, and how many there are.
 
         Raises:
             TargetError: no target there.
             PromptError: no such file.
+            DataError: records that can't be trained on, or none.
 
         """
-        config, fingerprint = _identify(source)
-        context = getattr(config, "max_position_embeddings", None)
+        files = options.files
+        config, fingerprint = _identify(options.model)
         limits = {
             "vocab_size": int(config.vocab_size),
-            "max_tokens": max_tokens or context,
-            "tokenizer": _tokenizer(source),
+            "max_tokens": files.max_text_tokens or getattr(config, "max_position_embeddings", None),
+            "tokenizer": _tokenizer(options.model),
         }
-        train, found = load_records(data, **limits)
-        bad = [(data, line) for line in found]
-        measured: list[Record] = []
-        if heldout is not None:
-            measured, found = load_records(heldout, **limits)
-            bad += [(heldout, line) for line in found]
+        read = {path: load_records(path, **limits) for path in (files.data, files.heldout) if path}
+        bad = [
+            f"{path}, line {b.line}: {b.reason}" for path, (_, found) in read.items() for b in found
+        ]
+        if bad:
+            _refuse_or_tell(bad, files.on_bad_line, progress)
+        train = read[files.data][0]
+        if not train:
+            raise DataError(f"{files.data}: no usable records in it.")
+        if files.heldout is None:
+            try:
+                train, heldout = split_heldout(train, files.heldout_share)
+            except ValueError as error:
+                raise DataError(
+                    f"{files.data}: {error} Without measuring: --heldout-share 0."
+                ) from None
+        else:
+            heldout = _untrained(files, train, read[files.heldout][0], progress)
+        if options.training.labels == "soft":
+            _require_whole_distributions(train)
+        progress.note(f"training on {_count(train)}; held out: {_count(heldout)}")
         dtype = getattr(config, "dtype", None)
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        return cls(source, fingerprint, name, train, measured, bad, computed_with(source))
+        return cls(options.model, fingerprint, name, computed_with(options.model), train, heldout)
 
-    def apart(self, data: Path, heldout: Path | None, share: float) -> Inputs:
-        """The same with held-out records whose prompts nothing is trained on.
 
-        Args:
-            data: what `train` was read from, for messages.
-            heldout: what `heldout` was read from; None: ``share`` of the prompts is held out.
-            share: see `records.split_heldout`.
+def _refuse_or_tell(bad: list[str], on_bad_line: str, progress: Progress) -> None:
+    more = len(bad) - _SHOWN_BAD_LINES
+    shown = bad[:_SHOWN_BAD_LINES] + ([f"and {more} more"] if more > 0 else [])
+    lines = "".join(f"\n  {text}" for text in shown)
+    if on_bad_line == "refuse":
+        raise DataError(f"{len(bad)} bad lines; correct them, or pass --on-bad-line skip.{lines}")
+    progress.warn(f"skipping {len(bad)} bad lines:{lines}")
 
-        Raises:
-            DataError: too few prompts, or every held-out prompt is trained on.
 
-        """
-        if heldout is None:
-            try:
-                train, measured = split_heldout(self.train, share)
-            except ValueError as error:
-                raise DataError(f"{data}: {error} Without measuring: --heldout-share 0.") from None
-            return replace(self, train=train, heldout=measured)
-        prompts = {record.prompt_key for record in self.train}
-        measured = [record for record in self.heldout if record.prompt_key not in prompts]
-        if not measured:
-            raise DataError(
-                f"{heldout}: of its {len(self.heldout)} usable records none has a prompt that "
-                f"{data} doesn't train on. Hold others out, or leave --heldout away: then "
-                "--heldout-share of the prompts is."
-            )
-        return replace(self, heldout=measured, trained_too=len(self.heldout) - len(measured))
+def _untrained(
+    files: TextFiles, train: list[Record], heldout: list[Record], progress: Progress
+) -> list[Record]:
+    """Held-out records whose prompts nothing is trained on."""
+    prompts = {record.prompt_key for record in train}
+    kept = [record for record in heldout if record.prompt_key not in prompts]
+    if not kept:
+        raise DataError(
+            f"{files.heldout}: of its {len(heldout)} usable records none has a prompt that "
+            f"{files.data} doesn't train on. Hold others out, or leave --heldout away: then "
+            "--heldout-share of the prompts is."
+        )
+    if left_out := len(heldout) - len(kept):
+        progress.warn(
+            f"{files.heldout}: {left_out} records are left out, since their prompts are trained on"
+        )
+    return kept
 
 
 def computed_with(source: str) -> dict[str, Any]:
@@ -150,13 +155,8 @@ def require_labels(texts: Texts, num_heads: int, name: str) -> None:
         )
 
 
-def require_whole_distributions(records: Sequence[Record]) -> None:
-    """Refuse records whose soft labels would not be what they were sampled from.
-
-    Raises:
-        DataError: some were sampled with top_p or top_k.
-
-    """
+def _require_whole_distributions(records: Sequence[Record]) -> None:
+    """Refuse records whose soft labels would not be what they were sampled from."""
     if cut := sum(record.truncated for record in records):
         raise DataError(
             f"{cut} of {len(records)} records were sampled with top_p or top_k, and soft labels "
@@ -190,7 +190,6 @@ def _tokenizer(source: str) -> Any:
         return None
 
 
-def describe(records: Sequence[Record]) -> str:
-    """Count records and tokens, for people."""
+def _count(records: Sequence[Record]) -> str:
     written = sum(record.num_generated for record in records)
     return f"{len(records)} records, {written} generated tokens"

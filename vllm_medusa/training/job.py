@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,7 @@ class Job:
                 "train": digest_of(inputs.train),
                 "heldout": digest_of(inputs.heldout) if inputs.heldout else None,
             },
-            "heads": {
-                name: getattr(options.heads, name)
-                for name in ("num_heads", "num_layers", "lm_heads", "draft_vocab", "save_dtype")
-            },
+            "heads": asdict(options.heads),
             "recipe": self.recipe.to_dict(),
             "dtype": str(self.dtype),
             "quantization": options.machine.quantization,

@@ -49,7 +49,7 @@ class Medusa2(Trainer):
         adapted: PeftModel,
         heads: MedusaHeads,
         records: Sequence[Record],
-        heldout: HiddenStates | None,
+        heldout: HiddenStates,
         recipe: JointRecipe,
         run: TrainingRun,
         workers: Workers,
@@ -76,7 +76,7 @@ class Medusa2(Trainer):
         super().__init__(heads, recipe, run, workers, save_seconds)
         self.target, self.adapted, self.recipe = target, adapted, recipe
         self.records = records
-        self.heldout = None if heldout is None else release_target(heldout)
+        self.heldout = release_target(heldout)
         self.draft_head = draft_lm_head(target, heads)
         self.token_map = None if heads.token_map is None else heads.token_map.cpu()
         self.adapter = adapter_parameters(adapted)
@@ -112,16 +112,11 @@ class Medusa2(Trainer):
             for name, parameter in self.adapter.items():
                 parameter.copy_(state["adapter"][name])
 
-    def measured(self) -> dict[str, Any] | None:
-        """See `Trainer`."""
-        return None if self.heldout is None else self.measure()
-
-    def measure(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, Any]:
         """Heads and quality on held-out text as they are now, plain JSON.
 
         Without autocast: the original's states, kept in files, were computed without it.
         """
-        assert self.heldout is not None
         found = measure_joint(
             self.heads,
             self.draft_head,

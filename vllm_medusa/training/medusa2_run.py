@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -42,13 +43,11 @@ def train_medusa2(job: Job) -> None:
         bf16=job.recipe.bf16,
         self_distilled=all(record.temperature is not None for record in job.inputs.train),
     )
-    bounds = {"max_kl": joint.bounds.max_kl}
-    bounds["max_perplexity_ratio"] = joint.bounds.max_perplexity_ratio
     job.settings |= {
         "start_heads": _fingerprint(joint.start_heads),
         "joint": recipe.to_dict(),
         "save": joint.save,
-        "bounds": bounds,
+        "bounds": asdict(joint.bounds),
     }
     workers = job.workers
     with job.open() as run:
@@ -71,20 +70,7 @@ def train_medusa2(job: Job) -> None:
         if workers.main:
             if job.options.machine.quantization is not None:
                 original = _unquantised(job, run, original)
-            publish(
-                run,
-                run.work / "adapter",
-                heads,
-                job.inputs.source,
-                original,
-                training={**job.settings, **trained},
-                provenance=origin,
-                save=joint.save,
-                bounds=joint.bounds,
-                dtype=job.dtype,
-                device=workers.device,
-                heads_dtype=DTYPES[job.options.heads.save_dtype],
-            )
+            publish(job, run, heads, original, trained, origin)
             run.finish()
         workers.wait()
 

@@ -62,8 +62,7 @@ class Recipe:
     def of(cls, options: StepOptions, *, bf16: bool, hidden_size: int, num_labels: int) -> Recipe:
         """Fill in what isn't given, for a target's width and the labels of head 0 in the texts."""
         return cls(
-            labels=options.labels,
-            decay=options.decay,
+            **_shared(options),
             epochs=options.epochs,
             batch_rows=options.batch_tokens or usual_batch(num_labels * options.epochs),
             accumulate=options.accumulate,
@@ -71,8 +70,6 @@ class Recipe:
             optimisation=_optimisation(
                 options, options.learning_rate or usual_rate(hidden_size), WARMUP_STEPS
             ),
-            seed=options.seed,
-            measure_every=options.measure_every,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,8 +182,7 @@ class JointRecipe:
             heads_weight=HeadsWeight(peak, options.growth, options.growth_share),
             heads_rate=options.heads_rate,
             lm_loss=lm_loss,
-            labels=steps.labels,
-            decay=steps.decay,
+            **_shared(steps),
             epochs=options.joint_epochs,
             steps=options.joint_steps,
             step_tokens=options.joint_tokens,
@@ -194,13 +190,15 @@ class JointRecipe:
             checkpointing=options.checkpoint_layers,
             bf16=bf16,
             optimisation=_optimisation(steps, options.backbone_rate, JOINT_WARMUP_STEPS),
-            seed=steps.seed,
-            measure_every=steps.measure_every,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
         return asdict(self)
+
+
+def _shared(options: StepOptions) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("labels", "decay", "seed", "measure_every")}
 
 
 def _optimisation(options: StepOptions, rate: float, warmup: int) -> Optimisation:

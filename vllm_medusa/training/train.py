@@ -12,7 +12,7 @@ from vllm_medusa.files import read_json
 from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import write_records
-from vllm_medusa.training.inputs import DataError, Inputs, describe, require_whole_distributions
+from vllm_medusa.training.inputs import Inputs
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.medusa1_run import train_medusa1
 from vllm_medusa.training.medusa2_result import ADAPTER, DEGRADED, MODEL
@@ -26,7 +26,6 @@ METHODS: dict[str, Callable[[Job], None]] = {
     "medusa-1": train_medusa1,
     "medusa-2": train_medusa2,
 }
-_SHOWN_BAD_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def train(
             check_output(files.output)
         else:
             progress = SILENT
-        inputs = _read(options, progress)
+        inputs = Inputs.read(options, progress)
         if joint.start_heads is not None:
             info = peek_heads(joint.start_heads)
             shape = replace(options.heads, num_heads=info.num_heads, num_layers=info.num_layers)
@@ -111,33 +110,3 @@ def train(
         if workers.main:
             raise
         raise ValueError(f"in process {workers.rank}: {error}") from error
-
-
-def _read(options: TrainOptions, progress: Progress) -> Inputs:
-    """Read the data; bad lines are refused or told."""
-    files = options.files
-    inputs = Inputs.read(
-        options.model, files.data, heldout=files.heldout, max_tokens=files.max_text_tokens
-    )
-    if inputs.bad:
-        shown = [f"{file}, line {bad.line}: {bad.reason}" for file, bad in inputs.bad]
-        more = len(shown) - _SHOWN_BAD_LINES
-        shown[_SHOWN_BAD_LINES:] = [f"and {more} more"] if more > 0 else []
-        lines = "".join(f"\n  {text}" for text in shown)
-        if files.on_bad_line == "refuse":
-            raise DataError(
-                f"{len(inputs.bad)} bad lines; correct them, or pass --on-bad-line skip.{lines}"
-            )
-        progress.warn(f"skipping {len(inputs.bad)} bad lines:{lines}")
-    if not inputs.train:
-        raise DataError(f"{files.data}: no usable records in it.")
-    inputs = inputs.apart(files.data, files.heldout, files.heldout_share)
-    if options.training.labels == "soft":
-        require_whole_distributions(inputs.train)
-    if inputs.trained_too:
-        progress.warn(
-            f"{files.heldout}: {inputs.trained_too} records are left out, since their prompts are "
-            "trained on"
-        )
-    progress.note(f"training on {describe(inputs.train)}; held out: {describe(inputs.heldout)}")
-    return inputs

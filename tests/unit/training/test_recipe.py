@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 import pytest
 
-from vllm_medusa.training.options import LoraSettings, QualityBounds
+from vllm_medusa.training.optimisation import Optimisation
+from vllm_medusa.training.options import JointOptions, LoraSettings, QualityBounds, StepOptions
 from vllm_medusa.training.recipe import (
     Growth,
     HeadsWeight,
@@ -72,3 +73,12 @@ def test_what_isnt_given_follows_from_the_width_and_the_rows() -> None:
     assert rates == [5e-3, 5e-3, 1.25e-3, 1e-3]
     rows = (10, 600_000, 3_000_000, 60_000_000)
     assert [usual_batch(count) for count in rows] == [256, 384, 1920, 4096]
+
+
+def test_the_recipes_defaults_are_the_options() -> None:
+    steps, joint = StepOptions(), JointOptions()
+    given = Recipe(optimisation=Optimisation(5e-3), batch_rows=256)
+    assert Recipe.of(steps, bf16=False, hidden_size=64, num_labels=10) == given
+    assert JointRecipe.of(joint, steps, bf16=False, self_distilled=True) == JointRecipe()
+    other = JointRecipe.of(joint, steps, bf16=False, self_distilled=False)
+    assert (other.lm_loss, other.heads_weight.peak) == ("cross-entropy", 0.2)
