@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -150,25 +150,19 @@ class Target:
         out = self.backbone(input_ids=ids, attention_mask=attention_mask, use_cache=False)
         return out.last_hidden_state
 
-    def lm_head(self, x: Tensor, token_ids: Tensor | None = None) -> Tensor:
+    def lm_head(self, x: Tensor) -> Tensor:
         """Logits with the target's bias, soft cap and scale, as in serving.
 
         Args:
             x: [..., H] of any float dtype; computed in the LM head's (autocast's, if it is on).
-            token_ids: int64 [V_draft]: score only these tokens, in this order.
 
         Returns:
-            [..., V] or [..., V_draft].
+            [..., V].
 
         """
         if self.head.weight.is_floating_point():
             x = x.to(self.head.weight.dtype)
-        if token_ids is None:
-            logits = self.head(x)
-        else:
-            bias = None if self.lm_head_bias is None else self.lm_head_bias[token_ids]
-            logits = nn.functional.linear(x, self.lm_head_weight[token_ids], bias)
-        return self.shape_logits(logits)
+        return self.shape_logits(self.head(x))
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Apply soft cap and scale to what the LM head's matrix and bias give, any shape."""

@@ -43,7 +43,7 @@ class Texts:
     Attributes:
         ids: int32 [T], all records' tokens one behind the other.
         first_id: int64 [R + 1], where each record begins in ``ids``.
-        lines: int64 [R], each record's line in its file; ``indices`` its index.
+        lines: int64 [R], each record's line in its file.
         temperatures: fp32 [R]; 1 for text that the target didn't sample.
         span_record: int64 [S].
         span_position: int64 [S], the text position of a span's row 0.
@@ -54,7 +54,6 @@ class Texts:
     ids: np.ndarray
     first_id: np.ndarray
     lines: np.ndarray
-    indices: np.ndarray
     temperatures: np.ndarray
     span_record: np.ndarray
     span_position: np.ndarray
@@ -75,7 +74,6 @@ class Texts:
             ids=np.fromiter(flat, np.int32),
             first_id=_starts([len(record.token_ids) for record in records]),
             lines=np.array([record.line for record in records], np.int64),
-            indices=np.array([record.index for record in records], np.int64),
             temperatures=np.array(sampled_at, np.float32),
             span_record=table[:, 0],
             span_position=table[:, 1],

@@ -60,10 +60,6 @@ def test_states_and_lm_head_give_the_models_own_logits(name: str, tmp_path: Path
     assert states.shape == (3, 20, 64) and not states.requires_grad
     logits = target.lm_head(states)
     torch.testing.assert_close(logits[mask == 1], wanted[mask == 1], rtol=1e-5, atol=1e-5)
-    some = torch.tensor([9, 3, 400])
-    torch.testing.assert_close(
-        target.lm_head(states, some), logits[..., some], rtol=1e-4, atol=1e-4
-    )
     tied = target.lm_head_weight is target.model.get_input_embeddings().weight
     assert tied == ("tied" in name or "gemma" in name or "cohere" in name)
     assert (target.lm_head_bias is not None) == ("bias" in name)
