@@ -21,8 +21,8 @@ from vllm_medusa.cli.console import ConsoleProgress, run_job
 from vllm_medusa.cli.flags import add_flags, from_flags
 from vllm_medusa.config import run_engines_in_this_process
 from vllm_medusa.offline.batch import run_batch
-from vllm_medusa.offline.compare import compare
 from vllm_medusa.offline.engine import EngineSettings, Sampling, VllmEngine, medusa_config
+from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.offline.quiet import stderr_to_log
 from vllm_medusa.options import AtLeastZero, FromZero, Options, Positive, option
@@ -145,7 +145,7 @@ def _row(
     progress: ConsoleProgress,
 ) -> report.Row:
     done, groups = count(1), rounds * -(-len(prompts) // batch)
-    comparison = compare(
+    comparison = run_in_turn(
         plain,
         medusa,
         prompts,

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Answer, Result
-from vllm_medusa.offline.compare import Comparison
 from vllm_medusa.offline.engine import Sampling
+from vllm_medusa.offline.in_turn import InTurn
 from vllm_medusa.offline.prompts import Prompt
 
 DRAFT_STYLE = "black on green"
@@ -29,7 +29,7 @@ class Row:
     """One way of running the prompts, and what came of it."""
 
     name: str
-    comparison: Comparison
+    comparison: InTurn
 
 
 def opening(

@@ -270,7 +270,7 @@ def test_a_worker_that_derives_from_ours_starts(
 
 
 def test_engine_arguments_that_vllm_does_not_have() -> None:
-    with pytest.raises(EngineRefused, match=r"'enforce_eagre' is no argument.*enforce_eager"):
+    with pytest.raises(EngineRefused, match=r"'enforce_eagre' is not an argument.*enforce_eager"):
         check_engine_args(["dtype", "log_level", "enforce_eagre"])
 
 

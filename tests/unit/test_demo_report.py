@@ -6,7 +6,7 @@ from support.fake_engine import FakeEngine
 
 from demo import report
 from vllm_medusa.offline.batch import Answer, Result
-from vllm_medusa.offline.compare import Comparison, compare
+from vllm_medusa.offline.in_turn import InTurn, run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(6)]
@@ -30,8 +30,8 @@ def output(console: Console) -> str:
     return console.file.getvalue()
 
 
-def compared(wrong_at: int | None = None) -> Comparison:
-    return compare(
+def compared(wrong_at: int | None = None) -> InTurn:
+    return run_in_turn(
         FakeEngine(),
         FakeEngine(step_sizes=(3, 1), wrong_at=wrong_at),
         PROMPTS,

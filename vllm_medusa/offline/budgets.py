@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_medusa.offline.batch import Engine
-from vllm_medusa.offline.compare import Comparison, Runner, compare
+from vllm_medusa.offline.in_turn import InTurn, Runner, run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 
 _SHOWN_DIFFERENCES = 5
@@ -19,7 +19,7 @@ class Budget:
     """A tree of ``num_draft_tokens`` nodes beside plain vLLM."""
 
     num_draft_tokens: int
-    comparison: Comparison
+    comparison: InTurn
 
     @property
     def ratio(self) -> float:
@@ -73,8 +73,8 @@ def measure(
         ValueError: there are no prompts, or an engine refuses one.
 
     """
-    compare(plain, medusa, prompts[:concurrency], concurrency=concurrency, seed=seed)
-    comparison = compare(
+    run_in_turn(plain, medusa, prompts[:concurrency], concurrency=concurrency, seed=seed)
+    comparison = run_in_turn(
         plain,
         medusa,
         prompts,

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import IO, Any, TypeAlias, TypeVar
 
 from vllm_medusa.job import SILENT, JobFailed, Progress
+from vllm_medusa.offline.quiet import end_of
 
 Channel: TypeAlias = "Connection[Any, Any]"
 R = TypeVar("R")
@@ -30,8 +31,6 @@ _FAILED = "failed"
 _INTERRUPTED = 130  # the status of a process that SIGINT ended
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STOP_SECONDS = 60
-_SHOWN_LINES = 25
-_SHOWN_BYTES = 1 << 14
 _KINDS = {"ValueError": ValueError, "OSError": OSError, "JobFailed": JobFailed}
 
 
@@ -82,12 +81,7 @@ class Child:
             message = _FAILED, f"ended with status {status}"
         if message[0] != _FAILED:
             return message
-        raise JobFailed(f"{name} {message[1]}; the end of its log:\n{self._log_end()}")
-
-    def _log_end(self) -> str:
-        size = os.fstat(self._log.fileno()).st_size
-        end = os.pread(self._log.fileno(), _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
-        return "\n".join(end.decode(errors="replace").splitlines()[-_SHOWN_LINES:])
+        raise JobFailed(f"{name} {message[1]}; the end of its log:\n{end_of(self._log.fileno())}")
 
     def end(self, *, interrupt: bool = False) -> None:
         """Wait until the process ends, then kill what is left of it and its descendants.

@@ -107,7 +107,7 @@ def check_engine_args(names: Iterable[str]) -> None:
             close = get_close_matches(name, known)
             meant = f" Did you mean {' or '.join(close)}?" if close else ""
             raise EngineRefused(
-                f"--engine-args: {name!r} is no argument of vLLM's LLM.{meant} Correct it, or "
+                f"--engine-args: {name!r} is not an argument of vLLM's LLM.{meant} Correct it, or "
                 "leave it out."
             )
 
@@ -161,8 +161,8 @@ class VllmEngine:
             reason = str(error)
             if "huggingface.co" in reason:  # transformers' words for what is neither here nor there
                 reason = (
-                    f"{settings.model!r} is no folder of a model here, and no hub name that could "
-                    f"be looked up. {reason}"
+                    f"{settings.model!r} is not a folder of a model here, nor a hub name that "
+                    f"could be looked up. {reason}"
                 )
             raise EngineRefused(reason) from error
 

@@ -22,7 +22,7 @@ from vllm_medusa.offline.prompts import Prompt
 class EngineProcess:
     """A started engine; use it as a context manager.
 
-    It is a `vllm_medusa.offline.compare.Runner`.
+    It is a `vllm_medusa.offline.in_turn.Runner`.
     """
 
     def __init__(self, settings: EngineSettings, sampling: Sampling):
@@ -49,7 +49,7 @@ class EngineProcess:
     def run(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> tuple[list[Result], float]:
-        """Generate for a group of prompts; see `vllm_medusa.offline.compare.Runner`."""
+        """Generate for a group of prompts; see `vllm_medusa.offline.in_turn.Runner`."""
         self._child.channel.send((list(prompts), concurrency, seed))
         return self._reply()
 

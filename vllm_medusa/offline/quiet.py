@@ -6,14 +6,14 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 _SHOWN_LINES = 25
-Read = Callable[[], str]  # all that was written so far
+_SHOWN_BYTES = 1 << 14
 
 
 @contextlib.contextmanager
-def stderr_to_log(enabled: bool = True) -> Iterator[Read | None]:
+def stderr_to_log(enabled: bool = True) -> Iterator[None]:
     """Send standard error, that of processes started inside included, to a file without a name.
 
     vLLM, torch and the tokenizers warn while they start, partly from C++ and from child processes,
@@ -25,26 +25,17 @@ def stderr_to_log(enabled: bool = True) -> Iterator[Read | None]:
     Args:
         enabled: False changes nothing.
 
-    Yields:
-        What reads the file, or None.
-
     """
     if not enabled:
-        yield None
+        yield
         return
     sys.stderr.flush()
     terminal = os.dup(2)
     explained = False
     with tempfile.TemporaryFile(prefix="vllm-medusa-") as log:
         os.dup2(log.fileno(), 2)
-
-        def read() -> str:
-            return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode(
-                errors="replace"
-            )
-
         try:
-            yield read
+            yield
             explained = True
         except (ValueError, OSError):
             explained = True
@@ -53,13 +44,12 @@ def stderr_to_log(enabled: bool = True) -> Iterator[Read | None]:
             sys.stderr.flush()
             os.dup2(terminal, 2)
             os.close(terminal)
-            if not explained:
-                _show_end(read())
+            if not explained and (end := end_of(log.fileno())):
+                sys.stderr.write(f"--- the end of its log:\n{end}\n---\n")
 
 
-def _show_end(log: str) -> None:
-    """Print the last lines of a log to standard error."""
-    lines = log.splitlines()
-    if lines:
-        shown = ["--- the end of its log:", *lines[-_SHOWN_LINES:], "---"]
-        sys.stderr.write("\n".join(shown) + "\n")
+def end_of(log: int) -> str:
+    """The last lines of an open file."""
+    size = os.fstat(log).st_size
+    end = os.pread(log, _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
+    return "\n".join(end.decode(errors="replace").splitlines()[-_SHOWN_LINES:])

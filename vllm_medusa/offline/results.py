@@ -142,7 +142,7 @@ class ResultLog:
             os.close(self._fd)
 
     def _require_own(self) -> None:
-        """Never truncate what is no file of results, such as the prompts themselves."""
+        """Never truncate what is not a file of results, such as the prompts themselves."""
         if os.fstat(self._fd).st_size and not manifest_path(self.path).exists():
             raise FileRefused(
                 f"{self.path} holds something that was not written by this command (there is no "

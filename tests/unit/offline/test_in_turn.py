@@ -1,7 +1,7 @@
 import pytest
 from support.fake_engine import FakeEngine
 
-from vllm_medusa.offline.compare import compare
+from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(10)]
@@ -18,7 +18,7 @@ class Repeating(FakeEngine):
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_equal_tokens_are_identical_however_many_come_in_a_step(concurrency: int) -> None:
     calls: list[None] = []
-    comparison = compare(
+    comparison = run_in_turn(
         Repeating(),
         Repeating(step_sizes=(3, 1)),
         PROMPTS,
@@ -37,7 +37,7 @@ def test_equal_tokens_are_identical_however_many_come_in_a_step(concurrency: int
 
 
 def test_one_wrong_token_is_found_and_named() -> None:
-    comparison = compare(
+    comparison = run_in_turn(
         Repeating(), Repeating(wrong_at=2), PROMPTS, concurrency=4, seed=3, rounds=1
     )
     assert not comparison.identical
@@ -47,7 +47,7 @@ def test_one_wrong_token_is_found_and_named() -> None:
 
 
 def test_a_shorter_answer_differs() -> None:
-    comparison = compare(
+    comparison = run_in_turn(
         Repeating(max_tokens=50), Repeating(max_tokens=2), PROMPTS, concurrency=4, seed=3
     )
     assert comparison.differences
@@ -56,6 +56,6 @@ def test_a_shorter_answer_differs() -> None:
 
 def test_nothing_compared_is_not_identical() -> None:
     with pytest.raises(ValueError, match="no prompts"):
-        compare(Repeating(), Repeating(), [], concurrency=1, seed=0)
+        run_in_turn(Repeating(), Repeating(), [], concurrency=1, seed=0)
     with pytest.raises(ValueError, match="r0 was refused"):
-        compare(Repeating(longest_prompt=1), Repeating(), PROMPTS, concurrency=1, seed=0)
+        run_in_turn(Repeating(longest_prompt=1), Repeating(), PROMPTS, concurrency=1, seed=0)

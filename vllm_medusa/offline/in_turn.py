@@ -55,7 +55,7 @@ class Difference:
 
 
 @dataclass
-class Comparison:
+class InTurn:
     """Both engines' figures, and every request whose answers differ."""
 
     baseline: Timed = field(default_factory=Timed)
@@ -81,7 +81,7 @@ class Comparison:
         return [rate / base if base else 0.0 for rate, base in pairs]
 
 
-def compare(
+def run_in_turn(
     baseline: Engine | Runner,
     candidate: Engine | Runner,
     prompts: Sequence[Prompt],
@@ -90,7 +90,7 @@ def compare(
     seed: int | None,
     rounds: int = 1,
     progress: Callable[[], None] = lambda: None,
-) -> Comparison:
+) -> InTurn:
     """Run the prompts through both engines.
 
     Args:
@@ -108,7 +108,7 @@ def compare(
     """
     if not prompts:
         raise ValueError("there are no prompts to compare on.")
-    comparison = Comparison()
+    comparison = InTurn()
     baseline_first = True
     both = (comparison.baseline, comparison.candidate)
     for number in range(rounds):
