@@ -33,7 +33,8 @@ $(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safet
 		--num-layers 12 --intermediate-size 8192
 
 test: setup lint  ## all checks: ruff, mypy, the whole test suite
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \
+		$(PYTEST_ARGS)
 
 lint: setup  ## ruff and mypy only
 	$(BIN)/ruff check .

@@ -15,6 +15,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+# The longest files first, so that no worker of xdist waits for the other in the end.
+ORDER = ("v2", "distributed", "e2e", "worker", "gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        folder = item.nodeid.removeprefix("tests/").partition("/")[0]
+        return ORDER.index(folder) if folder in ORDER else len(ORDER)
+
+    items.sort(key=place)
+
+
 def pytest_sessionstart() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         from support.interpreter import speed_up

@@ -6,19 +6,18 @@ be one that plain vLLM gives almost the logit of its best. What follows is anoth
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support import demo
+from support.demo import HEADS, TARGET, demo_prompts
 from support.engines import complete, engine, generate, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import assert_chaotic
 from support.runner import compaction
-from transformers import AutoTokenizer
 from vllm import LLM
 
 pytestmark = pytest.mark.engine
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.engine
 # bf16 has 8 significant bits: logits of 8 to 16 are multiples of 1/16. Two such roundings, one on
 # either side, may be between the best two.
 NEAR_TIE = 2 * 2**-4
-DEMO = Path(__file__).parents[2] / "demo"
 TOKENS = 40
 Prompts = Sequence[list[int]]
 
@@ -84,14 +82,11 @@ def test_chaotic_model(
 
 
 def test_demo_model() -> None:
-    target, heads = str(DEMO / "target"), str(DEMO / "heads")
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
-    with engine(target, dtype="bfloat16") as llm:
+    prompts = demo_prompts()
+    with engine(TARGET, dtype="bfloat16") as llm:
         plain = run_plain(llm, prompts)
-    with engine(target, medusa(heads, "mc_sim_7b_63"), dtype="bfloat16") as llm:
-        gaps = run_trees(llm, plain, 4096)
+    with engine(TARGET, medusa(HEADS, "mc_sim_7b_63"), dtype="bfloat16") as llm:
+        gaps = run_trees(llm, plain, demo.VOCAB)
         real = plain.gaps([c.token_ids for c in complete(llm, prompts, greedy(TOKENS))])
     assert all(gap <= NEAR_TIE for gap in gaps + real), sorted(gaps + real)
     assert len(gaps) < 0.2 * len(prompts) and len(real) < 0.2 * len(prompts)

@@ -15,18 +15,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.demo import DEMO, TARGET, VOCAB, demo_prompts
 from support.engines import complete, engine, greedy
 from support.reference import Reference, differing, plain_greedy
 from support.spies import accepted_per_step, recorded_steps
 from torch import Tensor
-from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.engine
 
-DEMO = Path(__file__).parents[2] / "demo"
-TARGET, HEADS = str(DEMO / "target"), DEMO / "heads"
+HEADS = DEMO / "heads"
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0, 0]]
-TOKENS, VOCAB = 40, 4096
+TOKENS = 40
 CONFIG = json.loads((HEADS / "config.json").read_text())
 NUM_HEADS, NUM_LAYERS = CONFIG["num_heads"], CONFIG["num_hidden_layers"]
 Tensors = dict[str, Tensor]
@@ -135,11 +134,8 @@ OTHERS = [vllm_without_biases, vllm_small_token_map, vllm_lm_head_biases]
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[12:22]
     with engine(TARGET) as llm:
-        prompts = [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
-        return plain_greedy(llm, prompts, TOKENS)
+        return plain_greedy(llm, demo_prompts(12, 22), TOKENS)
 
 
 def steps_with(reference: Reference, config: dict[str, Any], model: str = TARGET) -> Steps:

@@ -7,20 +7,20 @@ decoding can not see, shows here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.demo import HEADS as HEADS_OF_DEMO
+from support.demo import TARGET, demo_prompts
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB, save_fitted_heads, save_model
 from support.reference import assert_chaotic
 from support.runner import ON_V2, sized
 from support.spies import accepted_per_step, assert_told, mean_accepted, recorded_steps
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from vllm import LLM
 
 from vllm_medusa.decode import DecodeResult, decode
@@ -30,7 +30,6 @@ from vllm_medusa.tree import TokenTree, load_preset
 
 pytestmark = pytest.mark.engine
 
-DEMO = Path(__file__).parents[2] / "demo"
 HIDDEN = 512  # more than the states that the heads have to know: 8 prompts of TOKENS
 TOKENS = sized(48, 24)
 COUNT = sized(8, 3)
@@ -168,14 +167,11 @@ def test_hidden_state_of_the_wrong_node(
 @pytest.mark.parametrize("tree", ["own", "mc_sim_7b_63"])
 def test_demo(tree: str) -> None:
     """Trained heads on real prompts, in fp32."""
-    target, heads = str(DEMO / "target"), str(DEMO / "heads")
-    own = peek_heads(heads).tree
+    own = peek_heads(HEADS_OF_DEMO).tree
     assert own is not None
     topology = TokenTree.from_paths(own) if tree == "own" else load_preset(tree)
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:12]
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    expected = oracle(model, heads, topology, prompts, 64)
-    with engine(target, medusa(heads, topology.to_lists())) as llm:
+    prompts = demo_prompts(0, 12)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    expected = oracle(model, HEADS_OF_DEMO, topology, prompts, 64)
+    with engine(TARGET, medusa(HEADS_OF_DEMO, topology.to_lists())) as llm:
         assert assert_agreement(llm, prompts, expected, 64) > 0.5

@@ -7,26 +7,23 @@ step reject.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
+from support.demo import HEADS, TARGET, demo_prompts
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
 from support.runner import ON_V2, async_scheduling, on_v1, sized
 from support.spies import assert_told, mean_accepted, recorded_steps, tree_rows
-from transformers import AutoTokenizer
 from vllm import LLM
 
 from vllm_medusa.tree import TokenTree
 
 pytestmark = pytest.mark.engine
 
-DEMO = Path(__file__).parents[2] / "demo"
 TOKENS = sized(40, 24)
 EIGHT = [[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0, 0]]
 SIXTY_THREE = "mc_sim_7b_63"
@@ -111,15 +108,12 @@ def test_random_heads(tree_engine: tuple[int, LLM], reference: Reference) -> Non
 
 def test_demo_model() -> None:
     """Trained heads, real prompts: what `make demo` promises, in fp32."""
-    target = str(DEMO / "target")
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
-    with engine(target) as llm:
+    prompts = demo_prompts()
+    with engine(TARGET) as llm:
         expected = plain_greedy(llm, prompts, TOKENS)
     assert len(expected.prompts) >= 0.9 * len(prompts)
     with (
-        engine(target, medusa(str(DEMO / "heads"), None)) as llm,
+        engine(TARGET, medusa(HEADS, None)) as llm,
         recorded_steps() as steps,
     ):
         got = complete(llm, expected.prompts, greedy(TOKENS))

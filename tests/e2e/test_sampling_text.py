@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from support.demo import HEADS, TARGET, VOCAB, demo_prompts, tokenizer
 from support.engines import engine, medusa
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
 from support.planted import planted_by_seed
 from support.spies import mean_accepted, recorded_steps
-from transformers import AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.engine
 
-DEMO = Path(__file__).parents[2] / "demo"
-TARGET, HEADS = str(DEMO / "target"), str(DEMO / "heads")
-VOCAB = 4096
 WORDS = ["return", "self", "if not", "for i in", "import", "()", ":"]
 SCHEMA = {
     "type": "object",
@@ -36,9 +32,7 @@ GRAMMARS = {
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:6]
-    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+    return demo_prompts(0, 6)
 
 
 def cases() -> dict[str, list[SamplingParams]]:
@@ -72,8 +66,7 @@ def llm(plain: object) -> Iterator[LLM]:
 
 
 def test_the_cases_do_something(plain: dict[str, list[Outcome]]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    texts = {name: [tokenizer.decode(o.tokens) for o in plain[name]] for name in plain}
+    texts = {name: [tokenizer().decode(o.tokens) for o in plain[name]] for name in plain}
     assert not any(word in text for text in texts["greedy_banned"] for word in ("return", "self"))
     assert any("return" in text or "self" in text for text in texts["sampled"])
     assert any(o.completion.stop_reason in ("\n\n", "):") for o in plain["stop_text"])

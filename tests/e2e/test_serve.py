@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,14 +18,12 @@ from typing import Any
 
 import openai
 import pytest
+from support.demo import HEADS, TARGET, demo_texts, tokenizer
 from support.engines import engine
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
-DEMO = Path(__file__).parents[2] / "demo"
-TARGET, HEADS = str(DEMO / "target"), str(DEMO / "heads")
 TEMPLATE = "<s>{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 CHATS = [
     [{"role": "user", "content": "A function that adds two numbers."}],
@@ -47,8 +44,7 @@ class Answer:
 
 
 def prompts() -> list[str]:
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[22:26]
-    return [json.loads(line)["prompt"] for line in lines]
+    return demo_texts(22, 26)
 
 
 def rendered(chat: list[dict[str, str]]) -> str:
@@ -58,10 +54,9 @@ def rendered(chat: list[dict[str, str]]) -> str:
 @pytest.fixture(scope="module")
 def offline() -> dict[str, list[Answer]]:
     """Plain vLLM's answers, without a server and without heads."""
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
 
     def answers(llm: Any, texts: list[str], **options: Any) -> list[Answer]:
-        ids = [{"prompt_token_ids": tokenizer.encode(text)} for text in texts]
+        ids = [{"prompt_token_ids": tokenizer().encode(text)} for text in texts]
         params = SamplingParams(max_tokens=TOKENS, **options)
         outputs = [output.outputs[0] for output in llm.generate(ids, params, use_tqdm=False)]
         return [Answer(o.text, o.finish_reason, len(o.token_ids)) for o in outputs]

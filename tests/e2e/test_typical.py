@@ -6,19 +6,18 @@ vLLM's way to draw, says what they must be, step by step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.demo import HEADS, HIDDEN, TARGET, VOCAB, demo_prompts
 from support.engines import engine, medusa
 from support.outcomes import Outcome, assert_same, outcomes, seeded, steady_outcomes
 from support.runner import ON_V2, sized
 from support.spies import Step, accepted_per_step, mean_accepted, recorded_steps
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 from vllm_medusa.config import AcceptanceConfig
@@ -30,8 +29,6 @@ from vllm_medusa.worker.drafting import MedusaDrafter
 
 pytestmark = pytest.mark.engine
 
-DEMO = Path(__file__).parents[2] / "demo"
-TARGET, HEADS = str(DEMO / "target"), str(DEMO / "heads")
 TREE = sized(
     TokenTree.dense([3, 2, 1, 1]), TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
 )
@@ -44,9 +41,7 @@ Prompts = list[list[int]]
 
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:COUNT]
-    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+    return demo_prompts(0, COUNT)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +87,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def oracle(prompts: Prompts) -> Any:
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    heads, _ = load_heads(HEADS, hidden_size=256, vocab_size=4096, dtype=torch.float32)
+    heads, _ = load_heads(HEADS, hidden_size=HIDDEN, vocab_size=VOCAB, dtype=torch.float32)
 
     def decoded(
         rule: dict[str, Any], seeds: list[int], given: Prompts = prompts, **sampling: Any
@@ -124,8 +119,11 @@ def first_draw_of_v2(prompt: list[int], seed: int) -> Draw:
     return draw
 
 
-@pytest.mark.parametrize("sampling", sized(list(SAMPLING), ["t1_top_p"]))
-@pytest.mark.parametrize("rule", sized(list(RULES), ["greedy_root"]))
+# every rule and every kind of sampling; all nine pairs are in the batch of the next test
+@pytest.mark.parametrize(
+    ("rule", "sampling"),
+    sized(list(zip(RULES, SAMPLING, strict=True)), [("greedy_root", "t1_top_p")]),
+)
 def test_equals_the_oracle(
     llm: LLM, oracle: Any, prompts: Prompts, rule: str, sampling: str
 ) -> None:

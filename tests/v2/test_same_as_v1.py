@@ -1,30 +1,26 @@
 """The same requests on both runners, one after the other: tokens, acceptances, metrics.
 
 Trained heads on real prompts, nothing planted, temperature 0 (seeds mean other tokens on V2). Runs
-in `test_on_v2`.
+in `test_steps_on_v2`.
 """
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.demo import HEADS, TARGET, demo_prompts, tokenizer
 from support.engines import Completion, complete, engine, greedy, medusa
 from support.metrics import Counts, counts
 from support.runner import ON_V2, async_scheduling, on_v1
-from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_on_v2.py"),
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_steps_on_v2.py"),
 ]
 
-DEMO = Path(__file__).parents[2] / "demo"
-TARGET, HEADS = str(DEMO / "target"), str(DEMO / "heads")
 TREE = [[0], [1], [0, 0], [1, 0], [0, 0, 0]]
 Told = tuple[list[Completion], list[list[tuple[int, ...]]], Counts]
 
@@ -38,10 +34,8 @@ KINDS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     """Ends of all kinds; some prompts come in chunks and beside trees, one comes twice."""
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()[:4]
-    prompts = [tokenizer.encode(json.loads(line)["prompt"])[:36] for line in lines]
-    ends = tokenizer.convert_tokens_to_ids(["Ċ", "(", ")", ".", ",", "="])
+    prompts = [prompt[:36] for prompt in demo_prompts(0, 4)]
+    ends = tokenizer().convert_tokens_to_ids(["Ċ", "(", ")", ".", ",", "="])
     params = [
         greedy(14),
         greedy(1),

@@ -1,4 +1,7 @@
-"""What only vLLM's V2 runner has: who chooses it, its seams, its limits. Runs in `test_on_v2`."""
+"""What only vLLM's V2 runner has: who chooses it, its seams, its limits.
+
+Runs in `test_sampling_on_v2`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_on_v2.py"),
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_sampling_on_v2.py"),
 ]
 
 if ON_V2:

@@ -1,0 +1,56 @@
+"""Tests run once more in a process whose engines take vLLM's V2 model runner.
+
+A process of its own, since Triton's interpreter has to be there before vLLM is imported
+(`support.triton_on_cpu`). To run any test that way by hand:
+
+    PYTHONPATH=tests python -m pytest -p support.triton_on_cpu tests/e2e/test_equality.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+MARKS = [
+    pytest.mark.engine,
+    pytest.mark.timeout(3600),  # the first test waits for the whole process
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+]
+Outcomes = dict[str, dict[str, str]]  # file or test -> case -> what was wrong ("" if nothing was)
+
+
+def run_on_v2(selected: list[str], report: Path) -> Outcomes:
+    """Run these tests in one process; ``report`` is a file that isn't there yet."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "support.triton_on_cpu", "-p"]
+    command += ["no:cacheprovider", "--timeout", "1800", f"--junitxml={report}", *selected]
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    if not report.exists():
+        pytest.fail(f"pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr}")
+    found: Outcomes = defaultdict(dict)
+    for case in ElementTree.parse(report).iter("testcase"):
+        file = case.get("classname", "").replace(".", "/") + ".py"
+        name = case.get("name", "")
+        wrong = "\n".join(
+            f"{child.tag}: {child.text}" for child in case if child.tag != "system-out"
+        )
+        for test in (file, f"{file}::{name.partition('[')[0]}"):
+            found[test][name] = wrong
+    return found
+
+
+def assert_passed(cases: dict[str, str]) -> None:
+    assert cases, "nothing ran"
+    wrong = [f"{name}: {text}" for name, text in cases.items() if text]
+    assert not wrong, "\n\n".join(wrong)[-8000:]

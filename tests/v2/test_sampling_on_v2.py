@@ -1,0 +1,33 @@
+"""Sampling, requests and V2's own seams, on vLLM's V2 model runner.
+
+No refusals: they are said before a runner is built, in the same words for both runners.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.on_v2 import MARKS, Outcomes, assert_passed, run_on_v2
+
+pytestmark = MARKS
+
+SUITE = [  # a file's tests share an engine, so none is torn apart
+    "tests/v2/test_seams.py",
+    "tests/e2e/test_sampling.py::test_all_kinds_in_one_batch",
+    "tests/e2e/test_sampling.py::test_bad_words",
+    "tests/e2e/test_sampling.py::test_batch_invariance_of_a_seed",
+    "tests/e2e/test_typical.py::test_equals_the_oracle",
+    "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
+    "tests/e2e/test_requests.py::test_good_options_are_no_error",
+    "tests/e2e/test_requests.py::test_short_requests_beside_long_ones",
+    "tests/e2e/test_refusals.py::test_a_layer_with_a_backend_of_its_own_starts_nothing",
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_on_v2(SUITE, tmp_path_factory.mktemp("v2") / "report.xml")
+
+
+@pytest.mark.parametrize("selected", SUITE)
+def test_on_v2(outcomes: Outcomes, selected: str) -> None:
+    assert_passed(outcomes[selected])

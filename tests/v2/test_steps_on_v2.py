@@ -1,0 +1,45 @@
+"""Equality, architectures, scheduling and ranks once more, on vLLM's V2 model runner."""
+
+from __future__ import annotations
+
+import pytest
+from support.on_v2 import MARKS, Outcomes, assert_passed, run_on_v2
+
+pytestmark = MARKS
+
+SUITE = [  # a file's tests share an engine, so none is torn apart
+    "tests/e2e/test_equality.py::test_planted_drafts",
+    "tests/e2e/test_equality.py::test_random_heads",
+    "tests/e2e/test_negative_controls.py::test_nothing_broken_is_equal",
+    "tests/e2e/test_negative_controls.py::test_broken_differs",
+    "tests/e2e/test_architectures.py::test_equality",
+    "tests/e2e/test_decode_agreement.py::test_accepts_what_the_oracle_accepts",
+    "tests/e2e/test_decode_agreement.py::test_hidden_state_of_the_wrong_node",
+    "tests/e2e/test_scheduling.py::test_chunked_prefill_and_mixed_steps",
+    "tests/e2e/test_scheduling.py::test_trees_are_cut_to_the_budget",
+    "tests/e2e/test_scheduling.py::test_prefix_cache_hits_on_compacted_blocks",
+    "tests/e2e/test_scheduling.py::test_requests_end_exactly_at_max_model_len",
+    "tests/e2e/test_scheduling.py::test_end_tokens_of_the_model",
+    "tests/e2e/test_scheduling.py::test_stop_tokens",
+    "tests/e2e/test_scheduling.py::test_arrivals_and_aborts",
+    "tests/e2e/test_scheduling.py::test_preemption",
+    "tests/e2e/test_scheduling.py::test_torch_compile",
+    "tests/v2/test_same_as_v1.py",
+    "tests/distributed/test_tensor_parallel.py::test_each_rank_scores_its_half",
+    "tests/distributed/test_tensor_parallel.py::test_greedy_tokens",
+    "tests/distributed/test_tensor_parallel.py::test_seeded_tokens",
+    "tests/distributed/test_tensor_parallel.py::test_one_rank_decides_the_same",
+    "tests/distributed/test_tensor_parallel.py::test_the_ranks_agree",
+    "tests/distributed/test_tensor_parallel.py::test_the_comparison_is_a_large_one",
+    "tests/distributed/test_tensor_parallel.py::test_a_rank_that_differs_is_noticed",
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return run_on_v2(SUITE, tmp_path_factory.mktemp("v2") / "report.xml")
+
+
+@pytest.mark.parametrize("selected", SUITE)
+def test_on_v2(outcomes: Outcomes, selected: str) -> None:
+    assert_passed(outcomes[selected])
