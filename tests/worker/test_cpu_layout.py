@@ -7,9 +7,10 @@ vllm_platforms = pytest.importorskip("vllm.platforms")
 
 from support.paged_trees import random_tree_batch  # noqa: E402
 
+from vllm_medusa.kv import copy_slots  # noqa: E402
 from vllm_medusa.scorer import cpu  # noqa: E402
 from vllm_medusa.scorer.cpu import tree_attention  # noqa: E402
-from vllm_medusa.scorer.layout import CacheLayout, copy_tokens, gather_tokens  # noqa: E402
+from vllm_medusa.scorer.layout import CacheLayout, gather_tokens  # noqa: E402
 from vllm_medusa.scorer.metadata import build_metadata  # noqa: E402
 from vllm_medusa.scorer.reference import attention_reference, visible_keys  # noqa: E402
 
@@ -76,7 +77,8 @@ def test_copied_tokens_equal_stored_ones(isa):
     moved = torch.zeros(4, 2, 32, 128, dtype=torch.bfloat16)
     store(moved, isa, keys, values, torch.arange(128))
     src, dst = torch.tensor([35, 40, 69, 7]), torch.tensor([33, 35, 64, 7])
-    copy_tokens(moved, isa, src, dst)
+    layout = CacheLayout.of(moved, isa)
+    copy_slots(layout.flat(moved), *map(layout.element_offsets, (src, dst)))
     stored = torch.zeros_like(moved)
     where = torch.arange(128)
     where[dst] = src

@@ -10,8 +10,7 @@ for each head fails an assertion there.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vllm_medusa.files import new_file, new_path
 from vllm_medusa.heads.files import HEADS_FILES, CheckpointFiles, find_checkpoint, read_json
 from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_name, read_layout
 from vllm_medusa.heads.info import FLOATS, HeadsInfo, check_vocab, describe
@@ -147,8 +147,10 @@ def save_heads(
         document["base_model_name_or_path"] = base
     document["medusa"] = {"format_version": FORMAT_VERSION, **extra}
     text = config_text(document, folder / "config.json")  # before any file is touched
-    _replace(folder / "model.safetensors", lambda path: save_file(tensors, path, {"format": "pt"}))
-    _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+    with new_path(folder / "model.safetensors") as path:
+        save_file(tensors, path, {"format": "pt"})
+    with new_file(folder / "config.json") as file:
+        file.write(text)
     return folder
 
 
@@ -211,7 +213,8 @@ def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
 def write_config(folder: Path, document: Mapping[str, Any]) -> None:
     """Write ``config.json`` so that readers see the old one or the whole new one."""
     text = config_text(document, folder / "config.json")
-    _replace(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+    with new_file(folder / "config.json") as file:
+        file.write(text)
 
 
 def config_text(document: Mapping[str, Any], label: object) -> str:
@@ -288,16 +291,3 @@ def _bind_target(heads: MedusaHeads, weight: Tensor, layout: Layout) -> None:
             return
         heads.lm_head_weight = None  # an exact copy of the target's
     heads.use_target_lm_head(weight)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that readers see the old one or the whole new one."""
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)  # it may be a link to a file that somebody keeps
-    part.touch()
-    mode = part.stat().st_mode  # safetensors would keep the file to its owner
-    write(part)
-    part.chmod(mode)
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(part, path)

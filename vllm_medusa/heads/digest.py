@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
+from vllm_medusa.files import ends_of
 from vllm_medusa.heads.files import CheckpointFiles
-
-_END_BYTES = 1 << 16
 
 
 def digest_heads(files: CheckpointFiles) -> str:
-    """Digest names, sizes and both ends of the files of the weights; ``config.json`` may change.
-
-    A file of safetensors begins with its header and ends with weights, one of pickles ends with the
-    checksums of all its tensors: weights that were trained on are told from what they were.
-    """
-    ends = "".join(_ends(path) for path in sorted(set(files.files.values())))
-    return hashlib.sha256(ends.encode()).hexdigest()
-
-
-def _ends(path: Path) -> str:
-    digest = hashlib.sha256()
-    if path.is_file():  # a part of the target's may be absent
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_END_BYTES))
-            file.seek(max(0, size - _END_BYTES))
-            digest.update(file.read(_END_BYTES))
-    return digest.hexdigest()
+    """Digest names, sizes and both ends of the files of the weights; ``config.json`` may change."""
+    paths = sorted(set(files.files.values()))  # a part of the target's may be absent
+    ends = [ends_of(path) if path.is_file() else b"" for path in paths]
+    return hashlib.sha256(
+        "".join(hashlib.sha256(end).hexdigest() for end in ends).encode()
+    ).hexdigest()

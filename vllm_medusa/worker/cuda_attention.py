@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_medusa.kernels import uses_kernel
+from vllm_medusa.kv.dispatch import compact_layers
 from vllm_medusa.kv.layers import LayerCaches
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import MAX_HEAD_SIZE, PagedBatch
@@ -206,10 +206,6 @@ def compact_group(
 
     One launch for all layers of one form; nothing waits for the device.
     """
-    if uses_kernel(slots.device.type):
-        from vllm_medusa.kv.kernel import compact_layers
-    else:
-        from vllm_medusa.kv.layers import compact_layers
     for caches in _group_caches(layers, layer_names):
         compact_layers(caches, slots, path_nodes, num_accepted)
 

@@ -74,7 +74,7 @@ class MedusaDrafter:
             self.tree.num_nodes - 1,
         )
 
-    def kept_asleep(self) -> nn.Module:
+    def buffers_for_sleep(self) -> nn.Module:
         """The heads' tensors as buffers, for vLLM's sleep of level 2.
 
         It gives all weights up, to be loaded anew by whoever put the engine to sleep, and nobody

@@ -456,10 +456,10 @@ def test_a_rest_that_is_a_link_is_not_written_through(tmp_path):
     kept = tmp_path / "kept.json"
     kept.write_text('{"medusa": {}}')
     (tmp_path / "config.json").hardlink_to(kept)
-    (tmp_path / "config.json.part").hardlink_to(kept)
+    (tmp_path / ".config.json.part").hardlink_to(kept)
     update_config(tmp_path, tree=[[0]])
     assert kept.read_text() == '{"medusa": {}}'
-    assert not (tmp_path / "config.json.part").exists()
+    assert not (tmp_path / ".config.json.part").exists()
 
 
 def test_saved_files_have_the_permissions_of_any_new_file(tmp_path):

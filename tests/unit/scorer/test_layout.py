@@ -5,17 +5,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_medusa.kv import copy_slots
 from vllm_medusa.scorer.layout import (
     SUPPORTED_ISAS,
     CacheLayout,
-    TokenCopy,
-    copy_tokens,
     gather_tokens,
 )
 
 
 def numbered_cache(isa: str, blocks: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.arange(blocks * 2 * 32 * 64).to(dtype).view(blocks, 2, 32, 64)
+
+
+def copy_tokens(cache: torch.Tensor, isa: str, src: torch.Tensor, dst: torch.Tensor) -> None:
+    layout = CacheLayout.of(cache, isa)
+    copy_slots(layout.flat(cache), *map(layout.element_offsets, (src, dst)))
 
 
 @pytest.mark.parametrize("isa", SUPPORTED_ISAS)
@@ -56,15 +60,6 @@ def test_copy_reads_all_before_it_writes(isa, slots, count):
         moved[d] = s
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new, old[moved])
-
-
-def test_one_plan_serves_every_layer():
-    first, second = numbered_cache("vec"), numbered_cache("vec").flip(0).contiguous()
-    plan = TokenCopy.plan(CacheLayout.of(first, "vec"), torch.tensor([3]), torch.tensor([70]))
-    for cache in (first, second):
-        expected = gather_tokens(cache, "vec", torch.tensor([3]))[0].clone()
-        plan.run(cache)
-        assert torch.equal(gather_tokens(cache, "vec", torch.tensor([70]))[0], expected)
 
 
 def test_refusals_name_the_value_and_the_remedy():

@@ -62,7 +62,7 @@ STEPS = [  # (rows, context) of requests, nodes of each
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (scorer, sampler, cuda_attention, cuda_metadata):
+    for module in (scorer, sampler, cuda_metadata):
         monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
     limits = launch.DeviceLimits(132, 227 * 1024)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)

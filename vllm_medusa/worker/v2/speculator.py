@@ -52,7 +52,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self._target = target_model
         state_cls = tree_model_state(self.vllm_config, target_model, self.trees)
         target_model.get_model_state_cls = lambda: state_cls
-        return self.drafter.kept_asleep()
+        return self.drafter.buffers_for_sleep()
 
     def set_attn(self, *args: Any) -> None:
         """No attention."""
