@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 from typing import get_type_hints as hints_of
 
 
@@ -111,11 +111,13 @@ def group(kind: type[Any], title: str = "") -> Any:
     return field(default_factory=MISSING if required else kind, metadata={"group": title})
 
 
-@dataclass_transform(
-    frozen_default=True, kw_only_default=True, field_specifiers=(option, required, group)
-)
 class Options:
     """Base of all options: a frozen dataclass, given by name, whose values are checked."""
+
+    if TYPE_CHECKING:  # type checkers can't see that `option` and `group` give a default
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __init__(self, **values: Any) -> None: ...
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
