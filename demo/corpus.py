@@ -13,14 +13,15 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 
 from demo.recipe import BOS, EOS, CorpusRecipe
+from vllm_medusa.files import new_file
+from vllm_medusa.job import Progress
 
 PACKAGES = {"site-packages", "dist-packages"}
 
 
-class BuildError(RuntimeError):
+class BuildError(ValueError):
     """The build cannot go on; the message says what to change."""
 
 
@@ -55,7 +56,7 @@ def find_sources(roots: list[Path], recipe: CorpusRecipe) -> list[SourceFile]:
         if not root.is_dir():
             raise BuildError(f"--sources {root}: no such folder; give folders with .py files")
         found: dict[str, SourceFile] = {}
-        for path in tqdm(sorted(root.rglob("*.py")), desc=f"read {root.name}", unit="file"):
+        for path in sorted(root.rglob("*.py")):
             if PACKAGES.intersection(path.relative_to(root).parts) or not path.is_file():
                 continue  # inside the standard library's folder, but not of it
             if not recipe.min_bytes <= path.stat().st_size <= recipe.max_bytes:
@@ -89,7 +90,13 @@ def training_texts(sources: list[SourceFile], max_bytes: int) -> Iterator[str]:
 
 
 def tokenize(
-    sources: list[SourceFile], tokenizer: Tokenizer, num_tokens: int, path: Path, *, heldout: bool
+    sources: list[SourceFile],
+    tokenizer: Tokenizer,
+    num_tokens: int,
+    path: Path,
+    progress: Progress,
+    *,
+    heldout: bool,
 ) -> np.ndarray:
     """Write `<s> text </s>` of each file to `path` until `num_tokens`; return them, uint16 [T].
 
@@ -97,11 +104,8 @@ def tokenize(
     """
     if not path.exists():
         bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
-        part = path.with_suffix(".part")
         written = 0
-        label = "tokenize held-out" if heldout else "tokenize"
-        bar = tqdm(total=num_tokens, desc=label, unit="token", unit_scale=True)
-        with part.open("wb") as out, bar:
+        with new_file(path, "wb") as out:
             for source in sources:
                 if source.heldout != heldout:
                     continue
@@ -109,10 +113,9 @@ def tokenize(
                 ids = ids[: num_tokens - written]
                 out.write(np.asarray(ids, dtype=np.uint16).tobytes())
                 written += len(ids)
-                bar.update(len(ids))
+                progress.at("tokenize", written, num_tokens)
                 if written >= num_tokens:
                     break
-        part.replace(path)
     return np.fromfile(path, dtype=np.uint16)
 
 

@@ -40,24 +40,17 @@ class TargetRecipe:
 
 @dataclass(frozen=True)
 class HeadsRecipe:
-    """Medusa-1 heads on the frozen target: residual blocks only, the target's own LM head."""
+    """Medusa-1 heads on text that the target writes; what is not here is `train`'s default."""
 
     num_heads: int = 5
     num_layers: int = 3
-    source_tokens: int = 1_200_000  # Python source
-    sampled_tokens: int = 1_200_000  # text that the target wrote itself
-    temperatures: tuple[float, ...] = (0.6, 0.8, 0.8, 1.0)  # dealt to the sampled rows in turn
-    sample_batch: int = 128
-    prompt_tokens: tuple[int, int] = (8, 96)  # bounds of the source prefix of a sampled row
-    context: int = 384
+    tokens: int = 2_400_000  # of texts to train on
+    temperatures: tuple[float, ...] = (0.6, 0.8, 0.8, 1.0)  # of the texts of each prompt
+    prompt_tokens: tuple[int, int] = (8, 96)  # bounds of what is cut out of the source
+    max_tokens: int = 288  # of each text
     epochs: int = 3
     batch_tokens: int = 768
     learning_rate: float = 5e-3
-    warmup_steps: int = 50
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    decay: float = 0.8  # head k (0-based) weighs decay**k in the loss
     tree_draft_tokens: int = 12
-    tree_temperature: float = 0.8  # the text that the tree is measured on
-    tree_max_rank: int = 8
-    heldout_rows: int = 256
+    tree_temperature: float = 0.8  # of the texts that the tree is chosen on
+    heldout_prompts: int = 256

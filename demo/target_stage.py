@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from demo.corpus import BuildError, rows
 from demo.recipe import BOS, EOS, PAD, TargetRecipe
+from vllm_medusa.files import new_path
+from vllm_medusa.job import SILENT, Progress
 
 CHECKPOINT_EVERY = 100  # steps
 TIMED_STEPS = 20  # what --minutes measures before it fixes the number of steps
@@ -38,7 +39,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, out: Path) -> None:
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=True,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
@@ -114,6 +115,7 @@ def train_target(
     *,
     minutes: float | None,
     seed: int,
+    progress: Progress = SILENT,
 ) -> LlamaForCausalLM:
     """Train the target; with an unfinished `checkpoint` of the same run, go on from there.
 
@@ -139,8 +141,7 @@ def train_target(
         start, steps = state["step"], state["steps"]
     order = row_order(len(data), steps * recipe.batch_size, seed).reshape(steps, -1)
     began, average = time.monotonic(), 0.0
-    bar = tqdm(range(start, steps), initial=start, total=steps, desc="target", unit="step")
-    for step in bar:
+    for step in range(start, steps):
         if step >= steps:
             break  # --minutes has shortened the run
         for group in optimizer.param_groups:
@@ -153,13 +154,13 @@ def train_target(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         average = loss.item() if step == start else 0.98 * average + 0.02 * loss.item()
-        bar.set_postfix(loss=f"{average:.3f}", refresh=False)
+        progress.at("target", step + 1, steps, f"loss {average:.3f}")
         if minutes and step + 1 == TIMED_STEPS and start == 0:
             steps = min(steps, int(TIMED_STEPS * minutes * 60 / (time.monotonic() - began)))
-            bar.total = steps = max(steps, TIMED_STEPS)
+            steps = max(steps, TIMED_STEPS)
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == steps:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"step": step + 1, "steps": steps, "asked": asked}
-            torch.save(state, checkpoint.with_suffix(".part"))
-            checkpoint.with_suffix(".part").replace(checkpoint)
+            with new_path(checkpoint) as part:
+                torch.save(state, part)
     return model.eval()

@@ -1,7 +1,6 @@
 """The parts of demo/build.py that can be tested without training anything to the end."""
 
-import argparse
-import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,16 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo.build import amount, main, scaled
+from demo.build import Build, amount, main, scaled
 from demo.corpus import BuildError, find_sources, rows, tokenize, training_texts
-from demo.heads_stage import Rows, accuracies, head_losses, label_ranks
+from demo.heads import write_prompts
 from demo.recipe import CorpusRecipe, HeadsRecipe, TargetRecipe
-from demo.sampling import sample_rows
-from demo.stages import Build
 from demo.target_stage import learning_rate, row_order, train_target, train_tokenizer
-from vllm_medusa.heads import MedusaHeads, load_heads
+from vllm_medusa.heads import load_heads
+from vllm_medusa.job import SILENT
 
 SMALL = CorpusRecipe(min_bytes=8, max_bytes=500, heldout_every=4)
 
@@ -67,15 +65,15 @@ def test_tokens_are_split_bounded_and_reused(tmp_path):
     sources = find_sources([tmp_path / "lib"], SMALL)
     train_tokenizer(training_texts(sources, 10_000), 300, tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    whole = tokenize(sources, tokenizer, 10**6, tmp_path / "train.bin", heldout=False)
-    kept_out = tokenize(sources, tokenizer, 10**6, tmp_path / "heldout.bin", heldout=True)
+    whole = tokenize(sources, tokenizer, 10**6, tmp_path / "train.bin", SILENT, heldout=False)
+    kept_out = tokenize(sources, tokenizer, 10**6, tmp_path / "heldout.bin", SILENT, heldout=True)
     for tokens, wanted in ((whole, False), (kept_out, True)):
         text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
         texts = [part.removesuffix("</s>") for part in text.split("<s>")[1:]]
         assert texts == [s.text() for s in sources if s.heldout is wanted]
-    few = tokenize(sources, tokenizer, 50, tmp_path / "few.bin", heldout=False)
+    few = tokenize(sources, tokenizer, 50, tmp_path / "few.bin", SILENT, heldout=False)
     assert few.tolist() == whole[:50].tolist()
-    again = tokenize([], tokenizer, 50, tmp_path / "few.bin", heldout=False)
+    again = tokenize([], tokenizer, 50, tmp_path / "few.bin", SILENT, heldout=False)
     assert again.tolist() == few.tolist()
 
 
@@ -102,19 +100,6 @@ def test_learning_rate_warms_up_and_ends_at_zero():
     assert rates[100:] == sorted(rates[100:], reverse=True)
     assert 0 < rates[-1] < 1e-4
     assert learning_rate(1, 20, 1.0, 100) == 1.0, "a short run has a short warm-up"
-
-
-def tiny_model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def test_an_interrupted_target_goes_on_as_if_nothing_happened(tmp_path, monkeypatch):
@@ -147,53 +132,14 @@ def test_an_interrupted_target_goes_on_as_if_nothing_happened(tmp_path, monkeypa
         train(tmp_path / "parts.pt", seed=2)
 
 
-def test_head_losses_compare_each_head_with_the_target_further_ahead():
-    """Against a loop over positions, spelled out."""
-    model = tiny_model()
-    heads = MedusaHeads(3, 1, 16, 50, shared_lm_head=True)
-    torch.nn.init.normal_(heads.blocks[0].weight)
-    lm_head = model.lm_head.weight.detach()
-    hidden = torch.randn(2, 7, 16)
-    temperatures = torch.tensor([0.5, 2.0])
-    losses = list(head_losses(heads, lm_head, hidden, temperatures))
-    for k, loss in enumerate(losses):
-        terms = []
-        for b, t in itertools.product(range(2), range(7 - k - 1)):
-            label = (lm_head @ hidden[b, t + k + 1] / temperatures[b]).softmax(-1)
-            logits = lm_head @ heads(hidden[b, t][None])[0, k]
-            terms.append(-(label * logits.log_softmax(-1)).sum())
-        assert loss.item() == pytest.approx(torch.stack(terms).mean().item(), rel=1e-4)
-
-
-def test_label_ranks_look_up_the_right_tokens():
-    """An LM head of one-hot rows and a hidden state that names a token: the rank is known."""
-    lm_head = torch.eye(8)
-    heads = MedusaHeads(2, 0, 8, 8, shared_lm_head=True)  # no layers: predicts its hidden state
-    ids = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
-    hidden = torch.nn.functional.one_hot(ids + 2 - (ids >= 6) * 2, 8).numpy().astype(np.float16)
-    part = Rows(ids.numpy().astype(np.uint16), hidden, np.ones(1))
-    (ranks,) = label_ranks(heads, lm_head, part)
-    assert ranks.shape == (5, 2)
-    assert ranks[:, 0].tolist() == [0] * 5, "head 0 predicts the token two places ahead"
-    assert (ranks[:, 1] > 0).all()
-    assert len(label_ranks(heads, lm_head, part, first=np.array([4]))[0]) == 2
-
-
-def test_accuracies_are_shares_of_each_rank():
-    ranks = torch.tensor([[0, 2], [0, 0], [1, 5], [3, 5]])
-    assert accuracies(ranks, 3) == [[0.5, 0.25, 0.0], [0.25, 0.0, 0.25]]
-
-
 def test_scale_keeps_the_proportions():
     assert scaled("all", None) == (CorpusRecipe(), TargetRecipe(), HeadsRecipe())
     _, target, heads = scaled("all", 1_500_000)
     assert target.tokens == 1_500_000
-    assert heads.source_tokens == HeadsRecipe().source_tokens // 10
+    assert heads.tokens == HeadsRecipe().tokens // 10
     _, target, heads = scaled("heads", 240_000)
     assert target.tokens == TargetRecipe().tokens, "a given target keeps its size"
-    whole = HeadsRecipe().source_tokens + HeadsRecipe().sampled_tokens
-    assert heads.source_tokens + heads.sampled_tokens == pytest.approx(240_000, abs=2)
-    assert heads.source_tokens / 240_000 == pytest.approx(HeadsRecipe().source_tokens / whole)
+    assert heads.tokens == 240_000
 
 
 @pytest.mark.parametrize(("text", "value"), [("1500", 1500), ("200k", 200_000), ("1.5M", 1500000)])
@@ -202,18 +148,19 @@ def test_amount_reads_counts(text, value):
 
 
 @pytest.mark.parametrize("text", ["", "k", "many", "-3", "0"])
-def test_amount_refuses_what_is_no_count(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="no count"):
+def test_amount_refuses_what_is_not_a_count(text):
+    with pytest.raises(ValueError, match="not a count"):
         amount(text)
 
 
 def test_a_stage_without_its_input_says_what_to_run_first(tmp_path, capsys):
     write_library(tmp_path / "lib")
     common = ["--out", str(tmp_path / "out"), "--sources", str(tmp_path / "lib")]
-    assert main(["target", *common]) == 2
-    assert "run the stage 'tokenizer' first" in capsys.readouterr().err
-    assert main(["heads", *common]) == 2
-    assert "run the stage 'target' first" in capsys.readouterr().err
+    for stage, missing in (("target", "tokenizer"), ("heads", "target")):
+        assert main([stage, *common]) == 2
+        assert f"run the stage '{missing}' first" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["target", *common, "--target", str(tmp_path)]) == 2
+    assert "goes with the stage 'heads'" in capsys.readouterr().err.replace("\n", " ")
 
 
 def tiny_build(tmp_path, **changes):
@@ -223,20 +170,21 @@ def tiny_build(tmp_path, **changes):
         "roots": [tmp_path / "lib"],
         "corpus": replace(SMALL, max_bytes=100_000, heldout_tokens=2_000),
         "target_recipe": TargetRecipe(
-            vocab_size=300, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2,
-            num_kv_heads=1, head_dim=8, tokens=4_000, batch_size=2, context=32, warmup_steps=2,
+            vocab_size=280, hidden_size=64, intermediate_size=32, num_layers=1, num_heads=2,
+            num_kv_heads=1, head_dim=32, tokens=4_000, batch_size=2, context=32, warmup_steps=2,
         ),
         "heads_recipe": HeadsRecipe(
-            num_heads=2, num_layers=1, source_tokens=320, sampled_tokens=320, sample_batch=6,
-            prompt_tokens=(2, 6), context=32, epochs=1, batch_tokens=64, heldout_rows=4,
-            tree_draft_tokens=5,
+            num_heads=2, num_layers=1, tokens=640, temperatures=(0.6, 1.0), prompt_tokens=(10, 24),
+            max_tokens=16, epochs=1, batch_tokens=64, tree_draft_tokens=5, heldout_prompts=8,
         ),
         "minutes": None,
         "seed": 0,
+        "progress": SILENT,
     }  # fmt: skip
     return Build(**{**settings, **changes})
 
 
+@pytest.mark.engine
 def test_all_stages_end_in_heads_that_fit_their_target(tmp_path):
     write_library(tmp_path / "lib", 200)
     build = tiny_build(tmp_path)
@@ -245,39 +193,34 @@ def test_all_stages_end_in_heads_that_fit_their_target(tmp_path):
     build.run_heads()
     model = LlamaForCausalLM.from_pretrained(build.target)
     assert model.dtype == torch.bfloat16
-    heads, info = load_heads(build.out / "heads", hidden_size=16, vocab_size=300)
+    heads, info = load_heads(build.out / "heads", hidden_size=64, vocab_size=280)
     assert (heads.num_heads, heads.num_layers, info.shared_lm_head) == (2, 1, True)
     assert len(info.tree) == 5
-    kept = {path: path.stat().st_mtime_ns for path in build.work.iterdir()}
+    records = [json.loads(line) for line in (build.work / "train.jsonl").read_text().splitlines()]
+    assert {record["temperature"] for record in records} == {0.6, 1.0}
+    kept = {path: path.stat().st_mtime_ns for path in build.out.rglob("*") if path.is_file()}
     again = tiny_build(tmp_path)
     again.run_target()
     again.run_heads()
-    changed = {path.name for path, time in kept.items() if path.stat().st_mtime_ns != time}
-    assert changed == {"heads.json"}, "what is done is kept"
-    assert set(build.work.iterdir()) == set(kept)
-    tiny_build(tmp_path, seed=1).run_heads()
-    new = {path.name.split("-")[0] for path in set(build.work.iterdir()) - set(kept)}
-    assert new >= {"source", "sampled", "heads"}, "another seed takes nothing stale"
+    now = {path: path.stat().st_mtime_ns for path in build.out.rglob("*") if path.is_file()}
+    assert now == kept, "what is done is kept"
 
 
-def test_sampled_rows_start_with_code_and_keep_their_prompts(tmp_path):
+def test_prompts_are_cut_out_of_single_files_at_top_level(tmp_path):
     write_library(tmp_path / "lib", 100)
     build = tiny_build(tmp_path)
     build.run_tokenizer()
-    build.run_target()
-    model, tokenizer = build.load_target()
     tokens = build.tokens(4_000, heldout=False)
-    ids, prompts, temperatures = sample_rows(
-        model, tokenizer, tokens, 8, build.heads_recipe, temperatures=(0.5, 1.0), seed=0
-    )
-    assert ids.shape == (8, 32)
-    assert temperatures.tolist() == [0.5, 1.0] * 4
-    assert set(prompts) <= set(range(3, 8)), "two to six tokens and the start token"
-    text = tokenizer.decode(tokens, skip_special_tokens=False)
-    for row, length in zip(ids.tolist(), prompts, strict=True):
-        assert row[0] == tokenizer.bos_token_id
-        assert "\n" + tokenizer.decode(row[1:length], skip_special_tokens=False) in text
-    again = sample_rows(
-        model, tokenizer, tokens, 8, build.heads_recipe, temperatures=(0.5, 1.0), seed=0
-    )
-    assert np.array_equal(again[0], ids)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(build.target)
+    texts = []
+    for name, seed in (("a", 0), ("again", 0), ("b", 1)):
+        path = tmp_path / name
+        write_prompts(path, tokens, tokenizer, 8, (2, 6), seed)
+        texts.append([json.loads(line)["prompt"] for line in path.read_text().splitlines()])
+    assert texts[0] == texts[1] != texts[2]
+    whole = tokenizer.decode(tokens, skip_special_tokens=False)
+    for prompt in texts[0]:
+        text = prompt.removeprefix("<s>")
+        assert prompt.startswith("<s>") and "\n" + text in whole
+        assert "<s>" not in text and "</s>" not in text
+        assert len(tokenizer.encode(text, add_special_tokens=False)) <= 6
