@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.case import ROOT
+from vllm_medusa.heads import peek_heads
 from vllm_medusa.offline.engine import EngineSettings, Sampling
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, read_prompts
@@ -54,11 +55,11 @@ class ArmOptions(Options):
 
     def paths(self) -> list[list[int]]:
         """The tree, best nodes first; empty if the heads bring none."""
-        file = self.tree or self.heads / "config.json"
-        document = json.loads(file.read_text(encoding="utf-8"))
-        found: list[list[int]] = (
-            document.get("tree") or [] if isinstance(document, dict) else document
-        )
+        if self.tree is None:
+            own = peek_heads(self.heads).tree
+            return own if isinstance(own, list) else []
+        document = json.loads(self.tree.read_text(encoding="utf-8"))
+        found: list[list[int]] = document["tree"] if isinstance(document, dict) else document
         return found
 
 

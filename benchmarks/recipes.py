@@ -13,22 +13,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.case import ROOT, Case, Row, attempt
-from benchmarks.product import vllm_medusa
 from benchmarks.recipe_measure import Conditions, knowledge, speculation
 from benchmarks.recipe_texts import windows, write_plain, write_prompts
 from vllm_medusa.files import write_json
 from vllm_medusa.heads import save_heads
 from vllm_medusa.job import Progress
+from vllm_medusa.offline.children import run_in_process
+from vllm_medusa.offline.options import BatchOptions
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.offline.records import load_records
 from vllm_medusa.options import AtLeastZero, Options, Positive, Seed, option, required
+from vllm_medusa.training.distill import distill
 from vllm_medusa.training.initial_heads import new_heads
+from vllm_medusa.training.options import (
+    DistillOptions,
+    HeadOptions,
+    JointOptions,
+    RecordFiles,
+    StepOptions,
+    TextFiles,
+    TextOptions,
+    TrainOptions,
+)
 from vllm_medusa.training.target import Target
+from vllm_medusa.training.train import train
 from vllm_medusa.tree import TokenTree
 
 TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [3], [0, 0, 1], [0, 0, 0, 0]]
@@ -51,20 +64,20 @@ class RecipesOptions(Options):
 
 @dataclass(frozen=True)
 class Arm:
-    """A recipe: the text ("plain", "self-distilled"; "": untrained), and `train`'s options."""
+    """A recipe: the text ("plain", "self-distilled"; "": untrained), labels and method."""
 
     name: str
     text: str
-    options: tuple[str, ...] = field(default_factory=tuple)
+    labels: str = ""
+    method: str = "medusa-1"
 
 
-_JOINT = ("--method", "medusa-2", "--joint-epochs", "1", "--joint-tokens", "512")
 ARMS = (
     Arm("untrained", ""),
-    Arm("Medusa-1, plain text", "plain", ("--labels", "tokens")),
-    Arm("Medusa-1, self-distilled", "self-distilled", ("--labels", "tokens")),
-    Arm("Medusa-1, self-distilled, soft labels", "self-distilled", ("--labels", "soft")),
-    Arm("Medusa-2, self-distilled, soft labels", "self-distilled", ("--labels", "soft", *_JOINT)),
+    Arm("Medusa-1, plain text", "plain", "tokens"),
+    Arm("Medusa-1, self-distilled", "self-distilled", "tokens"),
+    Arm("Medusa-1, self-distilled, soft labels", "self-distilled", "soft"),
+    Arm("Medusa-2, self-distilled, soft labels", "self-distilled", "soft", "medusa-2"),
 )
 
 
@@ -82,7 +95,7 @@ def run(options: RecipesOptions, progress: Progress) -> Iterator[Row]:
     seed = options.seed + 999
     at = Conditions(tree, records, prompts, options.temperature, options.tokens, seed)
     for arm in ARMS:
-        what = {"name": arm.name, "text": arm.text, "options": " ".join(arm.options)}
+        what = {"name": arm.name, "text": arm.text, "labels": arm.labels}
         progress.note(arm.name)
         yield attempt(what, lambda w=what, a=arm: _measure(w, a, options, files, original, at))  # type: ignore[misc]
 
@@ -120,12 +133,18 @@ def make_texts(options: RecipesOptions, tokenizer: Any) -> dict[str, Path]:
     for name, chosen in (("self-distilled", some), ("heldout", others)):
         prompts = out / f"{name}-prompts.jsonl"
         write_prompts(prompts, chosen)
-        vllm_medusa(
-            *("distill", options.target, "--prompts", prompts, "--output", files[name]),
-            *("--temperature", options.temperature, "--max-tokens", options.tokens),
-            *("--seed", options.seed, "--dtype", "float32", "--engine-args"),
-            '{"enforce_eager": true, "kv_cache_memory_bytes": 268435456}',
+        asked = DistillOptions(
+            model=str(options.target),
+            files=RecordFiles(prompts=prompts, output=files[name]),
+            texts=TextOptions(
+                temperature=(options.temperature,), max_tokens=options.tokens, seed=options.seed
+            ),
+            engine=BatchOptions(
+                dtype="float32",
+                engine_args={"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28},
+            ),
         )
+        run_in_process(distill, asked, log=out / "distill.log")
     write_plain(files["plain"], some, files["self-distilled"])
     return files
 
@@ -138,12 +157,21 @@ def make_heads(options: RecipesOptions, arm: Arm, files: Mapping[str, Path]) -> 
             target = Target.load(options.target)
             save_heads(output, new_heads(target, options.heads, 1))
         return options.target, output
-    epochs = options.epochs - ("medusa-2" in arm.options)  # its last pass is the joint one
-    vllm_medusa(
-        *("train", options.target, "--data", files[arm.text], "--heldout", files["heldout"]),
-        *("--output", output, "--num-heads", options.heads, "--epochs", epochs),
-        *("--seed", options.seed, "--batch-tokens", options.batch_tokens, *arm.options),
+    joint = arm.method == "medusa-2"  # its last pass over the text is the joint one
+    asked = TrainOptions(
+        model=str(options.target),
+        method=arm.method,
+        files=TextFiles(data=files[arm.text], heldout=files["heldout"], output=output),
+        heads=HeadOptions(num_heads=options.heads),
+        training=StepOptions(
+            labels=arm.labels,
+            epochs=options.epochs - joint,
+            batch_tokens=options.batch_tokens,
+            seed=options.seed,
+        ),
+        **({"joint": JointOptions(joint_epochs=1, joint_tokens=512)} if joint else {}),
     )
+    run_in_process(train, asked, log=options.out / "train.log")
     merged = output / "target"
     return (merged if merged.is_dir() else options.target), output
 

@@ -70,6 +70,8 @@ def arms(options: SpeedOptions) -> list[Arm]:
 def run(options: SpeedOptions, progress: Progress) -> Iterator[Row]:
     """A row for each arm and temperature."""
     prompts = options.read_prompts()
+    if not options.paths():
+        progress.note("the heads bring no tree, so none is measured: give one with --tree")
     for temperature in options.temperatures:
         with engine(PLAIN, options, temperature) as plain:
             for arm in arms(options):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,16 +21,13 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> SpeedOptions:
-    (tmp_path / "heads").mkdir()
-    config = {"tree": [[0], [1], [0, 0]]}
-    (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
+def options() -> SpeedOptions:
     return SpeedOptions(
         target=ROOT / "demo" / "target",
-        heads=tmp_path / "heads",
+        heads=ROOT / "demo" / "heads",
         chain_depths=(3,),
         stock_depths=(2,),
-        tree_sizes=(2, 9),
+        tree_sizes=(2, 99),  # the heads' own tree has 12 nodes
         prompts=3,
         repeats=2,
     )
