@@ -35,9 +35,12 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "convert": {"heads"} | BASE,
     "training": CORE | BASE | {"decode", "offline"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
+    "adapt": CORE | BASE | {"offline", "training", "calibration"},
     "worker": CORE | {"plugin", "kernels"},
     "plugin": set(),  # names the worker by string
-    "cli": CORE | BASE | {"decode", "offline", "convert", "training", "calibration", "plugin"},
+    "cli": CORE
+    | BASE
+    | {"adapt", "decode", "offline", "convert", "training", "calibration", "plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }
 SEAMS = {"worker", "plugin"}  # the only rooms that know vLLM
@@ -50,7 +53,7 @@ PUBLIC_VLLM = {  # name of vLLM's public interface -> the other rooms that may i
     "vllm.logger.configure_logging_from_args": {"cli"},
     "vllm.utils.argparse_utils.FlexibleArgumentParser": {"cli"},
     "vllm.SamplingParams": {"offline", "training"},
-    "vllm.EngineArgs": {"cli", "offline"},
+    "vllm.EngineArgs": {"adapt", "offline"},
 }
 
 

@@ -45,7 +45,7 @@ class Number:
         if math.isfinite(self.low):
             parts.append(f"{'above' if self.above else 'from'} {self.low:g}")
         if math.isfinite(self.high):
-            parts.append(f"{'below' if self.below else 'to'} {self.high:.0f}")
+            parts.append(f"{'below' if self.below else 'to'} {self.high:.15g}")
         return " ".join(["a whole number" if self.kind is int else "a number", *parts])
 
 
@@ -215,6 +215,14 @@ def _describe(name: str, hint: Any, flag: Flag, default: Any) -> Described:
         else:
             kind = origin or hint  # dict[str, Any] is dict
             return Described(name, kind, number, choices, many, optional, flag, default)
+
+
+def values_of(options: Options) -> dict[str, Any]:
+    """All values by name, those of groups too."""
+    values = {each.name: getattr(options, each.name) for each in described(type(options))}
+    for name, _, _ in groups(type(options)):
+        values |= values_of(getattr(options, name))
+    return values
 
 
 def command_line(options: Options) -> list[str]:

@@ -1,12 +1,15 @@
 """Jobs for processes of their own: what they are asked for stands in their options."""
 
+import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_medusa.job import SILENT, JobFailed, Progress
+from vllm_medusa.options import Options, option, required
 
 
 class Broken(JobFailed):
@@ -28,8 +31,8 @@ def fail(options: Exception, progress: Progress = SILENT) -> None:
     raise options
 
 
-def broken(options: str, progress: Progress = SILENT) -> None:
-    raise Broken(options)
+def broken(options: object, progress: Progress = SILENT) -> None:
+    raise Broken(str(options))
 
 
 def die(options: int, progress: Progress = SILENT) -> None:
@@ -47,3 +50,18 @@ def sleep(options: Path, progress: Progress = SILENT) -> None:
     except KeyboardInterrupt:
         options.with_suffix(".interrupted").touch()
         raise
+
+
+class CopyOptions(Options):
+    """Options of `copy`."""
+
+    data: Path = required()
+    output: Path = required()
+    compact: bool = option(False)
+
+
+def copy(options: CopyOptions, progress: Progress = SILENT, command: Sequence[str] = ()) -> None:
+    """Write JSON again."""
+    value = json.loads(options.data.read_text())
+    options.output.write_text(json.dumps(value, indent=None if options.compact else 1))
+    progress.note("copied")

@@ -20,6 +20,7 @@ from vllm_medusa.options import (
     group,
     option,
     required,
+    values_of,
 )
 
 
@@ -136,3 +137,9 @@ def test_help_shows_each_default_once():
         assert words in text
     assert "{}" not in text
     assert json.dumps({}) not in text
+
+
+def test_values_of_groups_stand_beside_the_others():
+    values = values_of(parse("--samples", "2"))
+    assert (values["samples"], values["model"]) == (2, "m")
+    assert "texts" not in values

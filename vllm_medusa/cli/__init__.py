@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate.COMMAND.add_to(commands)
-    adapt.add_parser(commands)
+    adapt.COMMAND.add_to(commands)
     distill.COMMAND.add_to(commands)
     train.COMMAND.add_to(commands)
     calibrate.COMMAND.add_to(commands)

@@ -6,15 +6,12 @@ A process that ends gives all its memory back, a GPU's too, and one that crashes
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import termios
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,15 +38,16 @@ class Child:
     killed, the kernel kills the child (on Linux; see `_die_with`).
     """
 
-    def __init__(self, body: Callable[[Channel], None], log: IO[bytes]):
+    def __init__(self, name: str, body: Callable[[Channel], None], log: IO[bytes]):
         """Start the process.
 
         Args:
+            name: for messages.
             body: a function of a module, not of a class or another function.
             log: an open file, which its standard output and error go to.
 
         """
-        self._log = log
+        self._name, self._log = name, log
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -64,11 +62,11 @@ class Child:
         self.channel.send(sys.path)  # on its own: what follows is imported from there
         self.channel.send(body)
 
-    def receive(self, name: str) -> Any:
+    def receive(self) -> Any:
         """Return what the process sends next: a pair of a word and something.
 
         Raises:
-            JobFailed: "NAME ended with status 1; ..." or "NAME failed: ...", and its log's end.
+            JobFailed: it ended or failed; the message has the end of its log.
             KeyboardInterrupt: it was interrupted, and this process was not.
 
         """
@@ -81,7 +79,8 @@ class Child:
             message = _FAILED, f"ended with status {status}"
         if message[0] != _FAILED:
             return message
-        raise JobFailed(f"{name} {message[1]}; the end of its log:\n{end_of(self._log.fileno())}")
+        log = end_of(self._log.fileno()) or "(nothing)"
+        raise JobFailed(f"{self._name} {message[1]}; the end of its log:\n{log}")
 
     def end(self, *, interrupt: bool = False) -> None:
         """Wait until the process ends, then kill what is left of it and its descendants.
@@ -130,10 +129,10 @@ def run_in_process(
         KeyboardInterrupt: here or there; the job has been interrupted and has ended.
 
     """
-    with log.open("a+b") as file, Child(_run, file) as child:
+    with log.open("a+b") as file, Child("the job", _run, file) as child:
         child.channel.send((job, options, more))
         while True:
-            kind, values = child.receive(job.__name__)
+            kind, values = child.receive()
             if kind == "result":
                 result: R = values
                 return result
@@ -210,81 +209,6 @@ def _main(descriptor: str, parent: str) -> None:
     except Exception as error:
         channel.send((_FAILED, f"failed: {type(error).__name__}: {error}"))
         raise
-
-
-def run_logged(command: Sequence[str], log: Path, shown: IO[str]) -> int:
-    """Run a command to its end, with all it prints shown and appended to a file.
-
-    On a terminal the command has a terminal too, so its progress bars work. It runs in a process
-    group of its own: Ctrl-C reaches only this process, which hands it on and waits for the end. If
-    this process is killed, the kernel kills the command.
-
-    Returns:
-        The exit status; a signal's number, negated, if one ended it.
-
-    """
-    parent = os.getpid()
-    reading, writing = _terminal(shown) if shown.isatty() else os.pipe()
-    try:
-        process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=writing,
-            stderr=writing,
-            process_group=0,
-            preexec_fn=lambda: _die_with(parent),
-        )
-    finally:
-        os.close(writing)
-    try:
-        with log.open("ab") as file:
-            _copy(reading, process, file, shown)
-        return process.wait()
-    except BaseException:
-        _stop(process)
-        raise
-    finally:
-        os.close(reading)
-
-
-def _terminal(shown: IO[str]) -> tuple[int, int]:
-    """Both ends of a new terminal of the shown one's size."""
-    reading, writing = os.openpty()
-    size = fcntl.ioctl(shown.fileno(), termios.TIOCGWINSZ, b"\0" * 8)
-    fcntl.ioctl(writing, termios.TIOCSWINSZ, size)
-    return reading, writing
-
-
-def _copy(reading: int, process: subprocess.Popen[bytes], log: IO[bytes], shown: IO[str]) -> None:
-    """Until the command has ended: a descendant of it may keep the other end open."""
-    while True:
-        ended = process.poll() is not None
-        ready, _, _ = select.select([reading], [], [], 0 if ended else 0.5)
-        if ready:
-            try:
-                data = os.read(reading, 1 << 16)
-            except OSError:  # a terminal whose other end is closed
-                data = b""
-            if data:
-                log.write(data)
-                log.flush()
-                shown.write(data.decode(errors="replace"))
-                shown.flush()
-                continue
-            return
-        if ended:
-            return
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the command's group, wait, and kill what is left."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C
-        process.wait(_STOP_SECONDS)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class EngineProcess:
 
         """
         self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
-        self._child = Child(serve, self._log)
+        self._child = Child("an engine", serve, self._log)
         self._child.channel.send((settings, sampling))
         try:
             self.dtype: str = self._reply()  # what the target computes in, such as "float32"
@@ -72,7 +72,7 @@ class EngineProcess:
         self.close()
 
     def _reply(self) -> Any:
-        kind, value = self._child.receive("an engine")
+        kind, value = self._child.receive()
         if kind == "refused":
             raise EngineRefused(value)
         return value

@@ -101,13 +101,13 @@ def test_a_failure_keeps_its_status(log: Path) -> None:
 
 
 def test_a_fault_is_told_and_its_place_is_in_the_log(log: Path) -> None:
-    with pytest.raises(JobFailed, match="fail failed: RuntimeError: a fault"):
+    with pytest.raises(JobFailed, match="the job failed: RuntimeError: a fault"):
         run_in_process(jobs.fail, RuntimeError("a fault"), log=log)
     assert "in fail\n" in log.read_text()
 
 
 def test_a_process_that_dies_is_told_with_its_last_words(log: Path) -> None:
-    with pytest.raises(JobFailed, match=r"die ended with status -9;[^$]*the last words"):
+    with pytest.raises(JobFailed, match=r"the job ended with status -9;[^$]*the last words"):
         run_in_process(jobs.die, signal.SIGKILL, log=log)
 
 

@@ -1,4 +1,4 @@
-"""Plots of `vllm-medusa adapt`'s report."""
+"""Plots of adapt's report."""
 
 from __future__ import annotations
 

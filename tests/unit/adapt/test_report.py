@@ -1,14 +1,20 @@
-import argparse
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_medusa.cli import adapt_checks, adapt_report
-from vllm_medusa.cli.adapt_checks import Facts, written_by_adapt
+from vllm_medusa.adapt import checks, report
+from vllm_medusa.adapt.checks import Plan, written_by_adapt
+from vllm_medusa.adapt.options import (
+    AdaptFiles,
+    AdaptOptions,
+    MeasuringOptions,
+    TrainingOptions,
+    training_of,
+)
+from vllm_medusa.adapt.stages import Finished
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads
 
 TREE = [[0], [1], [0, 0]]
@@ -66,28 +72,28 @@ class Made:
             "fastest": fastest,
         }
         (self.folders["compare"] / "compare.json").write_text(json.dumps(measured))
-        self.args = argparse.Namespace(
-            target="target",
-            output=folder / "heads",
-            method="medusa-1",
-            seed=3,
-            prompts=folder / "prompts.jsonl",
-            dtype="auto",
-            temperature=0.7,
-            num_draft_tokens=None,
-        )
-        self.args.prompts.touch()
-        self.work: Any = SimpleNamespace(commands={"train": "vllm-medusa train"}, seconds={})
-        self.work.seconds["train"] = 12.0
+        (folder / "prompts.jsonl").touch()
+        self.output = folder / "heads"
+        self.asked: dict[str, Any] = {}
+        self.stages = {
+            name: Finished(path, f"vllm-medusa {name}", 12.0) for name, path in self.folders.items()
+        }
 
-    def document(self, key: str = "key") -> dict[str, Any]:
-        facts = Facts({"sha256": "f" * 64}, 18, "a" * 64)
-        return adapt_report.collect(self.args, facts, key, self.work, self.folders)
+    def options(self) -> AdaptOptions:
+        files = AdaptFiles(prompts=self.output.with_name("prompts.jsonl"), output=self.output)
+        return AdaptOptions(target="target", files=files, seed=3, **self.asked)
 
-    def publish(self, key: str = "key") -> Path:
-        adapt_report.publish(self.args, self.document(key), self.folders)
-        output: Path = self.args.output
-        return output
+    def plan(self) -> Plan:
+        options = self.options()
+        target = {"sha256": "f" * 64}
+        return Plan(options, training_of(options), target, (), 18, "a" * 64)
+
+    def document(self) -> dict[str, Any]:
+        return report.collect(self.plan(), self.stages, ["vllm-medusa", "adapt"])
+
+    def publish(self, **changes: Any) -> Path:
+        report.publish(self.plan(), self.document() | changes, self.stages)
+        return self.output
 
 
 @pytest.fixture
@@ -103,7 +109,7 @@ def test_the_output_is_heads_that_know_how_they_fared(made: Made) -> None:
     assert medusa["measured"]["fastest"] == 3
     assert medusa["measured"]["machine"]["cpu"] == "c"
     assert (output / "calibration.safetensors").read_bytes() == b"observations"
-    assert written_by_adapt(output) == "key"
+    assert written_by_adapt(output) == made.plan().key
     page = (output / "report.md").read_text()
     for words in (
         "Fastest on this machine: 3 draft nodes, 1.40 times plain vLLM.",
@@ -118,14 +124,16 @@ def test_the_output_is_heads_that_know_how_they_fared(made: Made) -> None:
         "without torch.compile",
         "seed 3, float32",
         "Shares of 90 generated tokens",
+        "| train | 12 | `vllm-medusa train` |",
+        "Command: `vllm-medusa adapt`",
     ):
         assert words in page, words
 
 
 def test_a_second_run_replaces_the_first_whole(made: Made) -> None:
-    output = made.publish("one")
+    output = made.publish(key="one")
     (output / "stray").touch()
-    made.publish("two")
+    made.publish(key="two")
     assert written_by_adapt(output) == "two"
     assert not (output / "stray").exists()
     assert [path.name for path in output.parent.iterdir() if path.name.startswith(".")] == []
@@ -135,7 +143,7 @@ def test_all_that_is_written_may_be_overwritten(made: Made) -> None:
     (made.folders["train"] / "heads" / "target").mkdir()
     written = {path.name for path in made.publish().iterdir()}
     assert "target" in written
-    assert written == adapt_checks.OURS
+    assert written == {name.rstrip("/") for name in checks.OURS}
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -144,9 +152,9 @@ def test_an_output_that_is_a_link_stays_one(made: Made, tmp_path: Path, there: b
     disk.mkdir()
     if there:
         (disk / "heads").mkdir()
-    made.args.output.symlink_to(disk / "heads")
-    made.publish("one")
-    output = made.publish("two")
+    made.output.symlink_to(disk / "heads")
+    made.publish(key="one")
+    output = made.publish(key="two")
     assert output.is_symlink()
     assert written_by_adapt(disk / "heads") == "two"
     assert f"--speculative-model {output}" in (output / "report.md").read_text()
@@ -157,7 +165,7 @@ def test_an_output_that_is_a_link_stays_one(made: Made, tmp_path: Path, there: b
 def test_whose_texts_calibration_used_is_said_where_the_target_was_trained(
     made: Made, method: str
 ) -> None:
-    made.args.method = method
+    made.asked["training"] = TrainingOptions(method=method)
     page = (made.publish() / "report.md").read_text()
     assert ("written by the original target, not by the one trained" in page) == (
         method == "medusa-2"
@@ -175,11 +183,11 @@ def test_one_prompt_each_may_be_two_or_the_same(made: Made, disjoint: bool) -> N
 
 def test_no_gain_is_said_and_the_size_asked_for_is_kept(tmp_path: Path) -> None:
     made = Made(tmp_path, [row(3, 0.8, 1.5)], fastest=3)
-    made.args.num_draft_tokens = 3
-    said = adapt_report.conclusion(made.document())
+    made.asked["measuring"] = MeasuringOptions(num_draft_tokens=3)
+    said = report.conclusion(made.document())
     assert "No tree is faster than plain vLLM on this machine" in said
     assert "0.80 times" in said
     assert "the 3 draft nodes that were asked for" in said
-    made.args.num_draft_tokens = 16
-    said = adapt_report.conclusion(made.document())
+    made.asked["measuring"] = MeasuringOptions(num_draft_tokens=16)
+    said = report.conclusion(made.document())
     assert "has 3 draft nodes: 16 were asked for, and it can have no more." in said

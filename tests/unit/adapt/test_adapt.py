@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_medusa import cli
-from vllm_medusa.cli import adapt, adapt_checks
+from vllm_medusa.adapt import checks, job
 
 TARGET = Path(__file__).parents[3] / "demo" / "target"
 
@@ -28,7 +28,7 @@ def refused(
 ) -> Any:
     """Run with changes that must be refused before any stage; returns what is said."""
     begun = lambda *_: pytest.fail("it was not refused")  # noqa: E731
-    monkeypatch.setattr(adapt, "WorkFolder", begun)
+    monkeypatch.setattr(job, "WorkFolder", begun)
 
     def run(*changes: str) -> str:
         with pytest.raises(SystemExit) as exit:
@@ -142,7 +142,7 @@ def test_a_target_that_is_none(refused: Any, arguments: list[str], tmp_path: Pat
     broken = tmp_path / "target"
     broken.mkdir()
     arguments[1] = str(broken)
-    assert "no model that can be read" in refused()
+    assert "not a model that can be read" in refused()
     shutil.copy(TARGET / "config.json", broken)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET / name, broken)
@@ -152,9 +152,9 @@ def test_a_target_that_is_none(refused: Any, arguments: list[str], tmp_path: Pat
 def test_missing_packages_are_named_with_their_extra(
     refused: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = adapt_checks.find_spec
+    known = checks.find_spec
     gone = ("matplotlib", "vllm")
-    monkeypatch.setattr(adapt_checks, "find_spec", lambda n: None if n in gone else known(n))
+    monkeypatch.setattr(checks, "find_spec", lambda n: None if n in gone else known(n))
     said = refused()
     assert "matplotlib, vllm" in said or "vllm, matplotlib" in said
     assert "pip install 'vllm-medusa[cpu,train]'" in said
@@ -162,15 +162,22 @@ def test_missing_packages_are_named_with_their_extra(
 
 def test_a_disk_that_is_too_small(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(adapt_checks.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     assert "GB free" in refused()
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--heldout-share", "0.6"], "--heldout-share is 0.6"),
-        (["--budgets", "8", "5000"], "5000 draft nodes"),
+        (
+            ["--heldout-share", "0.6"],
+            "--heldout-share: '0.6' is not allowed; use a number above 0 to 0.5",
+        ),
+        (
+            ["--budgets", "8", "256"],
+            "--budgets: '256' is not allowed; use a whole number from 1 to 255",
+        ),
+        (["--num-draft-tokens", "256"], "--num-draft-tokens: '256' is not allowed"),
         (["--num-heads", "9", "--max-tokens", "10"], "at least 11 tokens"),
         (["--learning-rate", "nan"], "--learning-rate"),
         (["--train-args=--no-such-option 3"], "--no-such-option"),
@@ -215,7 +222,7 @@ def test_train_args_that_leave_no_target_to_serve(refused: Any) -> None:
 def test_finished_heads_are_not_made_again(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    monkeypatch.setattr(adapt, "key_of", lambda *_: "the same")
+    monkeypatch.setattr(checks.Plan, "key", "the same")
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "report.json").write_text('{"key": "the same"}')
     with pytest.raises(SystemExit) as exit:

@@ -1,0 +1,190 @@
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_medusa.adapt import pipeline, split, stages
+from vllm_medusa.adapt.checks import Plan
+from vllm_medusa.adapt.options import (
+    AdaptFiles,
+    AdaptOptions,
+    MeasuringOptions,
+    TextsOptions,
+    training_of,
+)
+from vllm_medusa.adapt.pipeline import CALIBRATED, HEADS, run_stages
+from vllm_medusa.adapt.split import SplitOptions, split_texts
+from vllm_medusa.adapt.stages import StageFailed, WorkFolder
+from vllm_medusa.files import digest, read_json, write_json
+from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
+from vllm_medusa.job import SILENT, JobFailed
+from vllm_medusa.offline.prompts import Prompt
+
+
+def records(count: int) -> str:
+    lines = [
+        json.dumps({"index": i, "token_ids": [i, 8, 9], "generated": [[1, 3]]})
+        for i in range(count)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+class Run:
+    """An adapt whose jobs leave what the real ones would; any may fail once."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.failing: list[str] = []
+        self.called: list[str] = []
+        self.asked: dict[str, Any] = {}
+
+    def plan(self, **more: Any) -> Plan:
+        files = AdaptFiles(prompts=Path("prompts.jsonl"), output=self.folder / "heads")
+        options = AdaptOptions(target="target", files=files, **more)
+        prompts = (Prompt(0, 1, "0", text="a"),)
+        return Plan(options, training_of(options), {"sha256": "f"}, prompts, 9, "a")
+
+    def run(self, **more: Any) -> dict[str, Path]:
+        """Run all stages; the folder of each."""
+        self.called.clear()
+        plan = self.plan(**more)
+        with WorkFolder(plan.options.work_folder, pipeline.STAGES, SILENT) as work:
+            run_stages(plan, work)
+        return {name: stage.folder for name, stage in work.finished.items()}
+
+    def job(
+        self, job: Any, options: Any, progress: Any, *, log: Path, command: Sequence[str] = ()
+    ) -> None:
+        """Stands in for `run_in_process`."""
+        _, options = options
+        here = log.parent
+        name = here.name.rpartition("-")[0]
+        self.called.append(name)
+        self.asked[name] = options
+        if name == "split":
+            split_texts(options)
+        elif name != "check":
+            getattr(self, f"_{name.replace('-', '_')}")(here)
+        if name in self.failing:
+            self.failing.remove(name)
+            raise JobFailed("killed")
+
+    def _distill(self, here: Path) -> None:
+        with (here / "records.jsonl").open("a") as file:
+            file.write(records(6) if "distill" not in self.failing else "{")
+        if "distill" not in self.failing:
+            (here / "records.jsonl").write_text(records(6))
+
+    def _train(self, here: Path) -> None:
+        heads = MedusaHeads(1, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
+        save_heads(here / "heads", heads, {"tree": [[0]]})
+
+    def _calibrate(self, here: Path) -> None:
+        update_config(here / "heads", provenance={"by": "calibrate"})
+        (here / "heads" / "calibration.safetensors").write_text("observations")
+        (here / "calibration.png").touch()
+
+    def _tree(self, here: Path) -> None:
+        update_config(here / "heads", tree=[[0], [1]], provenance={"by": "tree"})
+        (here / "tree.png").touch()
+
+    def _compare(self, here: Path) -> None:
+        write_json(here / "compare.json", {"fastest": 8})
+
+    _final_tree = _tree
+
+
+@pytest.fixture
+def adapt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    run = Run(tmp_path)
+    monkeypatch.setattr(stages, "run_in_process", run.job)
+    monkeypatch.setattr(pipeline, "engine_arguments", lambda *_: {"enforce_eager": True})
+    return run
+
+
+ALL = ["check", "distill", "split", "train", "calibrate", "tree", "compare", "final-tree"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt: Run, name: str) -> None:
+    adapt.failing = [name] * 2
+    for begun in (ALL[: ALL.index(name) + 1], [name]):
+        with pytest.raises(StageFailed, match=f"^{name}: killed"):
+            adapt.run()
+        assert adapt.called == begun
+    assert list(adapt.run()) == ALL
+    assert adapt.called == ALL[ALL.index(name) :]
+    adapt.run()
+    assert adapt.called == []
+
+
+@pytest.mark.parametrize(("name", "source"), [("calibrate", "train"), ("tree", "calibrate")])
+def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(
+    adapt: Run, name: str, source: str
+) -> None:
+    adapt.failing = [name] * 2
+    for _ in range(2):
+        with pytest.raises(StageFailed, match="killed"):
+            adapt.run()
+    folders = adapt.run()
+    noted = read_json(folders[source] / "done.json")["outputs"]
+    assert {file: digest(folders[source] / file) for file in noted} == noted
+    heads = folders[name] / "heads"
+    medusa = peek_heads(heads).config["medusa"]
+    assert medusa["tree"] == ([[0]] if name == "calibrate" else [[0], [1]])
+    noted = {"calibrate": ["calibrate"], "tree": ["calibrate", "tree"]}
+    assert [entry["by"] for entry in medusa["provenance"]] == noted[name]
+    assert sorted(os.listdir(heads)) == sorted(CALIBRATED)
+    assert set(HEADS) < set(CALIBRATED)
+
+
+@pytest.mark.parametrize(
+    ("more", "again"),
+    [
+        ({"texts": TextsOptions(samples=2)}, ALL[1:2]),  # which here writes the same records
+        ({"texts": TextsOptions(heldout_share=0.5)}, ALL[2:]),
+        ({"seed": 1}, ["distill", "train", "calibrate", "tree", "compare", "final-tree"]),
+        ({"measuring": MeasuringOptions(rounds=1)}, ["compare"]),
+        ({"measuring": MeasuringOptions(budgets=(4, 32))}, ["compare"]),
+        ({"measuring": MeasuringOptions(budgets=(4, 16))}, ["tree", "compare"]),
+        ({"measuring": MeasuringOptions(num_draft_tokens=3)}, ALL[5:]),
+    ],
+)
+def test_other_options_run_the_stages_again_that_they_concern(
+    adapt: Run, more: dict[str, Any], again: list[str]
+) -> None:
+    first = adapt.run()
+    other = adapt.run(**more)
+    assert adapt.called == again
+    assert adapt.plan().key != adapt.plan(**more).key
+    assert adapt.run() == first
+    assert adapt.called == []
+    assert other != first
+
+
+def test_later_stages_get_what_earlier_ones_left(adapt: Run) -> None:
+    folders = adapt.run()
+    asked = adapt.asked
+    assert asked["train"].files.data == folders["split"] / "train.jsonl"
+    assert asked["train"].files.heldout == folders["split"] / "calibration.jsonl"
+    assert asked["calibrate"].data == folders["split"] / "calibration.jsonl"
+    assert asked["compare"].data == folders["split"] / "measurement.jsonl"
+    assert asked["compare"].heads == str(folders["tree"] / "heads")
+    assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets)
+    assert asked["final-tree"].num_draft_tokens == 8
+    assert asked["distill"].engine.engine_args == {"enforce_eager": True}
+
+
+@pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
+def test_the_split_notes_whether_its_halves_share_a_prompt(
+    tmp_path: Path, prompts: int, disjoint: bool
+) -> None:
+    (tmp_path / "records.jsonl").write_text(records(prompts))
+    split_texts(SplitOptions(data=tmp_path / "records.jsonl", output=tmp_path, heldout_share=0.1))
+    counts = json.loads((tmp_path / split.COUNTS).read_text())
+    assert counts["prompts"][1:] == [1, 1]
+    assert counts["disjoint"] == disjoint

@@ -1,0 +1,181 @@
+"""What `adapt` makes sure of before it begins: hours later would be too late."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.adapt.options import AdaptOptions
+from vllm_medusa.files import digest, digest_json, read_json, refuse_strangers
+from vllm_medusa.job import Progress
+from vllm_medusa.offline.prompts import Prompt, load_prompts
+from vllm_medusa.options import values_of
+from vllm_medusa.training.options import TrainOptions
+
+REPORT = "report.json"
+# What adapt writes, so what it may replace.
+OURS = (
+    *("config.json", "model.safetensors", "calibration.safetensors", "target/"),
+    *("accuracy.png", "budgets.png", "calibration.png", "curves.png", "tree.png"),
+    *("report.md", REPORT),
+)
+_EXTRAS = {
+    "vllm": "cpu",
+    "transformers": "train",
+    "matplotlib": "train",
+    "peft": "train",
+    "accelerate": "train",
+}
+_RECORD_BYTES = 16  # of a token in a file of records: its id in digits, its text
+_LEAST_FREE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An adapt that can begin: what is asked for, and what the checks found out."""
+
+    options: AdaptOptions
+    training: TrainOptions
+    target: dict[str, Any]  # its fingerprint
+    prompts: tuple[Prompt, ...]
+    different: int  # prompts that differ in more than their names
+    prompts_digest: str
+
+    @property
+    def key(self) -> str:
+        """A digest of everything that the result depends on."""
+        places = dict.fromkeys(("target", "prompts", "output", "overwrite", "work"))
+        trained = values_of(self.training) | dict.fromkeys(("model", "data", "heldout", "output"))
+        asked = [values_of(self.options) | places, trained]
+        return digest_json([asked, self.target, self.prompts_digest])[:12]
+
+
+def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> Plan:
+    """Look at everything that is cheap to look at.
+
+    Raises:
+        ValueError: something has to be changed; the message says what.
+
+    """
+    _require_extras()
+    _check_output(options)
+    files = options.files
+    prompts = load_prompts(files.prompts, files.format, files.column, files.on_bad_line, progress)
+    different = len({(p.text, p.turns, json.dumps(p.history)) for p in prompts})
+    if different < 2:
+        raise ValueError(
+            f"{files.prompts}: {different} different prompts; at least 2 are needed, one to train "
+            "on and one held out, and a few hundred for heads worth having."
+        )
+    target = _read_target(options.target)
+    plan = Plan(options, training, target, tuple(prompts), different, digest(files.prompts))
+    _check_disk(plan)
+    return plan
+
+
+def written_by_adapt(folder: Path) -> str | None:
+    """The key of the adapt whose heads a folder holds, or None."""
+    try:
+        return str(read_json(folder / REPORT)["key"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _require_extras() -> None:
+    missing = [name for name in _EXTRAS if find_spec(name) is None]
+    if missing:
+        extras = ",".join(sorted({_EXTRAS[name] for name in missing}))
+        raise ValueError(
+            f"adapt needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            f"installed: pip install 'vllm-medusa[{extras}]'"
+        )
+
+
+def _check_output(options: AdaptOptions) -> None:
+    """Refuse an output that can't be made, or that others need."""
+    output, work = options.files.output, options.work_folder
+    place = output.resolve()  # a link stays, and what it leads to is replaced
+    if Path.cwd().is_relative_to(place):
+        raise ValueError(
+            f"--output {output} is the folder that this was started in, or one around it, and is "
+            f"replaced as a whole. Name a folder in it, such as {output / 'heads'}."
+        )
+    for parent in (output.parent, place.parent):
+        if not parent.is_dir():
+            raise ValueError(f"{output}: no folder {parent}. Make it, or name another --output.")
+    if work.resolve().is_relative_to(place):
+        raise ValueError(
+            f"--work {work} is in --output {output}, which is empty until the end and then "
+            "replaced as a whole. Name another --work, or none: a folder beside the output."
+        )
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file; name a folder for the heads.")
+    if output.is_dir() and any(output.iterdir()) and written_by_adapt(output) is None:
+        raise ValueError(
+            f"{output} holds something that adapt did not write. Name another --output, or remove "
+            "it yourself."
+        )
+    for source in (Path(options.target), options.files.prompts):
+        if source.exists() and source.resolve().is_relative_to(place):
+            raise ValueError(
+                f"{source}, which is read, is in --output {output}, which is replaced as a whole. "
+                "Name another --output."
+            )
+    if options.files.overwrite and place.is_dir():
+        refuse_strangers(output, OURS)
+
+
+def _read_target(target: str) -> dict[str, Any]:
+    """Return the target's fingerprint; its config and tokenizer have to be readable too."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from vllm_medusa.heads.fingerprint import target_fingerprint
+
+    if not Path(target).exists():
+        _download(target)
+    try:
+        config = AutoConfig.from_pretrained(target)
+        AutoTokenizer.from_pretrained(target)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{target} is not a model that can be read: {error}") from None
+    if config.is_encoder_decoder:
+        raise ValueError(f"{target} is an encoder-decoder; heads need a decoder-only model.")
+    return target_fingerprint(target)
+
+
+def _download(name: str) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.model", "*.jinja"])
+    except HFValidationError:
+        raise ValueError(f"{name}: no such folder, and not a name of the hub either.") from None
+    except Exception as error:  # of the network, of the hub, of its access rules
+        raise ValueError(
+            f"{name}: no such folder, and from the hub it can't be had: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
+
+
+def _check_disk(plan: Plan) -> None:
+    """Refuse a disk that certainly is too small; the cache of hidden states has its own bound."""
+    asked, shape = plan.options.texts, plan.training.heads
+    hidden = plan.target.get("hidden_size") or 0
+    texts = plan.different * asked.samples * asked.max_tokens * _RECORD_BYTES
+    layers = shape.num_heads * shape.num_layers
+    heads = layers * hidden * hidden * 4 * 6  # state, copies, result
+    needed = 2 * texts + heads + _LEAST_FREE
+    work = plan.options.work_folder
+    existing = next(p for p in (work, *work.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ValueError(
+            f"{existing} has {free / 1e9:.1f} GB free, and records and heads may need "
+            f"{needed / 1e9:.1f} GB beside the target's hidden states. Free some, name a --work "
+            "folder on another disk, or lower --samples or --max-tokens."
+        )

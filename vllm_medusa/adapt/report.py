@@ -1,0 +1,222 @@
+"""The report of `adapt`: what was done, what came of it, and how it is used."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.adapt.checks import REPORT, Plan
+from vllm_medusa.adapt.options import AdaptOptions
+from vllm_medusa.adapt.pictures import draw_accuracies, draw_budgets
+from vllm_medusa.adapt.split import COUNTS
+from vllm_medusa.adapt.stages import Finished
+from vllm_medusa.files import new_folder, read_json, write_json
+from vllm_medusa.offline import comparison
+from vllm_medusa.offline.machine import machine_in_words
+
+PAGE, FIGURES = "report.md", "compare.json"
+FORMAT_VERSION = 1
+_HEADS = ("config.json", "model.safetensors", "calibration.safetensors")
+_TWO_TARGETS = """\
+The texts to train and calibrate on, from which the tree and the expected tau come, were written \
+by the original target, not by the one trained with these heads, which was measured and is served.
+
+"""
+
+
+def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) -> dict[str, Any]:
+    """Everything of the report, as plain JSON values, read from the stages' results."""
+    from vllm_medusa.heads.provenance import provenance
+
+    options = plan.options
+    medusa = read_json(stages["final-tree"].folder / "heads" / "config.json")["medusa"]
+    measured = read_json(stages["compare"].folder / FIGURES)
+    counts = read_json(stages["split"].folder / COUNTS)
+    asked = options.measuring.num_draft_tokens
+    return {
+        "format_version": FORMAT_VERSION,
+        "key": plan.key,
+        "target": {"name": options.target, **plan.target},
+        "method": options.training.method,
+        "prompts": {
+            "file": options.files.prompts.name,
+            "sha256": plan.prompts_digest,
+            "different": plan.different,
+            **dict(zip(("trained", "calibrated", "measured"), counts["prompts"], strict=True)),
+            "left_out_records": counts["left_out"],
+            "trained_tokens": counts["tokens"][0],
+            "disjoint": counts["disjoint"],
+        },
+        "seed": options.seed,
+        "dtype": options.dtype,
+        "temperature": options.texts.temperature,
+        "training": medusa.get("training"),
+        "calibration": medusa.get("calibration"),
+        "tree": medusa["tree"],
+        "expected": _expected(stages["tree"].folder / "heads" / "config.json", measured),
+        "num_draft_tokens": len(medusa["tree"]),
+        "num_draft_tokens_fixed": asked is not None,
+        "num_draft_tokens_asked": asked,
+        "measured": measured,
+        "stages": [
+            {"stage": name, "command": stage.command, "seconds": round(stage.seconds, 1)}
+            for name, stage in stages.items()
+        ],
+        "provenance": provenance(list(command), [options.files.prompts]),
+    }
+
+
+def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]) -> None:
+    """Write the output folder, all of it or nothing."""
+    from vllm_medusa.heads.checkpoint import update_config
+
+    final, trained = stages["final-tree"].folder, stages["train"].folder / "heads"
+    figures = document["measured"]
+    names = ("dtype", "temperature", "batch", "machine", "fastest", "rows")
+    with new_folder(plan.options.files.output, overwrite=True) as part:
+        for name in _HEADS:
+            shutil.copyfile(final / "heads" / name, part / name)
+        update_config(
+            part,
+            measured={name: figures[name] for name in names},
+            provenance=document["provenance"],
+        )
+        if (trained / "target").is_dir():
+            shutil.copytree(trained / "target", part / "target")
+        draw_accuracies(document, part / "accuracy.png")
+        draw_budgets(document, part / "budgets.png")
+        for picture in (
+            final / "tree.png",
+            stages["calibrate"].folder / "calibration.png",
+            trained / "training" / "curves.png",
+        ):
+            shutil.copyfile(picture, part / picture.name)
+        (part / PAGE).write_text(markdown(plan.options, document), encoding="utf-8")
+        write_json(part / REPORT, document)
+
+
+def conclusion(document: dict[str, Any]) -> str:
+    """What was measured and what follows, in a few sentences."""
+    nodes, asked = document["num_draft_tokens"], document["num_draft_tokens_asked"]
+    if asked is None:
+        tree = f"The first {nodes} nodes of the tree became the heads' own."
+    elif nodes < asked:
+        tree = (
+            f"The heads' tree has {nodes} draft nodes: {asked} were asked for, and it can have no "
+            "more."
+        )
+    else:
+        tree = f"The heads' tree has the {nodes} draft nodes that were asked for."
+    return f"{comparison.conclusion(document['measured'])} {tree}"
+
+
+def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
+    """The page."""
+    measured, prompts, target = document["measured"], document["prompts"], document["target"]
+    provenance, output = document["provenance"], options.files.output
+    joint = document["method"] == "medusa-2"
+    served = f"{output}/target" if joint else options.target
+    unseen = (
+        "neither trained nor calibrated on"
+        if prompts["disjoint"]
+        else "not trained on, but calibrated on: there were too few"
+    )
+    eager = bool(measured["engine_args"].get("enforce_eager"))
+    versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
+    return f"""\
+# Medusa heads for {target["name"]}
+
+{conclusion(document)}
+
+```
+vllm-medusa serve {served} --speculative-model {output}
+```
+
+## Beside plain vLLM
+
+{comparison.setting(measured)} These prompts were {unseen}.
+
+{_lines(comparison.markdown(measured))}
+
+{_expectations(document)}\
+tau: tokens per verification step. Ratio: throughput over plain vLLM's, the median of the rounds; \
+both engines took turns on the same machine.{" Both ran eagerly, without torch.compile." * eager}
+
+{_TWO_TARGETS * joint}\
+![ratio and tau by budget](budgets.png) ![the tree](tree.png)
+
+## What the heads know
+
+{_accuracies(document)}
+
+![held-out accuracy](accuracy.png) ![training](curves.png)
+![calibration](calibration.png)
+
+## How they were made
+
+{document["method"].capitalize()}, seed {document["seed"]}, {measured["dtype"]}; \
+{prompts["trained"]} prompts of {prompts["file"]} (SHA-256 {prompts["sha256"][:12]}) to train on \
+({prompts["trained_tokens"]} tokens of the target's), {prompts["calibrated"]} to calibrate on, \
+{prompts["measured"]} to measure on. Target weights {target["sha256"][:12]}.
+
+| stage | seconds | command |
+|---|---|---|
+{_lines(f"| {s['stage']} | {s['seconds']:.0f} | `{s['command']}` |" for s in document["stages"])}
+
+{machine_in_words(measured["machine"])}; {", ".join(versions)}{_commit(provenance["git"])}.
+
+Command: `{" ".join(provenance["command"])}`
+"""
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "\n".join(lines)
+
+
+def _commit(git: dict[str, Any] | None) -> str:
+    if not git:
+        return ""
+    return f"; commit {git['revision'][:12]}{' with changes' if git['changed'] else ''}"
+
+
+def _expectations(document: dict[str, Any]) -> str:
+    """How far the tau that `tree` expected was off."""
+    found = []
+    for row in document["measured"]["rows"]:
+        expected = document["expected"][str(row["num_draft_tokens"])]
+        if expected is not None and row["tau"]:
+            error = 100 * (expected / row["tau"] - 1)
+            found.append(
+                f"{row['num_draft_tokens']} nodes {expected:.2f} "
+                f"({abs(error):.0f} % {'above' if error >= 0 else 'below'} the measured)"
+            )
+    return f"Expected tau, from calibration: {'; '.join(found)}.\n\n" if found else ""
+
+
+def _accuracies(document: dict[str, Any]) -> str:
+    """Held-out accuracy of each head as a table."""
+    heldout = (document["training"] or {}).get("heldout")
+    if not heldout:
+        return "(not measured)"
+    lines = ["| head | token | top 1 | top 5 | top 10 |", "|---|---|---|---|---|"]
+    for head, top in enumerate(heldout["top"]):
+        at = [f"{top[min(rank, len(top)) - 1]:.3f}" for rank in (1, 5, 10)]
+        lines.append(f"| {head} | t + {head + 2} | {' | '.join(at)} |")
+    return _lines(
+        [*lines, "", f"Shares of {heldout['labels']} generated tokens of the calibration prompts."]
+    )
+
+
+def _expected(config: Path, measured: dict[str, Any]) -> dict[str, float | None]:
+    """What `tree` expected of each measured size: tokens per step, held out where it could be."""
+    source = read_json(config)["medusa"].get("tree_source", {})
+    walked = source.get("tokens_per_step") or []
+    heldout = source.get("tokens_per_step_heldout") or []
+    found: dict[str, float | None] = {}
+    for row in measured["rows"]:
+        size = row["num_draft_tokens"]
+        of = [taus[size - 1] for taus in (heldout, walked) if len(taus) >= size]
+        found[str(size)] = next((tau for tau in of if tau is not None), None)
+    return found

@@ -1,0 +1,171 @@
+"""Jobs run one after another, each finished once: what `vllm_medusa.adapt` is made of.
+
+Every stage has a folder of its own, named by a digest of its options and of the contents of all it
+reads. What a folder holds is therefore of these inputs and no others: another option means another
+folder, nothing is thrown away, and going back to the first option finds its folder finished. A
+stage is finished when ``done.json`` stands there, written last and whole, and its outputs are as
+noted in it. An unfinished folder is handed to the same job again, which goes on in it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vllm_medusa.files import FileRefused, digest, digest_json, read_json, take_lock, write_json
+from vllm_medusa.job import JobFailed, Progress
+from vllm_medusa.offline.children import run_in_process
+from vllm_medusa.options import Options, command_line, values_of
+
+DONE, LOG = "done.json", "log.txt"
+# Options that say where something is: no difference, since what is there stands in `inputs`.
+PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output", "plot", "draw"}
+
+
+class StageFailed(JobFailed):
+    """A stage that failed; ``status`` is 2 if it refused what it was given."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One call of a job.
+
+    Attributes:
+        name: of the stage, as in the folder's name.
+        job: a function of a module; it runs in a process of its own.
+        options: what it is asked for, given the stage's folder.
+        inputs: what its result depends on beside the options, as digests by name.
+        outputs: files that it leaves in its folder.
+        command: of `vllm-medusa`, that does the same; "": there is none.
+        prepare: called with the folder before every attempt, to put there what the job changes in
+            place.
+
+    """
+
+    name: str
+    job: Callable[..., Any]
+    options: Callable[[Path], Options]
+    inputs: Mapping[str, str]
+    outputs: Sequence[str] = ()
+    command: str = ""
+    prepare: Callable[[Path], None] = lambda here: None
+
+    @property
+    def key(self) -> str:
+        """The digest in the folder's name, wherever the folders are and however they are named."""
+        values = values_of(self.options(Path()))
+        settings = {name: value for name, value in values.items() if name not in PLACES}
+        return digest_json([settings, self.inputs])[:12]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A stage that has been run, now or before."""
+
+    folder: Path
+    command: str
+    seconds: float
+
+
+class WorkFolder:
+    """The folder of all stages, locked; use it as a context manager."""
+
+    def __init__(self, folder: Path, count: int, progress: Progress):
+        """Take the folder.
+
+        Args:
+            folder: made if it isn't there.
+            count: of stages that will be run.
+            progress: where stages are announced, and told by their jobs.
+
+        """
+        self.folder, self.count, self.progress = folder, count, progress
+        self.finished: dict[str, Finished] = {}  # by the stages' names
+
+    def __enter__(self) -> WorkFolder:
+        busy = f"{self.folder}: another adapt is working in it. Wait for it, or name another folder"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = take_lock(self.folder / "lock", f"{busy} by --work.")
+        except OSError as error:
+            raise FileRefused(
+                f"{self.folder} can't be the work folder: {error.strerror}. Name another by --work."
+            ) from None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._lock.close()
+
+    def run(self, stage: Stage) -> Path:
+        """Bring a stage to its end, unless it is there already; returns its folder.
+
+        Raises:
+            StageFailed: the job failed; what it left stays for the next attempt.
+
+        """
+        here = self.folder / f"{stage.name}-{stage.key}"
+        options = stage.options(here)
+        words = ["vllm-medusa", stage.command, *command_line(options)] if stage.command else []
+        command = shlex.join(words) or "(no command)"
+        head = f"{len(self.finished) + 1}/{self.count} {stage.name}"
+        seconds = _seconds_of(stage, here)
+        if seconds is not None:
+            self.progress.note(f"{head}: done before ({_duration(seconds)})")
+        else:
+            self.progress.note(f"{head}: {command}")
+            seconds = self._attempt(stage, here, options, words)
+        self.finished[stage.name] = Finished(here, command, seconds)
+        return here
+
+    def _attempt(self, stage: Stage, here: Path, options: Options, words: list[str]) -> float:
+        """Run the job and note that it is finished; returns the seconds that it took."""
+        start = time.monotonic()
+        more = {"command": words} if words else {}
+        try:
+            here.mkdir(exist_ok=True)
+            stage.prepare(here)
+            run_in_process(_run, (stage.job, options), self.progress, log=here / LOG, **more)
+            if missing := [name for name in stage.outputs if not (here / name).is_file()]:
+                raise JobFailed(f"it left no {missing[0]}")
+        except (ValueError, OSError, JobFailed) as error:
+            failure = StageFailed(
+                f"{stage.name}: {error}\nAll that it said is in {here / LOG}. Once that is mended, "
+                "the same command goes on from there."
+            )
+            failure.status = error.status if isinstance(error, JobFailed) else 2
+            raise failure from None
+        seconds = time.monotonic() - start
+        outputs = {name: digest(here / name) for name in stage.outputs}
+        done = {"command": words, "inputs": dict(stage.inputs), "outputs": outputs}
+        write_json(here / DONE, done | {"seconds": round(seconds, 1)})
+        return seconds
+
+
+def _run(asked: tuple[Callable[..., Any], Options], progress: Progress, **more: Any) -> None:
+    """Run a job in its process; the result stays there: what it leaves is in the folder."""
+    job, options = asked
+    job(options, progress, **more)
+
+
+def _seconds_of(stage: Stage, here: Path) -> float | None:
+    """What a finished stage took; None if it is not finished, or was changed since."""
+    try:
+        done = read_json(here / DONE)
+        outputs = {name: digest(here / name) for name in stage.outputs}
+        return float(done["seconds"]) if done["outputs"] == outputs else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
