@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 from vllm_medusa.cli.command import Command, invocation
 from vllm_medusa.cli.console import ConsoleProgress
 from vllm_medusa.cli.generate import conclude
@@ -53,15 +49,3 @@ COMMAND = Command(
     interrupted=lambda args: f"the same command goes on from {args.output}",
     engine=True,
 )
-
-
-def is_finished(args: Any, records: Path) -> bool:
-    """Whether each text has its records or its error; goes when adapt calls the job."""
-    from vllm_medusa.offline.prompts import load_prompts
-    from vllm_medusa.training.self_distillation import Plan
-
-    with records.open("rb") as file:
-        done = {int(json.loads(line)["index"]) for line in file if line.endswith(b"\n")}
-    prompts = load_prompts(args.prompts, args.format, args.column, "skip")
-    turns = max(1, max(len(prompt.turns) for prompt in prompts))
-    return next(Plan(args.samples, turns=turns).slots(prompts, done), None) is None

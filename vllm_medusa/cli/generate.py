@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.markup import escape
+from typing import TYPE_CHECKING
 
 from vllm_medusa.cli.command import Command
 from vllm_medusa.cli.console import ConsoleProgress
 from vllm_medusa.offline.options import GenerateOptions
-from vllm_medusa.offline.prompts import FORMATS, BadLine, PromptError
 
 if TYPE_CHECKING:
     from vllm_medusa.offline.generate import Generated
@@ -65,101 +58,3 @@ COMMAND = Command(
     interrupted=lambda args: f"the same command goes on from {args.output}",
     engine=True,
 )
-
-# What commands need that are not made of options yet; each goes with its last caller.
-_SHOWN_BAD_LINES = 20
-_LARGEST_SEED = (1 << 32) - 1
-
-
-def add_files(parser: argparse.ArgumentParser, output: str) -> None:
-    """Add what is read and written; ``output`` says what the output holds."""
-    files = parser.add_argument_group("files")
-    files.add_argument("--prompts", "-i", type=Path, required=True, help="the file of prompts")
-    files.add_argument("--output", "-o", type=Path, required=True, help=output)
-    files.add_argument("--format", choices=("auto", *FORMATS), default="auto")
-    files.add_argument("--column", help="key or column that holds the prompt (else: by its name)")
-    files.add_argument(
-        "--on-bad-line",
-        choices=("refuse", "skip"),
-        default="refuse",
-        help="refuse: generate nothing while the file has a bad line (default); skip: leave it out",
-    )
-    files.add_argument("--overwrite", action="store_true", help="throw away the output's content")
-
-
-def report_bad_lines(bad: list[BadLine], args: argparse.Namespace, console: Console) -> None:
-    """Name the bad lines; refuse the file unless they are to be skipped."""
-    if not bad:
-        return
-    shown = [f"line {b.line}: {b.reason}" for b in bad[:_SHOWN_BAD_LINES]]
-    if len(bad) > len(shown):
-        shown.append(f"and {len(bad) - len(shown)} more")
-    if args.on_bad_line == "refuse":
-        raise PromptError(
-            f"{args.prompts}: {len(bad)} bad lines; mend them, or pass --on-bad-line skip.\n  "
-            + "\n  ".join(shown)
-        )
-    console.print(f"skipping {len(bad)} bad lines:", style="yellow")
-    for text in shown:
-        console.print(f"  {escape(text)}", soft_wrap=True)
-
-
-def positive(text: str) -> int:
-    """Parse an integer from 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a whole number from 1")
-    return value
-
-
-def from_zero(text: str) -> int:
-    """Parse an integer from 0."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a whole number from 0")
-    return value
-
-
-def seed_number(text: str) -> int:
-    """Parse a seed that all generators take; -1 would be none to vLLM."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value <= _LARGEST_SEED:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed; use a whole number from 0 to {_LARGEST_SEED}"
-        )
-    return value
-
-
-def at_least_zero(text: str) -> float:
-    """Parse a number from 0, such as a temperature."""
-    value = _number(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use a number from 0")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")  # no comparison holds
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object, such as engine arguments."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error.msg} at {error.pos + 1}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("use a JSON object such as '{\"enforce_eager\": true}'")
-    return value

@@ -14,7 +14,9 @@ class PromptFile(Options):
 
     prompts: Path = required("the file of prompts", "-i")
     output: Path = required("results, as JSON lines", "-o")
-    format: Literal["auto", "text", "jsonl", "parquet"] = option("auto", "auto: by the suffix")
+    format: Literal["auto", "text", "jsonl", "parquet"] = option(
+        "auto", "of the prompts; auto: by the file's suffix", shown=""
+    )
     column: str | None = option(None, "key or column that holds the prompt; absent: by its name")
     on_bad_line: Literal["refuse", "skip"] = option(
         "refuse", "refuse: do nothing while the file has a bad line; skip: leave it out"

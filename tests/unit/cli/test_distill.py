@@ -132,9 +132,7 @@ def test_a_divided_conversation_is_whole_after_a_kill_between_its_lines(
     assert lines(out) == whole
 
 
-@pytest.mark.parametrize(
-    "change", [("--samples", 3), ("--temperature", 0.6), ("--seed", 1), ("--top-k", 5)]
-)
+@pytest.mark.parametrize("change", [("--samples", 3), ("--temperature", 0.6), ("--seed", 1)])
 def test_other_settings_refuse_the_output(
     prompts: Path, tmp_path: Path, change: tuple[object, ...], capfd: Any
 ) -> None:

@@ -8,7 +8,6 @@ from support.fake_engine import FakeEngine
 
 from vllm_medusa import cli
 from vllm_medusa.offline import generate
-from vllm_medusa.offline.engine import medusa_config
 
 
 class Engine(FakeEngine):
@@ -239,8 +238,6 @@ def test_contradictions_are_refused(
     ("options", "message"),
     [
         (["--max-tokens", "0"], "'0' is not allowed; use a whole number from 1"),
-        (["--batch", "-1"], "'-1' is not allowed"),
-        (["--batch", "abc"], "'abc' is not allowed; use a whole number from 1"),
         (["--temperature", "warm"], "'warm' is not allowed; use a number from 0"),
         (["--top-p", "1.5"], "'1.5' is not allowed; use a number above 0 to 1"),
         (["--engine-args", "[1]"], "use a JSON object"),
@@ -257,16 +254,6 @@ def test_an_empty_file_is_refused(tmp_path: Path, capfd: Any) -> None:
     (tmp_path / "p.txt").write_text("\n\n")
     assert run("target", "-i", tmp_path / "p.txt", "-o", tmp_path / "o.jsonl") == 2
     assert "no prompts in it" in capfd.readouterr().err
-
-
-def test_heads_in_the_targets_own_checkpoint_need_no_name() -> None:
-    assert medusa_config(None) == {"method": "medusa"}
-    assert medusa_config("h", "mc_sim_7b_63", '{"mode": "typical", "epsilon": 0.1}') == {
-        "method": "medusa",
-        "model": "h",
-        "tree": "mc_sim_7b_63",
-        "acceptance": {"mode": "typical", "epsilon": 0.1},
-    }
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,81 @@
+"""The job without a command around it: what it returns, tells and reads."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_engine import FakeEngine
+
+from vllm_medusa.job import Progress
+from vllm_medusa.offline import generate as job
+from vllm_medusa.offline import prompts
+from vllm_medusa.offline.engine import medusa_config
+from vllm_medusa.offline.options import BatchOptions, GenerateOptions, PromptFile
+
+
+class Engine(FakeEngine):
+    def __init__(self, *_: Any, **__: Any):
+        super().__init__(max_tokens=6, step_sizes=(2, 1), longest_prompt=20)
+
+    def close(self) -> None: ...
+
+
+class Told(Progress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.counts: list[tuple[float, float | None]] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
+        self.counts.append((done, total))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files of prompts that are parsed, an engine that needs no model."""
+    read: list[Path] = []
+    real = prompts.read_prompts
+    monkeypatch.setattr(
+        prompts, "read_prompts", lambda path, *rest: read.append(path) or real(path, *rest)
+    )
+    monkeypatch.setattr(job, "VllmEngine", Engine)
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    monkeypatch.setenv(name, os.environ.get(name, "0"))
+    return read
+
+
+def test_what_was_done_is_returned_and_told(tmp_path: Path, reads: list[Path]) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("one\n" + "x" * 30 + "\nthree\n")
+    options = GenerateOptions(
+        model="target",
+        files=PromptFile(prompts=path, output=tmp_path / "o.jsonl", on_bad_line="skip"),
+        engine=BatchOptions(batch=1),
+    )
+    told = Told()
+    done = job.generate(options, told)
+    assert (done.output, done.failed) == (tmp_path / "o.jsonl", 1)
+    assert done.speed is not None and done.speed.tokens > 0
+    assert told.counts == [(1, 3), (2, 3), (3, 3)]
+    assert told.warnings == [f"skipped {path}, line 2: the prompt has 30 tokens"]
+    assert reads == [path], "parsed once"
+    again = Told()
+    assert job.generate(options, again).speed is None
+    assert again.notes == ["resuming: 3 of 3 are done", "nothing to do"]
+
+
+def test_heads_in_the_targets_own_checkpoint_need_no_name() -> None:
+    assert medusa_config(None) == {"method": "medusa"}
+    assert medusa_config("h", "mc_sim_7b_63", '{"mode": "typical", "epsilon": 0.1}') == {
+        "method": "medusa",
+        "model": "h",
+        "tree": "mc_sim_7b_63",
+        "acceptance": {"mode": "typical", "epsilon": 0.1},
+    }
