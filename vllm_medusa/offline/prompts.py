@@ -287,7 +287,7 @@ def _read_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
             raise PromptError(f"{key!r} is empty")
         return Prompt(index, line, str(name), text=value)
     if not isinstance(value, list) or not value:
-        raise PromptError(f"{key!r} is {_short(value)}; use a text or a list that isn't empty")
+        raise PromptError(f"{key!r} is {short(value)}; use a text or a list that isn't empty")
     if all(isinstance(turn, str) for turn in value):
         if not all(value):
             raise PromptError(f"{key!r} has an empty turn")
@@ -311,11 +311,12 @@ def read_message(value: Any, key: str) -> Message:
         or not isinstance(value.get("content"), str)
     ):
         raise PromptError(
-            f"{key!r} holds {_short(value)}; use {{'role': text, 'content': text}} objects"
+            f"{key!r} holds {short(value)}; use {{'role': text, 'content': text}} objects"
         )
     return {"role": value["role"], "content": value["content"]}
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in a message, at most 60 characters of it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

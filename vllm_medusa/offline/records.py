@@ -37,6 +37,7 @@ from vllm_medusa.offline.prompts import (
     parse_json,
     read_lines,
     require_characters,
+    short,
 )
 
 Span = tuple[int, int]
@@ -253,23 +254,23 @@ def _from_ids(row: Mapping[str, Any], index: int, line: int, name: str) -> Recor
         )
     ids, spans = row["token_ids"], row["generated"]
     if not isinstance(ids, list) or not ids:
-        raise PromptError(f"'token_ids' is {_short(ids)}; use a list of token ids, not empty")
+        raise PromptError(f"'token_ids' is {short(ids)}; use a list of token ids, not empty")
     if not isinstance(spans, list) or not all(_is_span(span) for span in spans):
-        raise PromptError(f"'generated' is {_short(spans)}; use a list of [start, end] pairs")
+        raise PromptError(f"'generated' is {short(spans)}; use a list of [start, end] pairs")
     own = row.get("index", index)
     if type(own) is not int or own < 0:
-        raise PromptError(f"'index' is {_short(own)}; use a whole number from 0")
+        raise PromptError(f"'index' is {short(own)}; use a whole number from 0")
     temperature = row.get("temperature")
     if temperature is not None and not (
         type(temperature) in (int, float) and math.isfinite(temperature) and temperature >= 0
     ):
-        raise PromptError(f"'temperature' is {_short(temperature)}; use a number from 0, or null")
+        raise PromptError(f"'temperature' is {short(temperature)}; use a number from 0, or null")
     for key in ("top_p", "top_k"):
         if row.get(key) is not None and type(row[key]) not in (int, float):
-            raise PromptError(f"{key!r} is {_short(row[key])}; use a number, or null")
+            raise PromptError(f"{key!r} is {short(row[key])}; use a number, or null")
     group = row.get("group")
     if group is not None and not (isinstance(group, str) and group):
-        raise PromptError(f"'group' is {_short(group)}; use the text that `distill` wrote")
+        raise PromptError(f"'group' is {short(group)}; use the text that `distill` wrote")
     return Record(
         own,
         line,
@@ -293,7 +294,7 @@ def _check_ids(ids: tuple[int, ...], vocab_size: int | None) -> None:
         return
     for place, token in enumerate(ids):
         if type(token) is not int:
-            raise PromptError(f"token_ids[{place}] is {_short(token)}; use a whole number from 0")
+            raise PromptError(f"token_ids[{place}] is {short(token)}; use a whole number from 0")
         if not 0 <= token < limit:
             raise PromptError(
                 f"token_ids[{place}] is {token}, outside the vocabulary (from 0 to {limit - 1}); "
@@ -312,8 +313,3 @@ def _check_spans(spans: tuple[Span, ...], length: int) -> None:
     for (_, end), (start, _) in pairwise(spans):
         if start < end:
             raise PromptError(f"a generated span starts at {start}, before the last ended at {end}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
