@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from support.models import save_model
 
 from vllm_medusa.cli import main
-from vllm_medusa.files import digest as digest_of
+from vllm_medusa.files import digest
 from vllm_medusa.heads import load_heads
 from vllm_medusa.offline.records import load_records
 from vllm_medusa.training import medusa1_run, train, workers
@@ -262,7 +262,7 @@ def test_data_may_go_while_training(
     brief = ("--epochs", "1", "--num-heads", "1")
     assert status(arguments((data[0], Path(records)), tmp_path / "heads", *brief)) == 0
     about = json.loads((tmp_path / "heads/config.json").read_text())["medusa"]
-    assert about["provenance"][0]["data"][0]["sha256"] == digest_of(data[1])
+    assert about["provenance"][0]["data"][0]["sha256"] == digest(data[1])
 
 
 def test_what_stops_another_process_than_the_main_one_is_told(
