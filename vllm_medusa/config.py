@@ -244,19 +244,6 @@ class MedusaConfig(_Options):
             raise MedusaConfigError(f'The method is {method!r}; this plugin serves only "medusa".')
         return cls(**_keyed(options, tuple(cls.model_fields), "speculative_config"))
 
-    def with_tree(self, tree: TokenTree) -> MedusaConfig:
-        """The same options with the resolved tree, so that no worker needs a file again."""
-        return MedusaConfig(**self.to_dict() | {"tree": tree.to_lists()})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` gives an equal config back."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> MedusaConfig:
-        """Undo `to_dict`."""
-        return cls(**values)
-
 
 def _read_text(text: str) -> object:
     """A mode by its name, or the JSON of a dict; what is neither comes back as it is."""

@@ -16,7 +16,7 @@ of vLLM's own part, a *chain* of drafts, that it replaces:
       prepare_attn                      trees.Trees.begin         which rows are whose nodes
       prepare_inputs                    trees.Trees.positions     RoPE by depth; slots stay by index
       custom_sampler                    sampler.TreeSampler       a token drawn at every node, and
-                                                                  the walk down (rules.Rules)
+                                                                  the walk down (sampler.dispatch)
       postprocess_state                 compaction                the accepted path's KV closes up
 
 A step, in V2's order: its own preparation puts node i into slot base + i (that much of a chain is
