@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def pytest_sessionstart() -> None:
+def pytest_collection_finish() -> None:
+    """Not before: a test file may have to add a backend before Triton is imported."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         from support.interpreter import speed_up
 
