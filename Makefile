@@ -22,7 +22,7 @@ setup:  ## the virtual environment with vLLM for CPU, no CUDA packages
 
 demo: setup $(DEMO)/target/config.json  ## plain vLLM and tree Medusa on the repository's model
 	@echo 'The demo model, 4M parameters, was made 344M by widths and layers that compute nothing'
-	@echo '(benchmarks/enlarge.py), so that weights dominate a step as they do in real models.'
+	@echo '(benchmarks/enlarge_target.py), so that weights dominate a step as they do in real models.'
 	@echo
 	@$(BIN)/python -m demo --target $(DEMO)/target --heads $(DEMO)/heads \
 		--prompts demo/prompts.jsonl --limit 8 --max-tokens 96 --num-speculative-tokens 4 $(DEMO_ARGS)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.enlarge import EnlargeError, read_checkpoint, widen
+from benchmarks.enlarge_target import EnlargeError, read_checkpoint, widen
 from vllm_medusa.heads import MedusaHeads, ResBlock, load_heads, save_heads
 
 

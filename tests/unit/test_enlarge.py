@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.enlarge import EnlargeError, Enlarger, Shape, enlarge_target
 from benchmarks.enlarge_heads import enlarge_heads, widen_heads
+from benchmarks.enlarge_target import EnlargeError, Enlarger, Shape, enlarge_target
 from vllm_medusa.heads import MedusaHeads, load_heads, save_heads
 
 SMALL = {
