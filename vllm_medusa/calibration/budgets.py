@@ -61,7 +61,7 @@ def build_tree(algorithm: str, texts: Sequence[Ranks], limits: Limits) -> list[T
     """The tree that an algorithm makes of texts, best first."""
     size, ranks, depth = limits.num_draft_tokens, limits.max_rank, limits.max_depth
     if algorithm == "walk":
-        return walked_tree(texts, size, ranks, depth)[0]
+        return walked_tree(texts, size, ranks, depth)
     return independent_tree(accuracy_table(np.concatenate(texts), ranks), size, depth)
 
 

@@ -35,24 +35,14 @@ WALKED_NODES = 63
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What was seen, and what follows from it.
+    """What was seen, and what follows from it."""
 
-    Attributes:
-        observations: as saved beside the heads.
-        accuracy: of each head's choices.
-        fits: the temperature of each head; None without labels.
-        tree: what the walks decoded with.
-        tau: tokens per step of those walks.
-        summary: what the heads' config.json keeps.
-
-    """
-
-    observations: Observations
+    observations: Observations  # as saved beside the heads
     accuracy: Accuracy
-    fits: list[Fit | None]
-    tree: TokenTree
-    tau: float
-    summary: dict[str, Any]
+    fits: list[Fit | None]  # the temperature of each head; None without labels
+    tree: TokenTree  # what the walks decoded with
+    tau: float  # tokens per step of those walks
+    summary: dict[str, Any]  # what the heads' config.json keeps
 
 
 def calibrate(
@@ -111,14 +101,13 @@ def calibrate(
         num_ranks=options.top_k,
         end_tokens=end_tokens(target),
         batch_tokens=options.batch_tokens,
-        device=target.device,
         depends_on=source | {"limit": options.limit, "temperature": options.temperature},
         progress=progress,
     )
     observations.source.update(source)
     texts = observations.texts()
     progress.at("walking the texts", 0, 1)
-    tree = given or TokenTree.from_paths(walked_tree(texts, WALKED_NODES, options.top_k)[0])
+    tree = given or TokenTree.from_paths(walked_tree(texts, WALKED_NODES, options.top_k))
     progress.at("walking the texts", 1, 1)
     accuracy = measure_accuracy(observations, tree.paths)
     summary = summarise(observations, accuracy, fits, tree)

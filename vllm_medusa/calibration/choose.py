@@ -35,29 +35,18 @@ from vllm_medusa.tree.topology import Path as TreePath
 class Chosen:
     """A tree and what is known of it.
 
-    Attributes:
-        observations: the calibration that it follows from.
-        curves: by algorithm, what trees of all sizes are worth.
-        curve: of the algorithm asked for; the tree is its first ``size`` paths.
-        cost: of verification steps, if they chose the size.
-        size: draft nodes; 0 if at these costs no tree is faster than plain decoding. Then nothing
-            was measured or written, and what follows is empty.
-        gain: tokens per time against plain decoding's, by the costs.
-        walked: the tree's tokens per step, by prompts.
-        chances: share of the steps that accept each node, the root's () included.
-        measured: by size, tokens per step of real decoding.
-
+    If at these costs no tree is faster than plain decoding, nothing is measured or written.
     """
 
-    observations: Observations
-    curves: dict[str, Curve]
-    curve: Curve
-    cost: StepCost | None
-    size: int
-    gain: float | None
-    walked: Measured
-    chances: dict[TreePath, float]
-    measured: dict[int, Measured]
+    observations: Observations  # the calibration that it follows from
+    curves: dict[str, Curve]  # by algorithm, what trees of all sizes are worth
+    curve: Curve  # of the algorithm asked for; the tree is its first ``size`` paths
+    cost: StepCost | None  # of verification steps, if they chose the size
+    size: int  # draft nodes; 0: plain decoding is faster, and what follows is empty
+    gain: float | None  # tokens per time against plain decoding's, by the costs
+    walked: Measured  # the tree's tokens per step, by prompts
+    chances: dict[TreePath, float]  # share of the steps that accept each node, the root () included
+    measured: dict[int, Measured]  # by size, tokens per step of real decoding
 
     @property
     def paths(self) -> list[TreePath]:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from vllm_medusa.calibration.observations import MISSED, NO_LABEL
 from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.training.accuracy import token_ranks
+from vllm_medusa.training.losses import draft_labels
 
 Logits = Callable[[Tensor], Tensor]  # [T, H] -> [T, >= V]
 Array = npt.NDArray[Any]
@@ -45,7 +47,7 @@ def observe(
 ) -> Seen:
     """Rank the tokens that came among the heads' logits, ties as the proposer breaks them."""
     count, num_heads = labels.shape
-    labels = _draft_labels(labels, heads.token_map, heads.vocab_size)
+    labels = draft_labels(labels, heads, -MISSED)
     elements = _ELEMENTS.get(hidden_states.device.type, _MANY)
     size = max(1, elements // (num_heads * heads.draft_vocab_size))
     parts = []
@@ -56,24 +58,11 @@ def observe(
     return Seen(*(torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)))
 
 
-def _draft_labels(labels: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor:
-    """Target ids to draft ids; `MISSED` negated for tokens that the draft vocabulary lacks."""
-    if token_map is None:
-        return labels
-    draft = labels.new_full((vocab_size,), -MISSED)
-    draft[token_map] = torch.arange(len(token_map), device=labels.device)
-    return torch.where(labels == NO_LABEL, labels, draft[labels.clamp_min(0)])
-
-
 def _look(logits: Tensor, labels: Tensor, num_ranks: int, closely: Tensor) -> tuple[Tensor, ...]:
+    # labels: draft ids; below 0: `NO_LABEL`, or -`MISSED`, which the draft vocabulary lacks
     known = labels >= 0  # [c, K]
     own = logits.gather(2, labels.clamp_min(0)[..., None])  # [c, K, 1]
-    ids = torch.arange(logits.shape[2], device=logits.device)
-    ranks = (logits > own).sum(-1)
-    equal = logits == own
-    if bool((equal.sum(-1) > 1).any()):  # of equals the lower id comes first
-        ranks = ranks + (equal & (ids < labels[..., None])).sum(-1)
-    ranks = ranks.clamp_max(MISSED - 1)
+    ranks = token_ranks(logits, labels.clamp_min(0)).clamp_max(MISSED - 1)
     ranks = torch.where(known, ranks, torch.where(labels == NO_LABEL, NO_LABEL, MISSED))
     best = logits.topk(num_ranks).values  # [c, K, R]
     confidences = (best - logits.logsumexp(-1, keepdim=True)).exp()

@@ -17,7 +17,7 @@ from vllm_medusa.tree.topology import Path
 
 def walked_tree(
     texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int, max_depth: int | None = None
-) -> tuple[list[Path], list[float]]:
+) -> list[Path]:
     """Grow a tree node by node, each time by the one that makes the walks shortest.
 
     Args:
@@ -28,8 +28,7 @@ def walked_tree(
         max_depth: heads that may be used; None: all.
 
     Returns:
-        The paths, best first, parents first: every prefix is the tree of its size. And for each
-        prefix the tokens per step of the walks, tau.
+        The paths, best first, parents first: every prefix is the tree of its size.
 
     Candidates are the next choice below every node; ties go to the shallower, then the lower path.
 
@@ -37,8 +36,7 @@ def walked_tree(
     walks = Walks(texts)
     deepest = walks.num_heads if max_depth is None else min(max_depth, walks.num_heads)
     widths: dict[Path, int] = {(): 0}  # children of each node so far
-    taus: list[float] = []
-    while len(taus) < num_draft_tokens:
+    while len(walks.paths) <= num_draft_tokens:
         leaves = [
             (*path, width)
             for path, width in widths.items()
@@ -47,12 +45,11 @@ def walked_tree(
         if not leaves:
             break
         candidates = zip(walks.tau_with(leaves), leaves, strict=True)
-        negative_tau, _, leaf = min((-tau, len(leaf), leaf) for tau, leaf in candidates)
+        *_, leaf = min((-tau, len(leaf), leaf) for tau, leaf in candidates)
         walks.add(leaf)
         widths[leaf[:-1]] += 1
         widths[leaf] = 0
-        taus.append(-negative_tau)
-    return walks.paths[1:], taus
+    return walks.paths[1:]
 
 
 def walk_taus(texts: Sequence[Ranks], paths: Sequence[Path], sizes: Sequence[int]) -> list[float]:

@@ -38,13 +38,15 @@ def summarise(
         "temperature": observations.temperature(),
         "walked_with": tree.to_lists(),
         **accuracy.to_dict(),
-        "calibration_error": calibration_errors(observations),
-        "fit": [None if fit is None else _rounded(fit) for fit in fits],
+        "calibration_error": _calibration_errors(observations),
+        "fit": [
+            fit and {name: round(value, 4) for name, value in vars(fit).items()} for fit in fits
+        ],
         "source": observations.source,
     }
 
 
-def calibration_errors(observations: Observations) -> list[list[float | None]]:
+def _calibration_errors(observations: Observations) -> list[list[float | None]]:
     """ECE [K, R] of every head's choices."""
     errors: list[list[float | None]] = []
     for head in range(observations.num_heads):
@@ -57,7 +59,3 @@ def calibration_errors(observations: Observations) -> list[list[float | None]]:
         ]
         errors.append([None if np.isnan(error) else round(error, 4) for error in row])
     return errors
-
-
-def _rounded(fit: Fit) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in vars(fit).items()}

@@ -9,9 +9,30 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.training.losses import CHUNK, IGNORED, HeadLosses, LMHead, head_losses
+from vllm_medusa.training.losses import (
+    CHUNK,
+    IGNORED,
+    HeadLosses,
+    LMHead,
+    draft_labels,
+    head_losses,
+)
 
 TOP = 10
+
+
+def token_ranks(logits: Tensor, ids: Tensor) -> Tensor:
+    """Place of token ``ids`` [...] among ``logits`` [..., V], best is 0: int64 [...].
+
+    Equal logits rank by id, lower first, as the proposer takes them.
+    """
+    own = logits.gather(-1, ids[..., None])
+    ranks = (logits > own).sum(-1)
+    equal = logits == own
+    if bool((equal.sum(-1) > 1).any()):
+        lower = torch.arange(logits.shape[-1], device=logits.device) < ids[..., None]
+        ranks = ranks + (equal & lower).sum(-1)
+    return ranks
 
 
 @torch.no_grad()
@@ -25,8 +46,8 @@ def label_ranks(
 ) -> Tensor:
     """Place of each label among its head's guesses, best is 0: int64 [N, K].
 
-    Equal logits rank by draft id, lower first, as the proposer takes them. Labels outside the draft
-    vocabulary and ignored ones rank behind everything, at V_draft, and not among the best `TOP`.
+    Labels outside the draft vocabulary and ignored ones rank behind everything, at V_draft, and not
+    among the best `TOP`. Equal logits rank as in `token_ranks`.
 
     Args:
         heads: K heads.
@@ -36,23 +57,18 @@ def label_ranks(
         chunk: positions whose logits exist at a time, [chunk, K, V_draft].
 
     """
-    ids = torch.arange(heads.draft_vocab_size, device=hidden_states.device)
     behind = max(heads.draft_vocab_size, TOP)
-    draft_id = torch.full((heads.vocab_size + 1,), -1, device=ids.device)
-    draft_id[heads.to_target_ids(ids)] = ids
+    drafts = draft_labels(labels, heads, IGNORED)
     places = []
     for rows in range(0, len(hidden_states), chunk):
-        label = labels[rows : rows + chunk]
-        own = draft_id[label.masked_fill(label == IGNORED, heads.vocab_size)]  # [n, K]
+        own = drafts[rows : rows + chunk]  # [n, K]
         x = heads(hidden_states[rows : rows + chunk])
         if heads.lm_head_weight is None and lm_head is not None:
             logits = lm_head(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # over the draft vocabulary
         else:
             logits = heads.compute_logits(x)
-        logits = logits.float()
-        at = logits.gather(2, own.clamp(min=0)[..., None])  # [n, K, 1]
-        before = (logits > at) | ((logits == at) & (ids < own[..., None]))
-        places.append(before.sum(-1).masked_fill(own < 0, behind))
+        ranks = token_ranks(logits.float(), own.clamp_min(0))
+        places.append(ranks.masked_fill(own < 0, behind))
     return torch.cat(places)
 
 

@@ -75,21 +75,25 @@ def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:
     return decay ** torch.arange(1, num_heads + 1, dtype=torch.float32)
 
 
+def draft_labels(labels: Tensor, heads: MedusaHeads, outside: int) -> Tensor:
+    """Target ids to draft ids, any shape; ``outside`` for tokens that the draft vocabulary lacks.
+
+    Labels below 0, which are no tokens, stay as they are.
+    """
+    if heads.token_map is None:
+        return labels
+    draft_id = labels.new_full((heads.vocab_size,), outside)
+    draft_id[heads.token_map] = torch.arange(len(heads.token_map), device=labels.device)
+    return torch.where(labels < 0, labels, draft_id[labels.clamp_min(0)])
+
+
 @dataclass(frozen=True)
 class HeadLosses:
-    """What `head_losses` found.
+    """What `head_losses` found."""
 
-    Attributes:
-        loss: fp32 scalar, the sum over heads of weight times ``sums``; the gradient flows from it.
-        sums: fp32 [K], each head's cross-entropy summed over its labels, in nats; detached.
-        counts: int64 [K], how many labels each head had (with a token map and hard labels: how
-            many of them the draft vocabulary has).
-
-    """
-
-    loss: Tensor
-    sums: Tensor
-    counts: Tensor
+    loss: Tensor  # fp32, the sum over heads of weight times ``sums``; the gradient flows from it
+    sums: Tensor  # fp32 [K], each head's cross-entropy summed over its labels, in nats; detached
+    counts: Tensor  # int64 [K], labels of each head; hard ones only in the draft vocabulary
 
 
 def head_losses(
@@ -130,11 +134,8 @@ def head_losses(
 
     """
     count = labels.shape[1]
-    valid = labels != IGNORED
-    if heads.token_map is not None:
-        labels = _draft_labels(labels, heads.token_map, heads.vocab_size)
-        if temperatures is None:
-            valid = labels != IGNORED
+    drafts = draft_labels(labels, heads, IGNORED)
+    valid = (drafts if temperatures is None else labels) != IGNORED
     teacher = None
     if temperatures is not None:
         scorer = teacher_lm_head or (lm_head if heads.token_map is None else None)
@@ -149,7 +150,7 @@ def head_losses(
         raise ValueError("heads that store no LM head need lm_head, the target's")
     x = heads(hidden_states, count)  # [N, K, H]
     loss, sums = _ChunkedLosses.apply(
-        x, weight, bias, labels, valid, weights.float(), lm_head, teacher, chunk
+        x, weight, bias, drafts, valid, weights.float(), lm_head, teacher, chunk
     )
     return HeadLosses(loss, sums, valid.sum(0))
 
@@ -265,10 +266,3 @@ def _cross_entropy(logits: Tensor, label: Tensor, valid: Tensor, soft: Tensor | 
     mass = soft.sum(-1)  # below 1 with a token map
     entropy = mass * logits.logsumexp(-1) - (soft * logits).sum(-1)
     return entropy.masked_fill(~valid, 0.0).sum()
-
-
-def _draft_labels(labels: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
-    """Target ids -> draft ids, `IGNORED` outside the draft vocabulary."""
-    draft_id = torch.full((vocab_size,), IGNORED, device=labels.device)
-    draft_id[token_map] = torch.arange(len(token_map), device=labels.device)
-    return draft_id[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.calibration.search import walked_tree
+from vllm_medusa.calibration.search import walk_taus, walked_tree
 from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.tree import TokenTree
 
@@ -38,11 +38,17 @@ def arrays(texts):
     return [np.array(text, dtype=np.int64).reshape(-1, HEADS) for text in texts]
 
 
+def grown(texts, size, max_rank):
+    """The tree of ``size`` nodes, and tau of each of its prefixes."""
+    paths = walked_tree(arrays(texts), size, max_rank)
+    return paths, walk_taus(arrays(texts), paths, range(1, len(paths) + 1))
+
+
 @given(texts_of_ranks, st.integers(1, 6))
 @settings(max_examples=60, deadline=None)
 def test_every_node_is_the_best_next_one(texts, size):
     """Each prefix has the tau a walk by hand gives, and no candidate would have given more."""
-    paths, taus = walked_tree(arrays(texts), size, RANKS)
+    paths, taus = grown(texts, size, RANKS)
     assert len(paths) == len(taus) == size
     TokenTree(tuple(paths))  # valid, parents first
     for count in range(size):
@@ -61,14 +67,14 @@ def test_what_follows_an_accepted_token_counts():
     text = [(0, 3), (3, 0)] * 30  # a hit of head 0, then a miss that has head 1 right
     shares = np.mean(np.array(text) == 0, axis=0)
     assert shares.tolist() == [0.5, 0.5], "averages can't tell the heads apart"
-    paths, taus = walked_tree(arrays([text]), 2, RANKS)
+    paths, taus = grown([text], 2, RANKS)
     assert paths[0] == (0,)
     assert taus[0] == 2.0, "every step accepts one"
     assert Walks(arrays([text]), [(0,), (0, 0)]).tau() == 2.0, "head 1 never adds anything"
 
 
 def test_the_search_stops_when_the_heads_offer_no_more():
-    paths, taus = walked_tree(arrays([[(0, 0)] * 9]), 50, 2)
+    paths, taus = grown([[(0, 0)] * 9], 50, 2)
     assert len(paths) == 2 + 4
     assert set(paths) == {(a,) for a in range(2)} | set(itertools.product(range(2), repeat=2))
     assert taus[-1] == 3.0

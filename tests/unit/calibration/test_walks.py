@@ -58,20 +58,20 @@ def test_a_leaf_tried_gives_what_it_gives_when_added(seed):
 
 def test_every_prefix_of_a_tree():
     texts = [np.random.default_rng(0).integers(0, 3, (50, 4)) for _ in range(3)]
-    paths, taus = walked_tree(texts, 9, 3)
-    assert walk_taus(texts, paths, [1, 4, 9, 99]) == [taus[0], taus[3], taus[8], taus[8]]
+    paths = walked_tree(texts, 9, 3)
+    taus = [Walks(texts, paths[:size]).tau() for size in (1, 4, 9)]
+    assert walk_taus(texts, paths, [1, 4, 9, 99]) == [*taus, taus[-1]]
     last = walk_taus(texts, DEFAULT_TREE.paths, [14])[0]
     assert last == walk_taus(texts, DEFAULT_TREE.paths, [3, 7, 14])[2]
 
 
 def test_a_token_never_written_is_a_miss_for_every_rank():
     texts = [np.array([[0, -1, -1]] * 6)]
-    _, taus = walked_tree(texts, 9, 3)
-    assert taus[0] == 2.0 == taus[-1]
+    assert walk_taus(texts, walked_tree(texts, 9, 3), [1, 9]) == [2.0, 2.0]
     walks = Walks(texts)
     assert walks.tau_with([(0,)]) == [2.0]
 
 
 def test_only_so_many_heads_are_used():
-    paths, _ = walked_tree([np.zeros((20, 3), int)], 30, 2, max_depth=2)
+    paths = walked_tree([np.zeros((20, 3), int)], 30, 2, max_depth=2)
     assert max(map(len, paths)) == 2 and len(paths) == 2 + 4
