@@ -21,8 +21,7 @@ from vllm_medusa.calibration.summary import summarise
 from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.config import TreeConfig
 from vllm_medusa.heads import match_target, peek_heads, target_fingerprint, update_config
-from vllm_medusa.heads.digest import digest_heads
-from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.prompts import settle_bad_lines

@@ -23,8 +23,7 @@ from vllm_medusa.calibration.prompts import prompt_ids
 from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.files import new_file, refuse_to_replace
 from vllm_medusa.heads import update_config
-from vllm_medusa.heads.digest import digest_heads
-from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.tree import TokenTree, TreeError, read_tree

@@ -98,10 +98,10 @@ def _lines(found: Inspection, target: str | None) -> Iterator[str]:
     yield from (f"  {key:12} {value}" for key, value in rows.items())
     yield from _tree(found)
     for key in ("target", "calibration", "training"):
-        if isinstance(value := found.medusa.get(key), Mapping):
+        if isinstance(value := info.medusa.get(key), Mapping):
             yield f"  {key}"
             yield from (f"    {name}: {_short(entry)}" for name, entry in value.items())
-    yield from _provenance(found.medusa.get("provenance"))
+    yield from _provenance(info.medusa.get("provenance"))
     for text in found.damage:
         yield f"DAMAGED: {text}"
     for text in found.suspicions:

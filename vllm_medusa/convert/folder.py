@@ -1,25 +1,28 @@
-"""What a conversion may replace, and how it writes tensors."""
+"""What a conversion may replace, and how it writes tensors and what goes along with them."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_medusa.convert.heads import Output
 from vllm_medusa.files import new_path, refuse_strangers
 from vllm_medusa.heads.checkpoint import config_text
-from vllm_medusa.heads.files import find_checkpoint
-from vllm_medusa.heads.formats import read_layout
-from vllm_medusa.heads.info import describe
+from vllm_medusa.heads.files import CheckpointFiles, digest_heads, find_checkpoint
+from vllm_medusa.heads.info import open_heads
 from vllm_medusa.heads.model import HeadsError
 
 # What a conversion writes, so what it may replace if the weights are heads.
 _WEIGHTS = ("model.safetensors", "medusa_lm_head.*")
-_OURS = ("config.json", "calibration.safetensors", *_WEIGHTS)
+_OBSERVATIONS = "calibration.safetensors"  # lies beside heads that were calibrated
+_OURS = ("config.json", _OBSERVATIONS, *_WEIGHTS)
 
 
 def check_output(path: Path, *, overwrite: bool, sources: Sequence[str | Path | None]) -> None:
@@ -48,8 +51,7 @@ def check_output(path: Path, *, overwrite: bool, sources: Sequence[str | Path | 
 def _check_heads(file: Path) -> None:
     """Refuse weights that are not Medusa heads, or not only; reads names and shapes."""
     try:
-        files = find_checkpoint(file)
-        info = describe(files, read_layout(files.files, files.config, files.label))
+        _, _, info = open_heads(file)
     except HeadsError as error:
         raise HeadsError(
             f"{file} holds no Medusa heads that can be read, and --overwrite replaces nothing "
@@ -84,10 +86,36 @@ def write_output(folder: Path, made: Output) -> int:
     return path.stat().st_size
 
 
-def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def copy_calibration(source: Path, files: CheckpointFiles, folder: Path) -> None:
+    """Copy ``source``'s calibration, if it has one, beside the heads converted to ``folder``.
+
+    It names the files of the heads that it is of. Where those are ``files``, which were converted,
+    it is true of the heads in ``folder`` and names their files; else it stays as it is, and
+    readers will notice.
+    """
+    old, new = source / _OBSERVATIONS, folder / _OBSERVATIONS
+    if not old.is_file():
+        return
+    shutil.copyfile(old, new)
+    try:
+        with safe_open(old, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        made_of = json.loads(metadata["source"])
+        known = made_of.get("heads")
+    except (SafetensorError, KeyError, ValueError, AttributeError):
+        return  # who reads it says what is wrong
+    if known is not None and known == digest_heads(files):
+        made_of["heads"] = digest_heads(find_checkpoint(folder))
+        save_tensors(tensors, new, metadata | {"source": json.dumps(made_of)})
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a safetensors file with the permissions of any new file, not its writer's own."""
     with new_path(path) as part:
-        save_file(tensors, part, {"format": "pt"})
+        save_file(tensors, part, dict(metadata or {"format": "pt"}))
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

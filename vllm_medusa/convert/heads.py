@@ -7,7 +7,6 @@ again, so that every round trip gives the tensors it began with.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from vllm_medusa.convert.target import TargetWeights
 from vllm_medusa.heads.checkpoint import FORMAT_VERSION
-from vllm_medusa.heads.files import CheckpointFiles
+from vllm_medusa.heads.files import CheckpointFiles, digest_tensor
 from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_name
 from vllm_medusa.heads.info import HeadsInfo
 from vllm_medusa.heads.model import HeadsError
@@ -63,7 +62,7 @@ class Heads:
             tensors[canonical[name]] = tensor
         if info.num_heads == 1:  # one for each head and one for all are the same then
             tensors = {n.replace("lm_head.", "lm_heads.0."): t for n, t in tensors.items()}
-        medusa = dict(files.config.get("medusa") or {})
+        medusa = dict(info.medusa)
         added = medusa.pop("added", None)
         # beside a full model config.json is the model's, not the heads'
         other = {} if info.includes_base else files.config
@@ -92,7 +91,7 @@ class Heads:
     @property
     def lm_heads(self) -> list[Tensor]:
         """Weights of the stored LM heads: one each, one for all, or none."""
-        return [tensor for name, tensor in self.tensors.items() if _is_lm_weight(name)]
+        return [t for n, t in self.tensors.items() if _is_lm_head(n) and n.endswith(".weight")]
 
     @property
     def lm_head_bias(self) -> bool:
@@ -130,7 +129,7 @@ class Heads:
         return replace(
             self,
             tensors=self.tensors | {lm_head_name(None): rows},
-            added=self.added | {"lm_heads": {"from": "target", "sha256": _digest(rows)}},
+            added=self.added | {"lm_heads": {"from": "target", "sha256": digest_tensor(rows)}},
             notes=(*self.notes, "a copy of the target's LM head was stored: the heads share it"),
         )
 
@@ -147,7 +146,7 @@ class Heads:
             self,
             tensors=rest | {lm_head_name(head): rows for head in range(self.num_heads)},
             added=self.added
-            | {"lm_heads": {"from": "target" if shared else "one", "sha256": _digest(rows)}},
+            | {"lm_heads": {"from": "target" if shared else "one", "sha256": digest_tensor(rows)}},
             notes=(*self.notes, f"each head was given a copy of {whose} LM head, which they share"),
         )
 
@@ -201,11 +200,6 @@ class Heads:
                 f"{self.label} shares the target's LM head and stores none; this format needs a "
                 "copy of it. Name the target by --target"
             )
-        if target.hidden_size != self.hidden_size:
-            raise HeadsError(
-                f"{self.label} was made for hidden size {self.hidden_size}; {target.label} has "
-                f"{target.hidden_size}. Give the target of these heads"
-            )
         rows = target.lm_head()
         needed = self.vocab_size or 0
         if self.token_map is not None:
@@ -227,7 +221,7 @@ class Heads:
         copies = added.get("lm_heads")
         if isinstance(copies, Mapping) and heads.lm_heads:
             first = heads.lm_heads[0]
-            if all(_digest(stored) == copies.get("sha256") for stored in heads.lm_heads):
+            if all(digest_tensor(stored) == copies.get("sha256") for stored in heads.lm_heads):
                 rest = {n: t for n, t in heads.tensors.items() if not _is_lm_head(n)}
                 if copies.get("from") == "target":
                     return replace(heads, tensors=rest, spare=first)
@@ -249,17 +243,8 @@ def _is_lm_head(name: str) -> bool:
     return name.startswith("lm_head")
 
 
-def _is_lm_weight(name: str) -> bool:
-    return _is_lm_head(name) and name.endswith(".weight")
-
-
 def _identical(a: Tensor, b: Tensor) -> bool:
     """Equal in dtype, shape and every bit, which values of zero need not be."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return torch.equal(*(t.contiguous().view(torch.uint8) for t in (a, b)))
-
-
-def _digest(tensor: Tensor) -> str:
-    raw: Any = tensor.detach().contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(raw).hexdigest()

@@ -7,27 +7,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.convert import tensorrt_llm, tgi, v1, v2, vllm
+from vllm_medusa.convert import reference, vllm
 from vllm_medusa.convert.backbone import write_base
-from vllm_medusa.convert.calibration import copy_calibration
-from vllm_medusa.convert.folder import check_apart, check_output, write_output
+from vllm_medusa.convert.folder import check_apart, check_output, copy_calibration, write_output
 from vllm_medusa.convert.heads import Heads, Output
 from vllm_medusa.convert.options import ConvertOptions
 from vllm_medusa.convert.target import TargetWeights
 from vllm_medusa.files import new_folder
-from vllm_medusa.heads.files import CheckpointFiles, download_whole, find_checkpoint
+from vllm_medusa.heads.files import CheckpointFiles, download_whole
 from vllm_medusa.heads.fingerprint import match_target, target_fingerprint
-from vllm_medusa.heads.formats import TOKEN_MAP, read_layout
-from vllm_medusa.heads.info import HeadsInfo, check_vocab, describe
+from vllm_medusa.heads.formats import Layout
+from vllm_medusa.heads.info import HeadsInfo, check_vocab, open_heads, read_token_map
 from vllm_medusa.heads.model import HeadsError
 
 FORMATS: dict[str, Callable[[Heads, TargetWeights | None], Output]] = {
     "native": vllm.write_native,
     "vllm": vllm.write,
-    "v1": v1.write,
-    "v2": v2.write,
-    "tgi": tgi.write,
-    "tensorrt-llm": tensorrt_llm.write,
+    "v1": reference.write_v1,
+    "v2": reference.write_v2,
+    "tgi": reference.write_tgi,
+    "tensorrt-llm": reference.write_tensorrt_llm,
 }
 
 
@@ -57,9 +56,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
 
     """
     source, output, base = options.source, options.output, options.base
-    files = find_checkpoint(source, options.revision)
-    layout = read_layout(files.files, files.config, files.label)
-    info = describe(files, layout)
+    files, layout, info = open_heads(source, options.revision)
     folder = _folder_of(source)
     for path in (output, base):
         if path is not None:
@@ -114,7 +111,7 @@ def _identified(
 
 
 def _check_target(
-    files: CheckpointFiles, layout: Any, info: HeadsInfo, weights: TargetWeights
+    files: CheckpointFiles, layout: Layout, info: HeadsInfo, weights: TargetWeights
 ) -> None:
     if weights.hidden_size != info.hidden_size:
         raise HeadsError(
@@ -131,13 +128,7 @@ def _check_target(
             f"{weights.label} is another model. Give the target of these heads"
         )
     if layout.token_map:
-        ((_, token_map),) = files.tensors([layout.names[TOKEN_MAP]])
-        bad = token_map[(token_map < 0) | (token_map >= vocab)]
-        if bad.numel():
-            raise HeadsError(
-                f"{files.label}: its token map names the token {int(bad[0])}; those of "
-                f"{weights.label} are 0 to {vocab - 1}. Give the target of these heads"
-            )
+        read_token_map(files, layout, vocab)
 
 
 def _folder_of(source: str | Path) -> Path | None:

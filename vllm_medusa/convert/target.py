@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -23,20 +22,12 @@ _EMBEDDINGS = re.compile(
 class TargetWeights:
     """A target's files, opened when something of them is asked for."""
 
-    def __init__(self, source: str | Path, revision: str | None = None) -> None:
-        self.files: CheckpointFiles = find_target(source, revision)
+    def __init__(self, source: str | Path) -> None:
+        self.files: CheckpointFiles = find_target(source)
         self.label = str(source)
-        self.sizes: dict[str, Any] = config_sizes(self.files.config)
-
-    @property
-    def hidden_size(self) -> int | None:
-        """The target's hidden size, as its config says."""
-        return self.sizes["hidden_size"]
-
-    @property
-    def vocab_size(self) -> int | None:
-        """The number of the target's tokens, as its config says."""
-        return self.sizes["vocab_size"]
+        sizes = config_sizes(self.files.config)
+        self.hidden_size: int | None = sizes["hidden_size"]
+        self.vocab_size: int | None = sizes["vocab_size"]
 
     def lm_head(self) -> Tensor:
         """The LM head [V, H] in its own dtype, padding rows left out.

@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_medusa.files import new_file, new_path
-from vllm_medusa.heads.files import HEADS_FILES, CheckpointFiles, find_checkpoint, read_json
-from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_name, read_layout
-from vllm_medusa.heads.info import FLOATS, HeadsInfo, check_vocab, describe
+from vllm_medusa.heads.files import HEADS_FILES, read_json
+from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_name
+from vllm_medusa.heads.info import FLOATS, HeadsInfo, check_vocab, open_heads, read_token_map
 from vllm_medusa.heads.model import HeadsError, MedusaHeads, ResBlock
 
 FORMAT_VERSION = 1  # of config.json's "medusa" object
@@ -32,8 +32,7 @@ def peek_heads(source: str | Path, *, revision: str | None = None) -> HeadsInfo:
 
     Raises `HeadsError` for anything `load_heads` would refuse on names, shapes or dtypes.
     """
-    files = find_checkpoint(source, revision)
-    return describe(files, read_layout(files.files, files.config, files.label))
+    return open_heads(source, revision)[2]
 
 
 def load_heads(
@@ -60,9 +59,7 @@ def load_heads(
     Raises `HeadsError` naming the tensor that is missing, left over, of the wrong shape or dtype,
     not finite, or too large for ``dtype``.
     """
-    files = find_checkpoint(source, revision)
-    layout = read_layout(files.files, files.config, files.label)
-    info = describe(files, layout)
+    files, layout, info = open_heads(source, revision)
     if info.hidden_size != hidden_size:
         raise HeadsError(
             f"{files.label} was made for a target of hidden size {info.hidden_size}; this one has "
@@ -73,7 +70,9 @@ def load_heads(
         raise HeadsError(f"dtype {dtype} is no floating-point type heads can have")
     count = info.num_heads if max_heads is None else min(info.num_heads, max_heads)
     check_vocab(files, layout, info, vocab_size)
-    token_map = _read_token_map(files, layout, vocab_size)
+    token_map = read_token_map(files, layout, vocab_size) if layout.token_map else None
+    if token_map is not None and token_map.unique().numel() != token_map.numel():
+        raise HeadsError(f"{files.label}: {layout.names[TOKEN_MAP]!r} names some token twice")
     heads = MedusaHeads(
         num_heads=count,
         num_layers=info.num_layers,
@@ -207,13 +206,8 @@ def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
             medusa.pop(key, None)
         else:
             medusa[key] = value
-    write_config(folder, {**document, "medusa": medusa})
-
-
-def write_config(folder: Path, document: Mapping[str, Any]) -> None:
-    """Write ``config.json`` so that readers see the old one or the whole new one."""
-    text = config_text(document, folder / "config.json")
-    with new_file(folder / "config.json") as file:
+    text = config_text({**document, "medusa": medusa}, path)
+    with new_file(path) as file:
         file.write(text)
 
 
@@ -249,23 +243,6 @@ def _stored_as(slot: str, layout: Layout) -> str:
     if slot in layout.names:
         return slot
     return slot.replace("lm_heads.0.", "lm_head.")
-
-
-def _read_token_map(files: CheckpointFiles, layout: Layout, vocab_size: int) -> Tensor | None:
-    if not layout.token_map:
-        return None
-    name = layout.names[TOKEN_MAP]
-    ((_, stored),) = files.tensors([name])
-    token_map = stored.to(torch.int64)
-    bad = token_map[(token_map < 0) | (token_map >= vocab_size)]
-    if bad.numel():
-        raise HeadsError(
-            f"{files.label}: {name!r} holds token id {int(bad[0])}; the target's ids are 0 to "
-            f"{vocab_size - 1}. Use heads of this very model"
-        )
-    if token_map.unique().numel() != token_map.numel():
-        raise HeadsError(f"{files.label}: {name!r} names some token twice")
-    return token_map
 
 
 def _require_finite(what: str, stored: Tensor, converted: Tensor) -> None:

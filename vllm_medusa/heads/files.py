@@ -6,7 +6,8 @@ A source is a folder, a file, or a hub name. Headers (safetensors) or memory map
 
 from __future__ import annotations
 
-import json
+import hashlib
+import math
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vllm_medusa import files as plain_files
 from vllm_medusa.heads.formats import head_names, holds_heads, is_head_tensor
 from vllm_medusa.heads.model import HeadsError
 
@@ -64,6 +66,16 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype | str  # str: one torch does not name, which no heads have
 
+    @property
+    def num_values(self) -> int:
+        """The product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the values; one byte each where torch does not name the dtype."""
+        return self.num_values * (self.dtype.itemsize if isinstance(self.dtype, torch.dtype) else 1)
+
 
 @dataclass(frozen=True)
 class CheckpointFiles:
@@ -75,25 +87,40 @@ class CheckpointFiles:
 
     def specs(self, names: Iterable[str]) -> dict[str, TensorSpec]:
         """Shapes and dtypes of tensors, weights unread."""
-        specs: dict[str, TensorSpec] = {}
-        for file, wanted in self._by_file(names).items():
-            for name, tensor in _open(file, wanted, header_only=True):
-                assert isinstance(tensor, TensorSpec)
-                specs[name] = tensor
-        return specs
+        return dict(self._open(names, header_only=True))
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors on the CPU, one at a time, file by file."""
-        for file, wanted in self._by_file(names).items():
-            for name, tensor in _open(file, wanted, header_only=False):
-                assert isinstance(tensor, Tensor)
-                yield name, tensor
+        return self._open(names, header_only=False)
 
-    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+    def by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        """Which of the names each file holds."""
         files: dict[Path, list[str]] = {}
         for name in names:
             files.setdefault(self.files[name], []).append(name)
         return files
+
+    def _open(self, names: Iterable[str], *, header_only: bool) -> Iterator[tuple[str, Any]]:
+        for file, wanted in self.by_file(names).items():
+            yield from _open(file, wanted, header_only)
+
+
+def digest_heads(files: CheckpointFiles) -> str:
+    """Digest names, sizes and both ends of the files of the weights; ``config.json`` may change.
+
+    Tells heads from others, so that what was measured of them can't outlive them.
+    """
+    paths = sorted(set(files.files.values()))  # a part of the target's may be absent
+    ends = [plain_files.ends_of(path) if path.is_file() else b"" for path in paths]
+    return hashlib.sha256(
+        "".join(hashlib.sha256(end).hexdigest() for end in ends).encode()
+    ).hexdigest()
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """SHA-256 of the values' bytes, in hexadecimal."""
+    raw: Any = tensor.detach().contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(raw).hexdigest()
 
 
 def find_checkpoint(source: str | Path, revision: str | None = None) -> CheckpointFiles:
@@ -224,12 +251,9 @@ def _from_file(path: Path, fetch: Fetch, label: str, heads: bool = True) -> Chec
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; `HeadsError` for anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise HeadsError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise HeadsError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+        return plain_files.read_json(path)
+    except plain_files.FileRefused as error:
+        raise HeadsError(str(error)) from error
 
 
 def _names(path: Path) -> list[str]:
@@ -239,9 +263,7 @@ def _names(path: Path) -> list[str]:
     return list(load_pickle(path))
 
 
-def _open(
-    path: Path, names: list[str], header_only: bool
-) -> Iterator[tuple[str, Tensor | TensorSpec]]:
+def _open(path: Path, names: list[str], header_only: bool) -> Iterator[tuple[str, Any]]:
     if path.suffix != ".safetensors":
         state = load_pickle(path)
         _require(path, names, state)

@@ -94,8 +94,7 @@ def match_target(
     (quantised, not downloaded, too slow to read within ``seconds``) is "unknown".
     """
     name = f"The heads in {heads}" if heads else "The heads"
-    extra = info.config.get("medusa")
-    stored = extra.get("target") if isinstance(extra, Mapping) else None
+    stored = info.medusa.get("target")
     if not isinstance(stored, Mapping) or not isinstance(stored.get("sha256"), str):
         return TargetMatch("unknown", f"{name} do not say which target they were made for.", False)
     if stored.get("scheme") != SCHEME:

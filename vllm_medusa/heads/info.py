@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from vllm_medusa.heads.files import CheckpointFiles, TensorSpec
-from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name
+from vllm_medusa.heads.files import CheckpointFiles, TensorSpec, find_checkpoint
+from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, read_layout
 from vllm_medusa.heads.model import HeadsError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,6 +39,11 @@ class HeadsInfo:
     config: dict[str, Any]
 
     @property
+    def medusa(self) -> dict[str, Any]:
+        """The config's "medusa" object."""
+        return self.config.get("medusa") or {}
+
+    @property
     def shared_lm_head(self) -> bool:
         """Whether the heads use the target's LM head."""
         return self.num_lm_heads == 0
@@ -47,11 +54,20 @@ class HeadsInfo:
         return self.format == "full"
 
 
-def describe(files: CheckpointFiles, layout: Layout) -> HeadsInfo:
-    """Check every shape and dtype, and sum the checkpoint up.
+def open_heads(
+    source: str | Path, revision: str | None = None
+) -> tuple[CheckpointFiles, Layout, HeadsInfo]:
+    """Find a checkpoint (see `find_checkpoint`), account for every name, check every header.
 
     Raises `HeadsError` naming the tensor that is not as it must be.
     """
+    files = find_checkpoint(source, revision)
+    layout = read_layout(files.files, files.config, files.label)
+    return files, layout, _describe(files, layout)
+
+
+def _describe(files: CheckpointFiles, layout: Layout) -> HeadsInfo:
+    """Check every shape and dtype, and sum the checkpoint up."""
     stored = files.specs(layout.names.values())
     specs = {name: stored[original] for name, original in layout.names.items()}
     lm_weights, lm_biases = layout.lm_head_keys(), layout.lm_head_keys("bias")
@@ -126,6 +142,20 @@ def check_vocab(files: CheckpointFiles, layout: Layout, info: HeadsInfo, vocab_s
         "this very model. Fewer rows need a 'token_map'; padding rows need config.json to state "
         f'"vocab_size": {vocab_size} (it states {stated})'
     )
+
+
+def read_token_map(files: CheckpointFiles, layout: Layout, vocab_size: int) -> Tensor:
+    """The token map [V_draft] of heads that have one; refuses ids outside ``vocab_size``."""
+    name = layout.names[TOKEN_MAP]
+    ((_, stored),) = files.tensors([name])
+    token_map = stored.to(torch.int64)
+    bad = token_map[(token_map < 0) | (token_map >= vocab_size)]
+    if bad.numel():
+        raise HeadsError(
+            f"{files.label}: {name!r} holds token id {int(bad[0])}; the target's ids are 0 to "
+            f"{vocab_size - 1}. Use heads of this very model"
+        )
+    return token_map
 
 
 def _stated_vocab_size(files: CheckpointFiles) -> int | None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
+from vllm_medusa.heads.files import CheckpointFiles, find_target
 from vllm_medusa.heads.fingerprint import config_sizes, match_target, target_fingerprint
-from vllm_medusa.heads.formats import TOKEN_MAP, Layout, read_layout
-from vllm_medusa.heads.info import HeadsInfo, check_vocab, describe
+from vllm_medusa.heads.formats import TOKEN_MAP, Layout
+from vllm_medusa.heads.info import HeadsInfo, check_vocab, open_heads, read_token_map
 from vllm_medusa.heads.model import HeadsError
-from vllm_medusa.heads.scan import Progress, Scan, scan_values
+from vllm_medusa.heads.scan import Progress, scan_values
 from vllm_medusa.tree import TokenTree, TreeError
 from vllm_medusa.tree.forms import read_tree
 
@@ -47,11 +45,6 @@ class Inspection:
     checks: list[Check]
 
     @property
-    def medusa(self) -> Mapping[str, Any]:
-        """The config's "medusa" object."""
-        return self.info.config.get("medusa") or {}
-
-    @property
     def fits(self) -> bool:
         """Whether nothing is known to be wrong."""
         return not self.damage and all(check.verdict != "does not fit" for check in self.checks)
@@ -79,7 +72,7 @@ class Inspection:
             "base_model": info.base_model,
             "includes_base": info.includes_base,
             "tree": None if self.tree is None else self.tree.to_lists(),
-            "medusa": {key: value for key, value in self.medusa.items() if key != "tree"},
+            "medusa": {key: value for key, value in info.medusa.items() if key != "tree"},
             "damage": self.damage,
             "suspicions": self.suspicions,
             "checks": [vars(check) for check in self.checks],
@@ -100,24 +93,21 @@ def inspect_heads(
         HeadsError: No heads there, heads with tensors missing or of wrong shapes; no such target.
 
     """
-    files = find_checkpoint(source, revision)
-    layout = read_layout(files.files, files.config, files.label)
-    info = describe(files, layout)
+    files, layout, info = open_heads(source, revision)
     specs = files.specs(layout.names.values())
-    elements = {name: torch.Size(spec.shape).numel() for name, spec in specs.items()}
-    dtypes = {n: spec.dtype for n, spec in specs.items() if isinstance(spec.dtype, torch.dtype)}
+    weights = [spec for name, spec in specs.items() if name != layout.names.get(TOKEN_MAP)]
     tree, checks = _own_tree(info)
     if target is not None:
         checks += _against(files, layout, info, target, source)
-    scan: Scan = scan_values(files, layout, progress)
+    scan = scan_values(files, layout, progress)
     paths = sorted({files.files[name] for name in specs})
     return Inspection(
         source=str(source),
         files={path.name: path.stat().st_size for path in paths},
         info=info,
-        bytes=sum(elements[name] * dtype.itemsize for name, dtype in dtypes.items()),
-        parameters=sum(elements.values()) - elements.get(layout.names.get(TOKEN_MAP, ""), 0),
-        dtypes=dict(Counter(str(dtype).removeprefix("torch.") for dtype in dtypes.values())),
+        bytes=sum(spec.bytes for spec in specs.values()),
+        parameters=sum(spec.num_values for spec in weights),
+        dtypes=dict(Counter(str(spec.dtype).removeprefix("torch.") for spec in specs.values())),
         tree=tree,
         damage=scan.damage,
         suspicions=[*_contradictions(layout, info), *scan.suspicions],
@@ -171,13 +161,11 @@ def _vocabulary(
     name = "vocabulary"
     if vocab is None:
         return Check(name, "unknown", "the target's config does not say its size")
-    if info.token_map:
-        ((_, token_map),) = files.tensors([layout.names[TOKEN_MAP]])
-        if int(token_map.max()) >= vocab or int(token_map.min()) < 0:
-            return Check(name, _NOT, f"the token map names tokens the target's {vocab} do not have")
     if info.vocab_size not in (None, vocab):
         return Check(name, _NOT, f"{info.vocab_size} tokens; the target has {vocab}")
     try:
+        if info.token_map:
+            read_token_map(files, layout, vocab)
         check_vocab(files, layout, info, vocab)
     except HeadsError as error:
         return Check(name, _NOT, str(error))

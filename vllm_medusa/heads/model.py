@@ -182,7 +182,9 @@ class MedusaHeads(nn.Module):
 
     def forward(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
         """Residual layers of the first ``num_heads`` heads: [B, H] -> [B, K, H]."""
-        k = self._count(num_heads)
+        k = self.num_heads if num_heads is None else num_heads
+        if not 1 <= k <= self.num_heads:
+            raise HeadsError(f"num_heads is {k}; there are {self.num_heads} heads")
         x = hidden_states
         for block in self.blocks:
             x = block(x, k)
@@ -219,13 +221,6 @@ class MedusaHeads(nn.Module):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target token ids of draft ids, any shape."""
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
-
-    def _count(self, num_heads: int | None) -> int:
-        if num_heads is None:
-            return self.num_heads
-        if not 1 <= num_heads <= self.num_heads:
-            raise HeadsError(f"num_heads is {num_heads}; there are {self.num_heads} heads")
-        return num_heads
 
     def _target_rows(self, weight: Tensor) -> Tensor:
         rows, width = weight.shape

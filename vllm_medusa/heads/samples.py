@@ -7,7 +7,6 @@ read-ahead with it (often megabytes), and a large target has thousands of runs.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -35,10 +34,7 @@ def open_runs(
         HeadsError: A damaged file, or one without a tensor that its index puts there.
 
     """
-    by_file: dict[Path, list[str]] = {}
-    for name in names:
-        by_file.setdefault(files.files[name], []).append(name)
-    for path, wanted in by_file.items():
+    for path, wanted in files.by_file(names).items():
         opened = _safetensors if path.suffix == ".safetensors" else _pickle
         yield from opened(path, wanted)
 
@@ -71,7 +67,7 @@ def _entry(entry: dict[str, object]) -> tuple[TensorSpec, int, int]:
         raise TypeError(entry)
     begin, end = map(int, offsets)
     spec = TensorSpec(tuple(map(int, shape)), DTYPES.get(dtype, dtype))
-    return spec, begin, (end - begin) // max(1, math.prod(spec.shape))
+    return spec, begin, (end - begin) // max(1, spec.num_values)
 
 
 def _reader(path: Path, descriptor: int, spec: TensorSpec, begin: int, size: int) -> Run:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from vllm_medusa.heads.files import CheckpointFiles
+from vllm_medusa.heads.files import CheckpointFiles, digest_tensor
 from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_name
 
 Progress = Callable[[int, int], None]  # bytes looked at, bytes in all
@@ -34,7 +32,7 @@ def scan_values(files: CheckpointFiles, layout: Layout, progress: Progress | Non
     """
     scan = Scan()
     canonical = {original: name for name, original in layout.names.items()}
-    sizes = {name: _bytes(spec) for name, spec in files.specs(canonical).items()}
+    sizes = {name: spec.bytes for name, spec in files.specs(canonical).items()}
     total, done = sum(sizes.values()), 0
     seen: dict[str, tuple[str, bool]] = {}  # canonical name -> digest, any value but 0
     for name, tensor in files.tensors(canonical):
@@ -42,7 +40,7 @@ def scan_values(files: CheckpointFiles, layout: Layout, progress: Progress | Non
             scan.damage.append(f"{name!r} holds NaN or infinity: the training diverged")
         if canonical[name] == TOKEN_MAP and tensor.unique().numel() != tensor.numel():
             scan.damage.append(f"{name!r} names some token twice")
-        seen[canonical[name]] = _digest(tensor), bool(tensor.any())
+        seen[canonical[name]] = digest_tensor(tensor), bool(tensor.any())
         done += sizes[name]
         if progress is not None:
             progress(done, total)
@@ -97,15 +95,3 @@ def _look_at_layers(
     for heads in alike.values():
         if len(heads) > 1:
             suspicions.append(f"heads {heads} are equal: they guess the same token for each place")
-
-
-def _digest(tensor: Tensor) -> str:
-    raw: Any = tensor.detach().contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(raw).hexdigest()
-
-
-def _bytes(spec: Any) -> int:
-    size = spec.dtype.itemsize if isinstance(spec.dtype, torch.dtype) else 1
-    for length in spec.shape:
-        size *= length
-    return int(size)

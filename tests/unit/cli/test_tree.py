@@ -11,8 +11,7 @@ from vllm_medusa.calibration.budgets import Limits, build_tree
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.search import walk_taus
 from vllm_medusa.convert.job import FORMATS
-from vllm_medusa.heads.digest import digest_heads
-from vllm_medusa.heads.files import find_checkpoint
+from vllm_medusa.heads.files import digest_heads, find_checkpoint
 
 DEMO = Path(__file__).parents[3] / "demo"
 

@@ -245,7 +245,7 @@ def test_heads_on_the_targets_lm_head_need_its_vocabulary(vocab, foreign, native
 def test_a_token_map_beyond_the_target_is_refused(named, stated, native, target, tmp_path):
     token_map = torch.tensor([5, named, 7])
     source = native(num_lm_heads=0, token_map=token_map, config={"vocab_size": stated})
-    with pytest.raises(HeadsError, match=f"names the token {named}"):
+    with pytest.raises(HeadsError, match=f"holds token id {named}; the target.s ids are 0 to"):
         convert(source, "vllm", tmp_path / "a", target=target[0])
 
 

@@ -174,7 +174,12 @@ def test_a_target_of_other_sizes(changes, name, tmp_path, random_heads, write, t
         ({"rows": 24}, {}, "does not fit", "24 tokens; the target has 20"),
         ({"num_lm_heads": 0}, {}, "fits", "the target's LM head"),
         ({"rows": 2, "token_map": torch.tensor([5, 19])}, {}, "fits", "2 of the target's 20"),
-        ({"rows": 2, "token_map": torch.tensor([5, 20])}, {}, "does not fit", "do not have"),
+        (
+            {"rows": 2, "token_map": torch.tensor([5, 20])},
+            {},
+            "does not fit",
+            "holds token id 20; the target's ids are 0 to 19",
+        ),
     ],
 )
 def test_vocabularies(options, config, verdict, words, tmp_path, random_heads, write, target):
