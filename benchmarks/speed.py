@@ -27,7 +27,7 @@ from benchmarks.arms import (
 )
 from benchmarks.case import Case, Row, attempt
 from vllm_medusa.job import Progress
-from vllm_medusa.offline.budgets import measure
+from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.options import Positive, option
@@ -100,19 +100,19 @@ def _measure(
 ) -> Row:
     temperature = what["temperature"]
     with engine(arm, options, temperature) as process:
-        budget = measure(
+        measured = run_in_turn(
             plain,
             process,
-            arm.num_draft_tokens,
             prompts,
             concurrency=options.batch,
             seed=SEED if temperature > 0 else None,
             rounds=options.repeats,
+            warm_up=True,
         )
-    found = budget.to_dict()
+    found = measured.figures()
     numbers = found | {
-        "step_ms": _step_ms(budget.comparison.candidate, options.batch),
-        "plain_step_ms": _step_ms(budget.comparison.baseline, options.batch),
+        "step_ms": _step_ms(measured.candidate, options.batch),
+        "plain_step_ms": _step_ms(measured.baseline, options.batch),
         "least_and_most": [min(found["ratios"]), max(found["ratios"])],
     }
     reason = ""

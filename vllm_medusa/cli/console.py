@@ -6,8 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from types import TracebackType
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,12 +39,7 @@ class ConsoleProgress(Progress):
     def __enter__(self) -> ConsoleProgress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
     def note(self, text: str) -> None:
@@ -91,7 +85,10 @@ def run_job(
         engine: standard error may go to a log while an engine starts; this output does not.
 
     """
-    with stderr_console(own_handle=engine) as console, ConsoleProgress(console) as progress:
+    with contextlib.ExitStack() as stack:
+        terminal = stack.enter_context(os.fdopen(os.dup(2), "w")) if engine else sys.stderr
+        console = Console(file=terminal, highlight=False)
+        progress = stack.enter_context(ConsoleProgress(console))
         try:
             return job(progress)
         except (ValueError, OSError) as error:
@@ -103,16 +100,6 @@ def run_job(
         except KeyboardInterrupt:
             console.print(f"interrupted; {escape(interrupted)}", soft_wrap=True)
             return 130
-
-
-@contextlib.contextmanager
-def stderr_console(*, own_handle: bool = False) -> Iterator[Console]:
-    """A console on standard error, or on a copy of it that stays where it is."""
-    if not own_handle:
-        yield Console(file=sys.stderr, highlight=False)
-        return
-    with os.fdopen(os.dup(2), "w") as terminal:
-        yield Console(file=terminal, highlight=False)
 
 
 def stdout_console() -> Console:

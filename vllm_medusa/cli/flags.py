@@ -29,7 +29,8 @@ def from_flags(options: type[T], args: argparse.Namespace) -> T:
         ValueError: options that contradict each other; a single one is refused by the parser.
 
     """
-    values = {each.name: _frozen(getattr(args, each.name), each) for each in described(options)}
+    values = {each.name: getattr(args, each.name) for each in described(options)}
+    values |= {n: tuple(v) for n, v in values.items() if isinstance(v, list)}
     for name, _, kind in groups(options):
         values[name] = from_flags(kind, args)
     return options(**values)
@@ -119,7 +120,3 @@ def _json(text: str) -> dict[str, Any]:
 
 
 _KINDS: dict[Any, Callable[[str], Any]] = {Path: _path, dict: _json}
-
-
-def _frozen(value: Any, each: Described) -> Any:
-    return tuple(value) if each.many and value is not None else value

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.cli.command import Command
 from vllm_medusa.cli.console import ConsoleProgress
@@ -42,7 +43,7 @@ class InspectOptions(Options):
 def run(options: InspectOptions, progress: ConsoleProgress) -> int:
     """Inspect, and print what was found; returns the exit status."""
     from vllm_medusa.heads import HeadsError
-    from vllm_medusa.heads.inspection import describe_target, inspect_heads
+    from vllm_medusa.heads.inspection import inspect_heads
 
     try:
         found = inspect_heads(
@@ -52,7 +53,7 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
             progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
         )
     except (HeadsError, OSError) as error:
-        target = None if _is_heads(options) else describe_target(options.path)
+        target = _target(options)
         if options.json:
             print(json.dumps({"source": options.path, "error": str(error), "target": target}))
         elif target is None:
@@ -69,15 +70,16 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
     return 0 if found.fits else 1
 
 
-def _is_heads(options: InspectOptions) -> bool:
-    """Whether the path holds heads, so that what went wrong is something else."""
-    from vllm_medusa.heads import HeadsError, peek_heads
+def _target(options: InspectOptions) -> dict[str, Any] | None:
+    """What is at the path, if that is a target; None: heads, so something else went wrong."""
+    from vllm_medusa.heads import HeadsError, peek_heads, target_fingerprint
 
-    try:
+    with contextlib.suppress(HeadsError, OSError):
         peek_heads(options.path, revision=options.revision)
-    except (HeadsError, OSError):
-        return False
-    return True
+        return None
+    with contextlib.suppress(HeadsError):
+        return target_fingerprint(options.path)
+    return None
 
 
 def _lines(found: Inspection, target: str | None) -> Iterator[str]:

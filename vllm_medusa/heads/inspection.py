@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_medusa.heads.files import CheckpointFiles, find_target
-from vllm_medusa.heads.fingerprint import config_sizes, match_target, target_fingerprint
+from vllm_medusa.heads.fingerprint import config_sizes, match_target
 from vllm_medusa.heads.formats import TOKEN_MAP, Layout
 from vllm_medusa.heads.info import HeadsInfo, check_vocab, open_heads, read_token_map
 from vllm_medusa.heads.model import HeadsError
@@ -113,14 +113,6 @@ def inspect_heads(
         suspicions=[*_contradictions(layout, info), *scan.suspicions],
         checks=checks,
     )
-
-
-def describe_target(source: str | Path) -> dict[str, Any] | None:
-    """Sizes and fingerprint of a folder that holds a target and no heads; None if it does not."""
-    try:
-        return target_fingerprint(source)
-    except HeadsError:
-        return None
 
 
 def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:

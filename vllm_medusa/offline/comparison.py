@@ -17,9 +17,9 @@ from vllm_medusa.files import refuse_to_replace, write_json
 from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.offline.budgets import Budget, measure
 from vllm_medusa.offline.defaults import engine_arguments
 from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
+from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.machine import describe_machine, machine_in_words
 from vllm_medusa.offline.options import CompareOptions
 from vllm_medusa.offline.process import EngineProcess
@@ -91,28 +91,29 @@ def compare(
         )
         return EngineProcess(settings, sampling)
 
-    def beside(plain: EngineProcess, budget: int) -> Budget:
+    def beside(plain: EngineProcess, budget: int) -> dict[str, Any]:
         config = medusa_config(options.heads, None, None, budget)
         if tree is not None:
             config["tree"] = tree
         done, groups = count(1), options.rounds * -(-len(prompts) // options.batch)
         what = f"plain and {budget} draft nodes in turn"
         with start(f"vLLM with {budget} draft nodes", config) as medusa:
-            measured = measure(
+            measured = run_in_turn(
                 plain,
                 medusa,
-                budget,
                 prompts,
                 concurrency=options.batch,
                 seed=options.seed,
                 rounds=options.rounds,
+                warm_up=True,
                 progress=lambda: progress.at(what, next(done), groups),
             )
-        progress.note(f"{budget} draft nodes: {measured.ratio:.2f} times plain vLLM")
-        return measured
+        row = {"num_draft_tokens": budget, **measured.figures()}
+        progress.note(f"{budget} draft nodes: {row['ratio']:.2f} times plain vLLM")
+        return row
 
     with start("plain vLLM", None) as plain:
-        rows = [beside(plain, budget).to_dict() for budget in budgets]
+        rows = [beside(plain, budget) for budget in budgets]
         document["dtype"] = plain.dtype
     document |= {"rows": rows, "fastest": fastest(rows)}
     if output is not None:

@@ -6,14 +6,17 @@ goes first changes from group to group, so that a change in the machine's load m
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Engine, Result, run_batch
 from vllm_medusa.offline.prompts import Prompt
+
+_SHOWN_DIFFERENCES = 5
 
 
 @runtime_checkable
@@ -80,6 +83,34 @@ class InTurn:
         pairs = zip(self.candidate.rates, self.baseline.rates, strict=True)
         return [rate / base if base else 0.0 for rate, base in pairs]
 
+    def figures(self) -> dict[str, Any]:
+        """Plain JSON values; the candidate is Medusa, and rates and ratio are of median rounds."""
+        plain, medusa = self.baseline, self.candidate
+        return {
+            "tau": medusa.acceptance.tau,
+            "histogram": list(medusa.acceptance.histogram),
+            "steps": medusa.acceptance.steps,
+            "plain_steps": plain.acceptance.steps,
+            "ratio": statistics.median(self.ratios),
+            "ratios": self.ratios,
+            "tokens_per_second": statistics.median(medusa.rates),
+            "plain_tokens_per_second": statistics.median(plain.rates),
+            "tokens": plain.tokens,
+            "requests": self.requests,
+            "identical": self.identical,
+            "differing_requests": len(self.differences),
+            "differences": [
+                {
+                    "request_id": d.prompt.request_id,
+                    "position": d.position,
+                    "what": d.reason,
+                    "plain": d.baseline,
+                    "medusa": d.candidate,
+                }
+                for d in self.differences[:_SHOWN_DIFFERENCES]
+            ],
+        }
+
 
 def run_in_turn(
     baseline: Engine | Runner,
@@ -89,6 +120,7 @@ def run_in_turn(
     concurrency: int,
     seed: int | None,
     rounds: int = 1,
+    warm_up: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> InTurn:
     """Run the prompts through both engines.
@@ -100,6 +132,7 @@ def run_in_turn(
         concurrency: prompts in an engine at a time.
         seed: prompt ``index`` is sampled with ``seed + index`` in both.
         rounds: how often everything is repeated; every round must agree.
+        warm_up: run one group through both engines before, which doesn't count.
         progress: called after each group of prompts.
 
     Raises:
@@ -108,6 +141,9 @@ def run_in_turn(
     """
     if not prompts:
         raise ValueError("there are no prompts to compare on.")
+    if warm_up:
+        first = prompts[:concurrency]
+        run_in_turn(baseline, candidate, first, concurrency=concurrency, seed=seed)
     comparison = InTurn()
     baseline_first = True
     both = (comparison.baseline, comparison.candidate)

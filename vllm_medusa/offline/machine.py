@@ -14,7 +14,8 @@ def describe_machine() -> dict[str, Any]:
     import torch
 
     info = Path("/proc/cpuinfo")
-    names = [line for line in _lines(info) if line.startswith("model name")]
+    lines = info.read_text().splitlines() if info.exists() else []  # none: not Linux
+    names = [line for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": names[0].split(":", 1)[1].strip() if names else platform.machine(),
@@ -32,10 +33,3 @@ def machine_in_words(machine: dict[str, Any]) -> str:
         f"{machine['cores']} cores of {machine['cpu']}{gpus}, {machine['memory_gb']} GB of memory, "
         f"load average {machine['load_average_at_start']} at the start"
     )
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:  # not Linux
-        return []

@@ -60,10 +60,6 @@ class EngineOptions(Options):
     max_model_len: Positive | None = option(None)
     engine_args: dict[str, Any] = option({}, "more LLM arguments", metavar="JSON")
 
-    def settings(self, model: str, speculation: dict[str, Any] | None) -> EngineSettings:
-        """What an engine is built from."""
-        return EngineSettings(model, speculation, self.dtype, self.max_model_len, self.engine_args)
-
 
 class BatchOptions(EngineOptions):
     """vLLM's engine, with a batch of prompts always in it."""
@@ -87,7 +83,14 @@ class PromptJob(Options):
             ValueError: see `MedusaOptions.speculative_config`.
 
         """
-        return self.engine.settings(self.model, self.medusa.speculative_config())
+        engine = self.engine
+        return EngineSettings(
+            self.model,
+            self.medusa.speculative_config(),
+            engine.dtype,
+            engine.max_model_len,
+            engine.engine_args,
+        )
 
 
 class GenerateMedusa(MedusaOptions):

@@ -18,7 +18,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from vllm_medusa.files import (
@@ -85,7 +84,6 @@ class ResultLog:
         """
         self.path = path
         self.settings = json.loads(json.dumps(settings))
-        self.provenance = provenance
         self.done: set[int] = set()
         self.failed = 0
         self.torn_bytes = 0
@@ -104,7 +102,10 @@ class ResultLog:
                 self._require_own()
                 os.ftruncate(self._fd, 0)
             if os.fstat(self._fd).st_size == 0:
-                self._write_manifest()
+                content: dict[str, Any] = {"version": MANIFEST_VERSION, "settings": self.settings}
+                if provenance is not None:
+                    content["provenance"] = provenance
+                write_json(manifest_path(path), content)
             else:
                 self._check_manifest()
                 self._recover()
@@ -115,12 +116,7 @@ class ResultLog:
     def __enter__(self) -> ResultLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -148,12 +144,6 @@ class ResultLog:
                 f"{self.path} holds something that was not written by this command (there is no "
                 f"{manifest_path(self.path).name}). Name another output, or remove it yourself."
             )
-
-    def _write_manifest(self) -> None:
-        content: dict[str, Any] = {"version": MANIFEST_VERSION, "settings": self.settings}
-        if self.provenance is not None:
-            content["provenance"] = self.provenance
-        write_json(manifest_path(self.path), content)
 
     def _check_manifest(self) -> None:
         target = manifest_path(self.path)

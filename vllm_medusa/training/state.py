@@ -22,7 +22,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import torch
@@ -102,12 +101,7 @@ class TrainingRun:
     def __enter__(self) -> TrainingRun:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def load(self, map_location: Any = "cpu") -> dict[str, Any] | None:
