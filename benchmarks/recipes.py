@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from benchmarks.case import ROOT, Case, Row, attempt
 from benchmarks.recipe_measure import Conditions, knowledge, speculation
 from benchmarks.recipe_texts import windows, write_plain, write_prompts
@@ -85,7 +87,7 @@ def run(options: RecipesOptions, progress: Progress) -> Iterator[Row]:
     """A row for each recipe."""
     options.out.mkdir(parents=True, exist_ok=True)
     original = Target.load(options.target)
-    files = make_texts(options, original.tokenizer)
+    files = make_texts(options, AutoTokenizer.from_pretrained(options.target))
     records, _ = load_records(files["heldout"])
     prompts = [
         Prompt(i, r.line, r.request_id, token_ids=r.token_ids[: r.generated[0][0]])

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import Accuracy, measure_accuracy
 from vllm_medusa.calibration.collect import collect, remove_work
@@ -26,6 +24,7 @@ from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.offline.records import Record, load_records
+from vllm_medusa.training.inputs import find_tokenizer
 from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
 
@@ -121,10 +120,7 @@ def calibrate(
 def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
     """The records asked for; says what is unusual about them."""
     data = options.data
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-    except (OSError, ValueError):
-        tokenizer = None  # records of token ids need none; other lines say so themselves
+    tokenizer = find_tokenizer(options.model)
     records, bad = load_records(data, tokenizer, max_tokens=options.max_text_tokens)
     settle_bad_lines(data, bad, options.on_bad_line, progress)
     if options.temperature is not None:

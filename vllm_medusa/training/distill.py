@@ -22,20 +22,12 @@ _TALK_TURNS = 3
 
 @dataclass(frozen=True)
 class Distilled:
-    """A file of records.
-
-    Attributes:
-        output: the file.
-        failed: texts whose line is an error.
-        speed: of what was left to do; None: nothing was.
-        summary: of the whole file.
-
-    """
+    """A file of records."""
 
     output: Path
-    failed: int
-    speed: Speed | None
-    summary: Summary
+    failed: int  # texts whose line is an error
+    speed: Speed | None  # of what was left to do; None: nothing was
+    summary: Summary  # of the whole file
 
 
 def distill(
@@ -56,13 +48,10 @@ def distill(
     """
     files, texts = options.files, options.texts
     prompts = load_prompts(files.prompts, files.format, files.column, files.on_bad_line, progress)
-    turns = max(1, max(len(prompt.turns) for prompt in prompts))
-    plan = Plan(texts.samples, texts.temperature, texts.seed, turns)
+    turns, talker = max(1, max(len(prompt.turns) for prompt in prompts)), None
     if texts.self_talk:
-        tokenizer = _talker(options.model)
-        plan = Plan(
-            texts.samples, texts.temperature, texts.seed, texts.turns or _TALK_TURNS, tokenizer
-        )
+        turns, talker = texts.turns or _TALK_TURNS, _talker(options.model)
+    plan = Plan(texts.samples, texts.temperature, texts.seed, turns, talker)
     settings = {
         "samples": plan.samples,
         "temperatures": list(plan.temperatures),

@@ -33,7 +33,7 @@ def save_trained(
 
     Args:
         output: the folder.
-        heads: the heads, which are left as they are.
+        heads: the heads, which end on the CPU in ``dtype``.
         source: the target's folder or hub name.
         dtype: what is stored.
         training: settings and accuracies.
@@ -41,26 +41,13 @@ def save_trained(
         provenance: the entry of this command, the first of the list.
 
     """
-    stored = MedusaHeads(
-        heads.num_heads,
-        heads.num_layers,
-        heads.hidden_size,
-        heads.vocab_size,
-        bias=heads.has_bias,
-        shared_lm_head=heads.shared_lm_head,
-        lm_head_bias=heads.lm_head_bias is not None,
-        token_map=heads.token_map,
-        num_lm_heads=heads.num_lm_heads,
-        device="cpu",
-        dtype=dtype,
-    )
-    stored.load_state_dict(heads.state_dict())
+    heads.to(device="cpu", dtype=dtype)
     name = str(source)
     if Path(source).is_absolute():  # a path of this machine says nothing elsewhere
         name = Path(source).name
     save_heads(
         output,
-        stored,
+        heads,
         {
             "base_model_name_or_path": name,
             "target": dict(target),

@@ -55,31 +55,19 @@ class HiddenStates:
         self,
         target: Target,
         texts: Texts,
-        folder: Path,
-        key: Mapping[str, Any],
+        folder: Path,  # where the folder of this cache goes
+        key: Mapping[str, Any],  # tells the target and how it computes from any other, plain JSON
         *,
-        dtype: torch.dtype,
-        max_bytes: int,
-        shard_bytes: int = 256 << 20,
-        forward_tokens: int = 4096,
-        file: str | Path = "",
-        remedy: str = _REMEDY,
+        dtype: torch.dtype,  # of the kept states, one of `DTYPES`
+        max_bytes: int,  # how much may be kept
+        shard_bytes: int = 256 << 20,  # about
+        forward_tokens: int = 4096,  # of a pass of the target, padding included
+        file: str | Path = "",  # what the texts' lines are of, for messages
+        remedy: str = _REMEDY,  # for states that aren't finite
     ) -> None:
         """Plan the shards; nothing is written yet.
 
-        Args:
-            target: the frozen target.
-            texts: the texts.
-            folder: where the folder of this cache goes.
-            key: plain JSON that tells the target and how it computes from any other; the texts, the
-                dtype and the plan are added to it.
-            dtype: of the kept states, one of `DTYPES`.
-            max_bytes: how much may be kept.
-            shard_bytes: about how large a shard is.
-            forward_tokens: tokens of a pass of the target, padding included.
-            file: what the texts' lines are of, for messages.
-            remedy: what to do about states that aren't finite.
-
+        The texts, the dtype and the plan are added to the key.
         """
         self._file, self._remedy = str(file), remedy
         self.target, self.texts, self.dtype = target, texts, dtype

@@ -54,20 +54,14 @@ def new_heads(
     return heads
 
 
-def draft_lm_head(target: Target, heads: MedusaHeads, dtype: torch.dtype | None = None) -> LMHead:
-    """The target's LM head over the heads' draft vocabulary, whose rows are gathered once.
+def target_lm_head(
+    target: Target, token_map: Tensor | None = None, dtype: torch.dtype | None = None
+) -> LMHead:
+    """The target's LM head over the tokens of ``token_map``, whose rows are gathered once, or all.
 
     ``dtype`` None keeps the LM head's own.
     """
-    return _lm_head(target, slice(None) if heads.token_map is None else heads.token_map, dtype)
-
-
-def whole_lm_head(target: Target, dtype: torch.dtype | None = None) -> LMHead:
-    """The target's LM head over its whole vocabulary; ``dtype`` as in `draft_lm_head`."""
-    return _lm_head(target, slice(None), dtype)
-
-
-def _lm_head(target: Target, rows: slice | Tensor, dtype: torch.dtype | None) -> LMHead:
+    rows = slice(None) if token_map is None else token_map
     weight = target.lm_head_weight.detach()[rows]
     weight = weight if dtype is None else weight.to(dtype)
     bias = target.lm_head_bias

@@ -33,24 +33,14 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Inputs:
-    """A target and its texts.
+    """A target and its texts."""
 
-    Attributes:
-        source: the target's folder or hub name.
-        fingerprint: of its weights, `heads.fingerprint.target_fingerprint`'s.
-        dtype: the name of its weights' dtype, if its config says it.
-        config: what of its config.json acts on the same weights, such as RoPE scaling.
-        train: records to train on.
-        heldout: records to measure on, whose prompts nothing is trained on; maybe none.
-
-    """
-
-    source: str
-    fingerprint: dict[str, Any]
-    dtype: str | None
-    config: dict[str, Any]
-    train: list[Record]
-    heldout: list[Record]
+    source: str  # the target's folder or hub name
+    fingerprint: dict[str, Any]  # of its weights, `heads.fingerprint.target_fingerprint`'s
+    dtype: str | None  # the name of its weights' dtype, if its config says it
+    config: dict[str, Any]  # what of its config.json acts on the same weights, like RoPE scaling
+    train: list[Record]  # to train on
+    heldout: list[Record]  # to measure on, whose prompts nothing is trained on; maybe none
 
     @classmethod
     def read(cls, options: TrainOptions, progress: Progress = SILENT) -> Inputs:
@@ -71,7 +61,7 @@ class Inputs:
         limits = {
             "vocab_size": int(config.vocab_size),
             "max_tokens": files.max_text_tokens or getattr(config, "max_position_embeddings", None),
-            "tokenizer": _tokenizer(options.model),
+            "tokenizer": find_tokenizer(options.model),
         }
         read = {path: load_records(path, **limits) for path in (files.data, files.heldout) if path}
         bad = [
@@ -91,12 +81,19 @@ class Inputs:
                 ) from None
         else:
             heldout = _untrained(files, train, read[files.heldout][0], progress)
-        if options.training.labels == "soft":
-            _require_whole_distributions(train)
+        cut = sum(record.truncated for record in train)
+        if options.training.labels == "soft" and cut:
+            raise DataError(
+                f"{cut} of {len(train)} records were sampled with top_p or top_k, and soft labels "
+                "are whole distributions. Train with --labels tokens, or distill without these "
+                "options."
+            )
         progress.note(f"training on {_count(train)}; held out: {_count(heldout)}")
         dtype = getattr(config, "dtype", None)
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        return cls(options.model, fingerprint, name, computed_with(options.model), train, heldout)
+        found = find_target(options.model).config
+        computed = {key: value for key, value in found.items() if key not in _NOT_COMPUTED}
+        return cls(options.model, fingerprint, name, computed, train, heldout)
 
 
 def _refuse_or_tell(bad: list[str], on_bad_line: str, progress: Progress) -> None:
@@ -127,12 +124,6 @@ def _untrained(
     return kept
 
 
-def computed_with(source: str) -> dict[str, Any]:
-    """What a target's config.json says of how it computes, beside its weights' fingerprint."""
-    config = find_target(source).config
-    return {name: value for name, value in config.items() if name not in _NOT_COMPUTED}
-
-
 def require_labels(texts: Texts, num_heads: int, name: str) -> None:
     """Refuse texts in which some head has nothing to learn.
 
@@ -155,15 +146,6 @@ def require_labels(texts: Texts, num_heads: int, name: str) -> None:
         )
 
 
-def _require_whole_distributions(records: Sequence[Record]) -> None:
-    """Refuse records whose soft labels would not be what they were sampled from."""
-    if cut := sum(record.truncated for record in records):
-        raise DataError(
-            f"{cut} of {len(records)} records were sampled with top_p or top_k, and soft labels "
-            "are whole distributions. Train with --labels tokens, or distill without these options."
-        )
-
-
 def _identify(source: str) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoConfig
 
@@ -180,7 +162,7 @@ def _identify(source: str) -> tuple[Any, dict[str, Any]]:
         raise TargetError(f"{source} is not a target that can be read: {error}") from error
 
 
-def _tokenizer(source: str) -> Any:
+def find_tokenizer(source: str) -> Any:
     """The target's tokenizer, or None: records of token ids do without."""
     from transformers import AutoTokenizer
 

@@ -13,7 +13,6 @@ from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.records import digest_of
-from vllm_medusa.training import machine
 from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates
 from vllm_medusa.training.initial_heads import frequent_tokens, new_heads
 from vllm_medusa.training.inputs import Inputs, require_labels
@@ -66,11 +65,11 @@ class Job:
         if self.heldout is not None:
             require_labels(self.heldout, count, f"held-out records of {files.name(heldout=True)}")
         device, wanted = workers.device, options.cache.cache_dtype
-        self.dtype = machine.target_dtype(options.machine.dtype, inputs.dtype, device)
+        self.dtype = _target_dtype(options.machine.dtype, inputs.dtype, device)
         self.cache_dtype = self.dtype if wanted == "auto" else DTYPES[wanted]
         self.recipe = Recipe.of(
             options.training,
-            bf16=machine.use_bf16(options.machine.precision, device),
+            bf16=_use_bf16(options.machine.precision, device),
             hidden_size=inputs.fingerprint["hidden_size"],
             num_labels=self.texts.num_labels,
         )
@@ -89,7 +88,7 @@ class Job:
                 "heldout": digest_of(inputs.heldout) if inputs.heldout else None,
             },
             "heads": asdict(options.heads),
-            "recipe": self.recipe.to_dict(),
+            "recipe": asdict(self.recipe),
             "dtype": str(self.dtype),
             "quantization": options.machine.quantization,
             "cache": {"dtype": str(self.cache_dtype), "gb": options.cache.cache_gb},
@@ -195,3 +194,20 @@ def _line(entry: dict[str, Any]) -> str:
     best = " ".join(f"{top[0]:.3f}" for top in entry["heldout"]["top"])
     lost = f"; KL {entry['quality']['kl']:.2g}" if "quality" in entry else ""
     return f"held-out top 1: {best}{lost}"
+
+
+def _target_dtype(choice: str, own: str | None, device: torch.device) -> torch.dtype:
+    """What the target computes in: ``auto`` is its ``own`` on a GPU and float32 on a CPU."""
+    if choice != "auto":
+        return DTYPES[choice]
+    return torch.float32 if device.type == "cpu" else DTYPES.get(own or "", torch.bfloat16)
+
+
+def _use_bf16(choice: str, device: torch.device) -> bool:
+    """Whether the heads compute in bfloat16: ``auto`` where the hardware multiplies it natively."""
+    if choice != "auto":
+        return choice == "bfloat16"
+    if device.type == "cpu":
+        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
+    return device.type == "cuda" and torch.cuda.is_bf16_supported()

@@ -132,7 +132,7 @@ def joint_losses(
         target: holds the model that ``adapted`` wraps.
         adapted: the model with its adapter.
         heads: the heads, on the same device.
-        draft_head: of `initial_heads.draft_lm_head`.
+        draft_head: of `initial_heads.target_lm_head`.
         batch: texts.
         lm_weight: factor of the target's own loss.
         head_weights: factors of the heads' losses.

@@ -20,7 +20,7 @@ from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.accuracy import Measurement
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.initial_heads import draft_lm_head, whole_lm_head
+from vllm_medusa.training.initial_heads import target_lm_head
 from vllm_medusa.training.losses import IGNORED, HeadLosses, head_losses
 from vllm_medusa.training.optimisation import make_optimizer
 from vllm_medusa.training.order import Order, split
@@ -41,36 +41,24 @@ class Medusa1(Trainer):
     def __init__(
         self,
         target: Target,
-        heads: MedusaHeads,
-        train: HiddenStates,
-        heldout: HiddenStates | None,
+        heads: MedusaHeads,  # fp32, changed in place
+        train: HiddenStates,  # of the text to train on, built
+        heldout: HiddenStates | None,  # of the text to measure on, built
         recipe: Recipe,
         run: TrainingRun,
         workers: Workers,
         *,
-        save_seconds: float = 60.0,
+        save_seconds: float = 60.0,  # between two states; the result doesn't depend on it
     ) -> None:
-        """Prepare training; the states have to be built.
-
-        Args:
-            target: the frozen target.
-            heads: heads to train, fp32, changed in place.
-            train: states of the text to train on.
-            heldout: states of the text to measure on.
-            recipe: how.
-            run: where the state and the log are kept.
-            workers: the processes.
-            save_seconds: time between two states written; the result doesn't depend on it.
-
-        """
+        """Prepare training."""
         super().__init__(heads, recipe, run, workers, save_seconds)
         self.target, self.recipe = target, recipe
         self.train_states, self.heldout = train, heldout
         self.soft = recipe.labels == "soft"
         own_dtype = torch.bfloat16 if recipe.bf16 else torch.float32
-        self.lm_head = self.teacher = draft_lm_head(target, heads, own_dtype)
+        self.lm_head = self.teacher = target_lm_head(target, heads.token_map, own_dtype)
         if self.soft and heads.token_map is not None:
-            self.teacher = whole_lm_head(target, own_dtype)
+            self.teacher = target_lm_head(target, dtype=own_dtype)
         self.optimizer = make_optimizer([(heads.parameters(), 1.0)], recipe.optimisation)
         size = min(PIECE_ROWS, recipe.batch_rows)
         self.pieces = train.texts.pieces(size)

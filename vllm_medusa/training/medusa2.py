@@ -22,7 +22,7 @@ from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.batches import plan_steps, split_passes
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.initial_heads import draft_lm_head
+from vllm_medusa.training.initial_heads import target_lm_head
 from vllm_medusa.training.joint_loss import JointBatch, JointLosses, joint_losses
 from vllm_medusa.training.joint_measure import measure_joint, release_target, states_of
 from vllm_medusa.training.lora import adapter_parameters, dropping_out
@@ -46,28 +46,17 @@ class Medusa2(Trainer):
     def __init__(
         self,
         target: Target,
-        adapted: PeftModel,
-        heads: MedusaHeads,
-        records: Sequence[Record],
-        heldout: HiddenStates,
+        adapted: PeftModel,  # wraps the target's model, with a fresh adapter (`lora.attach`)
+        heads: MedusaHeads,  # to go on with, fp32, changed in place
+        records: Sequence[Record],  # to train on
+        heldout: HiddenStates,  # the original model's on held-out text, all kept in files
         recipe: JointRecipe,
         run: TrainingRun,
         workers: Workers,
         *,
-        save_seconds: float = 60.0,
+        save_seconds: float = 60.0,  # between two states; the result doesn't depend on it
     ) -> None:
         """Prepare training.
-
-        Args:
-            target: holds the model that ``adapted`` wraps.
-            adapted: the model with a fresh adapter (`lora.attach`).
-            heads: heads to go on with, fp32, changed in place.
-            records: the text to train on.
-            heldout: the original model's states on held-out text, all of them kept in files.
-            recipe: how.
-            run: where the state and the log are kept.
-            workers: the processes.
-            save_seconds: time between two states written; the result doesn't depend on it.
 
         Raises:
             ValueError: held-out states that would be computed by the model being trained.
@@ -77,7 +66,7 @@ class Medusa2(Trainer):
         self.target, self.adapted, self.recipe = target, adapted, recipe
         self.records = records
         self.heldout = release_target(heldout)
-        self.draft_head = draft_lm_head(target, heads)
+        self.draft_head = target_lm_head(target, heads.token_map)
         self.token_map = None if heads.token_map is None else heads.token_map.cpu()
         self.adapter = adapter_parameters(adapted)
         self.optimizer = make_optimizer(

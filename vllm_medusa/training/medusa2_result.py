@@ -25,7 +25,7 @@ from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.export import round_to, save_trained
 from vllm_medusa.training.hidden_cache import DTYPES, CacheError, HiddenStates
-from vllm_medusa.training.initial_heads import draft_lm_head
+from vllm_medusa.training.initial_heads import target_lm_head
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.joint_measure import measure_joint, states_of
 from vllm_medusa.training.merging import merge_adapter
@@ -101,7 +101,7 @@ def _measured(
     heads = heads.to(target.device)
     now = states_of(target, original.texts)
     try:
-        found = measure_joint(heads, draft_lm_head(target, heads), target, original, now)
+        found = measure_joint(heads, target_lm_head(target, heads.token_map), target, original, now)
     except CacheError as error:  # the new target computes NaN
         return {}, [str(error).removesuffix(".")]
     return found.to_dict(), found.quality.shortfalls(job.options.joint.bounds)

@@ -11,7 +11,7 @@ import torch
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.offline.results import fingerprint
-from vllm_medusa.training import lora, machine
+from vllm_medusa.training import lora
 from vllm_medusa.training.curves import draw_curves
 from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates
 from vllm_medusa.training.job import Job
@@ -35,7 +35,11 @@ def train_medusa2(job: Job) -> None:
     """
     joint, heldout = job.options.joint, job.heldout
     assert heldout is not None, "`TrainOptions.check` sees to it"
-    machine.require_gradients(job.dtype)
+    if job.dtype == torch.float16:  # a token's share of a step's gradient is about 1e-5 and less
+        raise ValueError(
+            "the target computes in float16, in which the gradients of a backbone underflow. Train "
+            "it with --dtype bfloat16 (or float32); what is stored keeps the target's own dtype."
+        )
     _require_room(job, heldout)
     recipe = JointRecipe.of(
         joint,
@@ -45,7 +49,7 @@ def train_medusa2(job: Job) -> None:
     )
     job.settings |= {
         "start_heads": _fingerprint(joint.start_heads),
-        "joint": recipe.to_dict(),
+        "joint": asdict(recipe),
         "save": joint.save,
         "bounds": asdict(joint.bounds),
     }

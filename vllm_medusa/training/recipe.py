@@ -12,8 +12,8 @@ The paper's recipes (appendix B): on text of others a peak of 0.2 after heads tr
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_medusa.training.optimisation import Optimisation
 from vllm_medusa.training.options import (
@@ -24,39 +24,24 @@ from vllm_medusa.training.options import (
     StepOptions,
 )
 
-Growth = Literal["sine", "linear", "constant"]
 PEAK_SELF_DISTILLED = 0.01  # appendix B.3
 PEAK_OTHER = 0.2  # appendix B.2
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How heads are trained, their shape aside.
-
-    Attributes:
-        labels: "tokens" of the text (paper), or "soft": the target's distribution over each.
-        decay: lambda_k = decay^k.
-        epochs: passes over the text.
-        batch_rows: positions a step, of all processes and micro-batches together.
-        accumulate: micro-batches a step and process; more take less memory.
-        bf16: compute in bfloat16 where autocast allows; weights and sums stay fp32.
-        optimisation: learning rate and so on.
-        seed: of the order of the text.
-        measure_every: steps between two measurements on held-out text.
-        measured_rows: at most so many held-out positions are measured.
-
-    """
+    """How heads are trained, their shape aside."""
 
     labels: str = StepOptions.labels
     decay: float = StepOptions.decay
     epochs: int = StepOptions.epochs
-    batch_rows: int = 1024
-    accumulate: int = StepOptions.accumulate
-    bf16: bool = False
+    batch_rows: int = 1024  # positions a step, of all processes and micro-batches together
+    accumulate: int = StepOptions.accumulate  # micro-batches a step and process
+    bf16: bool = False  # compute in bfloat16 where autocast allows; weights and sums stay fp32
     optimisation: Optimisation = field(default_factory=Optimisation)
-    seed: int = StepOptions.seed
+    seed: int = StepOptions.seed  # of the order of the text
     measure_every: int = StepOptions.measure_every
-    measured_rows: int = 16384
+    measured_rows: int = 16384  # at most so many held-out positions are measured
 
     @classmethod
     def of(cls, options: StepOptions, *, bf16: bool, hidden_size: int, num_labels: int) -> Recipe:
@@ -71,10 +56,6 @@ class Recipe:
                 options, options.learning_rate or usual_rate(hidden_size), WARMUP_STEPS
             ),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return asdict(self)
 
 
 def usual_rate(hidden_size: int) -> float:
@@ -100,16 +81,8 @@ class HeadsWeight:
     """lambda_0 over the joint steps."""
 
     peak: float = PEAK_SELF_DISTILLED
-    growth: Growth = JointOptions.growth
+    growth: str = JointOptions.growth  # "sine", "linear" or "constant"
     share: float = JointOptions.growth_share  # of the steps in which it grows
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.peak < math.inf:
-            raise ValueError(f"lambda_0 is {self.peak}; use a number from 0")
-        if self.growth not in get_args(Growth):
-            raise ValueError(f"growth {self.growth!r}; use one of {', '.join(get_args(Growth))}")
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share {self.share}; use more than 0, at most 1")
 
     def at(self, step: int, steps: int) -> float:
         """lambda_0 of the 0-based ``step`` of ``steps``: above 0 at the first, the peak at last."""
@@ -121,50 +94,26 @@ class HeadsWeight:
 
 @dataclass(frozen=True)
 class JointRecipe:
-    """How the joint stage is run; the paper's numbers are those of its appendix B.
-
-    Attributes:
-        lora: the adapter.
-        heads_weight: lambda_0 over the steps.
-        heads_rate: the heads' learning rate over the backbone's, appendix B.1.
-        lm_loss: "kl" against the original model (text it wrote), or "cross-entropy" of the text.
-        labels: of the heads: "tokens", or "soft", the original model's distributions.
-        decay: lambda_k = decay^k.
-        epochs: passes over the text.
-        steps: at most so many steps; None: as many as the text has.
-        step_tokens: text tokens a step, prompts included, over all processes.
-        pass_tokens: tokens of one pass of the backbone, padding included; fewer take less memory.
-        checkpointing: keep only the layers' inputs and compute the rest twice.
-        bf16: autocast to bfloat16; what trains stays fp32.
-        optimisation: of the backbone; its learning rate is the backbone's.
-        seed: of the order of the text, the adapter's start and its dropout.
-        measure_every: steps between two measurements on held-out text.
-        measured_rows: at most about so many held-out positions are measured.
-
-    """
+    """How the joint stage is run; the paper's numbers are those of its appendix B."""
 
     lora: LoraSettings = field(default_factory=LoraSettings)  # type: ignore[arg-type]
     heads_weight: HeadsWeight = field(default_factory=HeadsWeight)
-    heads_rate: float = JointOptions.heads_rate
-    lm_loss: str = "kl"
+    heads_rate: float = JointOptions.heads_rate  # over the backbone's learning rate
+    lm_loss: str = "kl"  # against the original model, or "cross-entropy" of the text
     labels: str = StepOptions.labels
     decay: float = StepOptions.decay
     epochs: int = JointOptions.joint_epochs
-    steps: int | None = JointOptions.joint_steps
-    step_tokens: int = JointOptions.joint_tokens
-    pass_tokens: int = JointOptions.pass_tokens
+    steps: int | None = JointOptions.joint_steps  # at most so many; None: as the text has
+    step_tokens: int = JointOptions.joint_tokens  # prompts included, over all processes
+    pass_tokens: int = JointOptions.pass_tokens  # padding included
     checkpointing: bool = JointOptions.checkpoint_layers
-    bf16: bool = False
-    optimisation: Optimisation = field(
+    bf16: bool = False  # autocast; what trains stays fp32
+    optimisation: Optimisation = field(  # of the backbone
         default_factory=lambda: Optimisation(JointOptions.backbone_rate, JOINT_WARMUP_STEPS)
     )
-    seed: int = StepOptions.seed
+    seed: int = StepOptions.seed  # of the order of the text, the adapter's start and its dropout
     measure_every: int = StepOptions.measure_every
-    measured_rows: int = 16384
-
-    def __post_init__(self) -> None:
-        if self.lm_loss not in ("kl", "cross-entropy"):
-            raise ValueError(f"lm_loss {self.lm_loss!r}; use one of kl, cross-entropy")
+    measured_rows: int = 16384  # at most about so many held-out positions are measured
 
     @classmethod
     def of(
@@ -191,10 +140,6 @@ class JointRecipe:
             bf16=bf16,
             optimisation=_optimisation(steps, options.backbone_rate, JOINT_WARMUP_STEPS),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return asdict(self)
 
 
 def _shared(options: StepOptions) -> dict[str, Any]:

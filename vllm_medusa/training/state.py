@@ -111,7 +111,12 @@ class TrainingRun:
         if path.exists():
             state = torch.load(path, map_location=map_location, weights_only=True)
         if self.main:
-            self._open_log(0 if state is None else state["log_bytes"])
+            size = 0 if state is None else state["log_bytes"]
+            log = self.folder / "log.jsonl"
+            log.touch()
+            self._log = log.open("r+b", buffering=0)  # whoever follows the run sees every line
+            self._log.truncate(size)
+            self._log.seek(size)
         return None if state is None else state["state"]
 
     def save(self, state: Mapping[str, Any]) -> None:
@@ -156,13 +161,6 @@ class TrainingRun:
     @property
     def _settings_file(self) -> Path:
         return self.folder / "run.json"
-
-    def _open_log(self, size: int) -> None:
-        path = self.folder / "log.jsonl"
-        path.touch()
-        self._log = path.open("r+b", buffering=0)  # whoever follows the run sees every line
-        self._log.truncate(size)
-        self._log.seek(size)
 
     def _throw_away(self) -> None:
         """Remove the run, what it would go on from first; `run.json` stays until it is replaced.

@@ -38,26 +38,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Texts:
-    """R records with S spans that have labels, N rows and T tokens in all.
+    """R records with S spans that have labels, N rows and T tokens in all."""
 
-    Attributes:
-        ids: int32 [T], all records' tokens one behind the other.
-        first_id: int64 [R + 1], where each record begins in ``ids``.
-        lines: int64 [R], each record's line in its file.
-        temperatures: fp32 [R]; 1 for text that the target didn't sample.
-        span_record: int64 [S].
-        span_position: int64 [S], the text position of a span's row 0.
-        first_row: int64 [S + 1], where each span's rows begin among all rows.
-
-    """
-
-    ids: np.ndarray
-    first_id: np.ndarray
-    lines: np.ndarray
-    temperatures: np.ndarray
-    span_record: np.ndarray
-    span_position: np.ndarray
-    first_row: np.ndarray
+    ids: np.ndarray  # int32 [T], all records' tokens one behind the other
+    first_id: np.ndarray  # int64 [R + 1], where each record begins in ``ids``
+    lines: np.ndarray  # int64 [R], each record's line in its file
+    temperatures: np.ndarray  # fp32 [R]; 1 for text that the target didn't sample
+    span_record: np.ndarray  # int64 [S]
+    span_position: np.ndarray  # int64 [S], the text position of a span's row 0
+    first_row: np.ndarray  # int64 [S + 1], where each span's rows begin among all rows
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Texts:

@@ -30,19 +30,11 @@ METHODS: dict[str, Callable[[Job], None]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """Heads that are trained.
+    """Heads that are trained."""
 
-    Attributes:
-        output: their folder.
-        told: what their config.json says of the training: settings, held-out accuracy, and of
-            Medusa-2 the quality of the new target.
-        main: False in the other processes of a distributed run.
-
-    """
-
-    output: Path
-    told: dict[str, Any]
-    main: bool = True
+    output: Path  # their folder
+    told: dict[str, Any]  # by their config.json: settings, held-out accuracy, the target's quality
+    main: bool = True  # False in the other processes of a distributed run
 
     @property
     def degraded(self) -> bool:

@@ -59,7 +59,7 @@ class Trainer(ABC):
         self.step = 0
         self._recipe = recipe
 
-    def train(self, report: Report | None = None) -> None:
+    def train(self, report: Report = lambda *_: None) -> None:
         """Train from the run's last state to the end; what is trained is changed in place.
 
         Raises:
@@ -154,15 +154,14 @@ class Trainer(ABC):
         kind, bf16 = self.workers.device.type, self._recipe.bf16
         return torch.autocast(kind, torch.bfloat16, enabled=bf16, cache_enabled=False)
 
-    def _measure(self, report: Report | None) -> None:
+    def _measure(self, report: Report) -> None:
         found = self.measured()
         if found is not None:
             self._log({"step": self.step, **found}, report)
 
-    def _log(self, entry: dict[str, Any], report: Report | None) -> None:
+    def _log(self, entry: dict[str, Any], report: Report) -> None:
         self.run.log(entry)
-        if report is not None:
-            report(self.step, self.steps, entry)
+        report(self.step, self.steps, entry)
 
     def _stop(
         self, parts: Sequence[Any], sums: Tensor, norm: Tensor, trained: Sequence[Tensor]

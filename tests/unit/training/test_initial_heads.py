@@ -6,7 +6,7 @@ import torch
 from support.models import save_model
 
 from vllm_medusa.offline.records import Record
-from vllm_medusa.training.initial_heads import draft_lm_head, frequent_tokens, new_heads
+from vllm_medusa.training.initial_heads import frequent_tokens, new_heads, target_lm_head
 from vllm_medusa.training.target import Target
 
 
@@ -30,8 +30,8 @@ def test_the_draft_lm_head_is_the_targets_rows(tmp_path: Path) -> None:
         heads = new_heads(target, 1, 1, token_map=token_map)
         rows = target.lm_head_weight[slice(None) if token_map is None else token_map]
         wanted = target.shape_logits(torch.nn.functional.linear(states, rows))
-        torch.testing.assert_close(draft_lm_head(target, heads)(states), wanted)
-        half = draft_lm_head(target, heads, torch.bfloat16)(states)
+        torch.testing.assert_close(target_lm_head(target, heads.token_map)(states), wanted)
+        half = target_lm_head(target, heads.token_map, torch.bfloat16)(states)
         assert half.dtype == torch.bfloat16
         torch.testing.assert_close(half.float(), wanted, rtol=0.05, atol=0.05)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import joint_loss, lora
-from vllm_medusa.training.initial_heads import draft_lm_head
+from vllm_medusa.training.initial_heads import target_lm_head
 from vllm_medusa.training.joint_loss import JointBatch, joint_losses, lm_loss
 from vllm_medusa.training.losses import IGNORED, head_losses, head_weights
 from vllm_medusa.training.options import LoraSettings
@@ -103,7 +103,7 @@ class Joint:
                 self.target,
                 self.adapted,
                 self.heads,
-                draft_lm_head(self.target, self.heads),
+                target_lm_head(self.target, self.heads.token_map),
                 batch,
                 lm_weight=1 / tokens,
                 head_weights=lambda_0 * head_weights(K) / labels,
@@ -223,7 +223,7 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(
     found = []
     for model, wrapped in ((llama.target, llama.adapted), (target, adapted)):
         batch = JointBatch.of(RECORDS, K, soft=soft)
-        lm_head = draft_lm_head(model, llama.heads)
+        lm_head = target_lm_head(model, llama.heads.token_map)
         losses = joint_losses(
             model, wrapped, llama.heads, lm_head, batch, lm_weight=1.0, head_weights=head_weights(K)
         )

@@ -66,7 +66,7 @@ class Job:
         texts = changes.pop("records", records(16))
         self.target = Target.load(source)
         self.own = {n: t.clone() for n, t in self.target.model.state_dict().items()}
-        self.run = TrainingRun(folder / "heads", {"recipe": recipe.to_dict()})
+        self.run = TrainingRun(folder / "heads", {"recipe": dataclasses.asdict(recipe)})
         heldout = HiddenStates(
             self.target,
             Texts.of(records(4, 100)),

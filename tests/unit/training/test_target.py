@@ -118,11 +118,6 @@ def test_refused_where_there_is_no_model(tmp_path: Path) -> None:
         Target.load(tmp_path)
 
 
-def test_quantisation_by_an_unknown_name(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match="one of 4bit, 8bit"):
-        Target.load(save_model(tmp_path, "Llama"), quantization="3bit")
-
-
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
 def test_quantisation_needs_bitsandbytes(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,9 +125,3 @@ def test_quantisation_needs_bitsandbytes(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(TargetError, match="pip install bitsandbytes"):
         Target.load(tmp_path, quantization=quantization)
-
-
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    target = Target.load(save_model(tmp_path, "Llama"))
-    with pytest.raises(TargetError, match="no tokenizer"):
-        _ = target.tokenizer
