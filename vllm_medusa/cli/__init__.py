@@ -40,18 +40,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"vllm-medusa {vllm_medusa.__version__}"
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    generate.COMMAND.add_to(commands)
-    adapt.COMMAND.add_to(commands)
-    distill.COMMAND.add_to(commands)
-    train.COMMAND.add_to(commands)
-    calibrate.COMMAND.add_to(commands)
-    tree.COMMAND.add_to(commands)
+    for each in (generate, adapt, distill, train, calibrate, tree):
+        each.COMMAND.add_to(commands)
     commands.add_parser(
         "serve",
         add_help=False,
         help="vLLM's OpenAI-compatible server, with Medusa; every option is vLLM's own",
     )
-    convert.COMMAND.add_to(commands)
-    inspect.COMMAND.add_to(commands)
-    compare.COMMAND.add_to(commands)
+    for each in (convert, inspect, compare):
+        each.COMMAND.add_to(commands)
     return parser

@@ -35,7 +35,6 @@ class Conversion:
     """What was converted, and what a user should know of it."""
 
     info: HeadsInfo  # of the source
-    folder: Path
     file: Path
     bytes: int
     notes: tuple[str, ...]
@@ -90,7 +89,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
         size = write_output(part, made)
         if folder is not None:
             copy_calibration(folder, files, part)
-    return Conversion(info, output, output / made.file, size, made.notes, warnings)
+    return Conversion(info, output / made.file, size, made.notes, warnings)
 
 
 def _identified(

@@ -80,7 +80,24 @@ def compare(
         engines=2,
     )
     engine_args |= options.engine.engine_args
-    document = _opening(options, command, len(prompts), temperature, budgets, engine_args)
+    data = options.data or options.prompts
+    assert data is not None, "CompareOptions.check"
+    document = {
+        "format_version": FORMAT_VERSION,
+        "target": options.target,
+        "heads": options.heads,
+        "data": data.name,
+        "prompts": len(prompts),
+        "max_tokens": options.max_tokens,
+        "temperature": temperature,
+        "seed": options.seed,
+        "batch": options.batch,
+        "rounds": options.rounds,
+        "budgets": budgets,
+        "engine_args": engine_args,
+        "machine": describe_machine(),
+        "provenance": provenance(command, [data]),
+    }
     sampling = Sampling(max_tokens=options.max_tokens, temperature=temperature)
 
     def start(name: str, speculation: dict[str, Any] | None) -> EngineProcess:
@@ -169,35 +186,6 @@ def _prompts_in_turn(records: Sequence[Record], name: str, *, again: bool) -> li
         Prompt(number, record.line, f"{name}:{record.line}", token_ids=ids)
         for number, (_, _, record, ids) in enumerate(kept)
     ]
-
-
-def _opening(
-    options: CompareOptions,
-    command: Sequence[str],
-    prompts: int,
-    temperature: float,
-    budgets: Sequence[int],
-    engine_args: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The document before anything is measured."""
-    data = options.data or options.prompts
-    assert data is not None, "CompareOptions.check"
-    return {
-        "format_version": FORMAT_VERSION,
-        "target": options.target,
-        "heads": options.heads,
-        "data": data.name,
-        "prompts": prompts,
-        "max_tokens": options.max_tokens,
-        "temperature": temperature,
-        "seed": options.seed,
-        "batch": options.batch,
-        "rounds": options.rounds,
-        "budgets": list(budgets),
-        "engine_args": dict(engine_args),
-        "machine": describe_machine(),
-        "provenance": provenance(command, [data]),
-    }
 
 
 def is_document(document: Mapping[str, Any]) -> bool:

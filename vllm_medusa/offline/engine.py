@@ -30,23 +30,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is built from; `to_dict` is what results depend on."""
+    """What an engine is built from, and what results depend on."""
 
     model: str
     speculative_config: Mapping[str, Any] | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return {
-            "model": self.model,
-            "speculative_config": dict(self.speculative_config or {}) or None,
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "engine_args": dict(self.engine_args),
-        }
 
 
 def medusa_config(

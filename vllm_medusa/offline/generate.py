@@ -113,7 +113,7 @@ def open_results(
         },
         "tree_sha256": digest(Path(tree)) if tree and _is_file(tree) else None,
         "column": files.column,
-        "engine": options.engine_settings().to_dict(),
+        "engine": asdict(options.engine_settings()),
         "sampling": asdict(sampling) | {"seed": seed},
     }
     return ResultLog(

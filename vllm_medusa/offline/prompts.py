@@ -19,7 +19,7 @@ name. Other keys are ignored.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -183,17 +183,23 @@ def load_prompts(
             else.
 
     """
-    prompts: list[Prompt] = []
-    bad: list[BadLine] = []
-    for record in read_prompts(path, format, column):
-        if isinstance(record, Prompt):
-            prompts.append(record)
-        else:
-            bad.append(record)
+    prompts, bad = partition(read_prompts(path, format, column))
     settle_bad_lines(path, bad, on_bad_line, progress)
     if not prompts:
         raise PromptError(f"{path}: no prompts in it.")
     return prompts
+
+
+def partition(rows: Iterable[T | BadLine]) -> tuple[list[T], list[BadLine]]:
+    """Usable rows and bad lines, each in their order."""
+    good: list[T] = []
+    bad: list[BadLine] = []
+    for row in rows:
+        if isinstance(row, BadLine):
+            bad.append(row)
+        else:
+            good.append(row)
+    return good, bad
 
 
 def settle_bad_lines(

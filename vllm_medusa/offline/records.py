@@ -35,6 +35,7 @@ from vllm_medusa.offline.prompts import (
     BadLine,
     PromptError,
     parse_json,
+    partition,
     read_lines,
     require_characters,
     short,
@@ -159,13 +160,7 @@ def load_records(
         the bad lines.
 
     """
-    records: list[Record] = []
-    bad: list[BadLine] = []
-    for record in read_records(path, tokenizer, **limits):
-        if isinstance(record, BadLine):
-            bad.append(record)
-        else:
-            records.append(record)
+    records, bad = partition(read_records(path, tokenizer, **limits))
     return sorted(records, key=lambda r: r.order), bad
 
 
