@@ -39,31 +39,19 @@ Span = tuple[int, int, int, int]  # text, first and last + 1 position, end of th
 
 
 def collect(
-    texts: Sequence[Record],
-    heads: MedusaHeads,
-    hidden_states: HiddenStates,
-    lm_head: Logits | None,
-    folder: Path,
+    texts: Sequence[Record],  # with the spans that the target wrote
+    heads: MedusaHeads,  # on the device where ids and masks are put
+    hidden_states: HiddenStates,  # the target up to its LM head; texts are padded on the right
+    lm_head: Logits | None,  # the target's, for heads that store none
+    folder: Path,  # the heads', where batches are kept until all are done
     *,
-    num_ranks: int = 10,
-    end_tokens: Collection[int] = (),
-    batch_tokens: int = 4096,
-    depends_on: Mapping[str, Any] | None = None,
+    num_ranks: int = 10,  # R, choices of each head whose confidence is kept
+    end_tokens: Collection[int] = (),  # after which the target writes nothing
+    batch_tokens: int = 4096,  # of a pass, padding included (a longer text goes alone)
+    depends_on: Mapping[str, Any] | None = None,  # what else the result depends on, plain JSON
     progress: Progress = SILENT,
 ) -> tuple[Observations, list[Fit | None]]:
     """Observe all texts, and fit each head's temperature.
-
-    Args:
-        texts: the records, with the spans that the target wrote.
-        heads: on the device where ids and masks are put.
-        hidden_states: the target up to its LM head; texts are padded on the right.
-        lm_head: the target's, for heads that store none.
-        folder: the heads' folder, where batches are kept until all are done.
-        num_ranks: R, choices of each head whose confidence is kept.
-        end_tokens: ids after which the target writes nothing.
-        batch_tokens: tokens of a forward pass, padding included (a longer text goes alone).
-        depends_on: what the observations depend on besides, as plain JSON values.
-        progress: told of the positions that are done after every batch.
 
     Raises:
         CalibrationError: no text has a position.

@@ -29,16 +29,9 @@ Table = npt.NDArray[np.floating]  # [K, R]: how often head h's r-th best token i
 def independent_tree(
     accuracies: Table, num_draft_tokens: int, max_depth: int | None = None
 ) -> list[Path]:
-    """Take the likeliest ``num_draft_tokens`` paths; fewer come back when no more has a chance.
+    """Take the likeliest ``num_draft_tokens`` paths, parents first, of ``max_depth`` heads or all.
 
-    Args:
-        accuracies: [K, R].
-        num_draft_tokens: nodes wanted, root excluded.
-        max_depth: heads that may be used; None: all.
-
-    Returns:
-        The paths, likeliest first, parents first.
-
+    Fewer come back when no more has a chance.
     """
     num_heads, num_ranks = accuracies.shape
     depth = num_heads if max_depth is None else min(max_depth, num_heads)

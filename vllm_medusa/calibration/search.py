@@ -18,20 +18,13 @@ from vllm_medusa.tree.topology import Path
 def walked_tree(
     texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int, max_depth: int | None = None
 ) -> list[Path]:
-    """Grow a tree node by node, each time by the one that makes the walks shortest.
+    """Grow a tree node by node, each time by the one that makes the walks of ``texts`` shortest.
 
-    Args:
-        texts: for each text, the rank [T, K] (0 = best) that every head, standing at position t,
-            gave to the token it had to predict; negative if there is none.
-        num_draft_tokens: nodes wanted, root excluded; fewer come back when the heads offer no more.
-        max_rank: choices of a head that may be used, 0 to ``max_rank - 1``.
-        max_depth: heads that may be used; None: all.
+    It has ``num_draft_tokens`` nodes, fewer when the heads offer no more: choices 0 to
+    ``max_rank - 1`` of the first ``max_depth`` heads (None: all). Candidates are the next choice
+    below every node; ties go to the shallower, then the lower path.
 
-    Returns:
-        The paths, best first, parents first: every prefix is the tree of its size.
-
-    Candidates are the next choice below every node; ties go to the shallower, then the lower path.
-
+    Returns the paths, best first, parents first: every prefix is the tree of its size.
     """
     walks = Walks(texts)
     deepest = walks.num_heads if max_depth is None else min(max_depth, walks.num_heads)

@@ -40,22 +40,14 @@ def label_ranks(
     heads: MedusaHeads,
     hidden_states: Tensor,  # [N, H]
     labels: Tensor,  # int64 [N, K] target ids, IGNORED where none
-    lm_head: LMHead | None = None,
+    lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     *,
-    chunk: int = CHUNK,
+    chunk: int = CHUNK,  # positions whose logits exist at a time, [chunk, K, V_draft]
 ) -> Tensor:
     """Place of each label among its head's guesses, best is 0: int64 [N, K].
 
     Labels outside the draft vocabulary and ignored ones rank behind everything, at V_draft, and not
     among the best `TOP`. Equal logits rank as in `token_ranks`.
-
-    Args:
-        heads: K heads.
-        hidden_states: what the target's LM head sees.
-        labels: the tokens.
-        lm_head: [n, H] -> the target's logits over the draft vocabulary, for heads that store none.
-        chunk: positions whose logits exist at a time, [chunk, K, V_draft].
-
     """
     behind = max(heads.draft_vocab_size, TOP)
     drafts = draft_labels(labels, heads, IGNORED)
@@ -74,16 +66,12 @@ def label_ranks(
 
 @dataclass
 class Measurement:
-    """Sums over labels, which add up over batches and processes.
+    """Sums over labels, which add up over batches and processes."""
 
-    ``loss`` fp64 [K] in nats, over the ``counts`` int64 [K] labels that the draft vocabulary has;
-    ``labels`` int64 [K], all of them; ``hits`` int64 [K, TOP], those at each rank.
-    """
-
-    loss: Tensor
-    counts: Tensor
-    labels: Tensor
-    hits: Tensor
+    loss: Tensor  # fp64 [K] in nats, over `counts`
+    counts: Tensor  # int64 [K], labels that the draft vocabulary has
+    labels: Tensor  # int64 [K], all of them
+    hits: Tensor  # int64 [K, TOP], those at each rank
 
     @classmethod
     def empty(cls, num_heads: int) -> Measurement:

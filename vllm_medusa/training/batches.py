@@ -11,23 +11,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def plan_steps(
-    lengths: Sequence[int], *, epochs: int, step_tokens: int, seed: int, steps: int | None = None
+    lengths: Sequence[int],  # tokens of each text
+    *,
+    epochs: int,
+    step_tokens: int,
+    seed: int,  # of the orders
+    steps: int | None = None,  # at most so many
 ) -> list[list[int]]:
     """Deal texts to steps; a pure function of its arguments, so that a run can go on anywhere.
 
     Every epoch has all texts once, in an order of its own. A step takes texts until the next would
-    be beyond ``step_tokens``, and always one; the last step of an epoch may be short.
-
-    Args:
-        lengths: tokens of each text.
-        epochs: how often each text is trained.
-        step_tokens: tokens of a step.
-        seed: of the orders.
-        steps: at most so many steps.
-
-    Returns:
-        For each step the indices of its texts.
-
+    be beyond ``step_tokens``, and always one; the last step of an epoch may be short. Returns for
+    each step the indices of its texts.
     """
     found: list[list[int]] = []
     for epoch in range(epochs):

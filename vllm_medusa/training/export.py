@@ -21,26 +21,15 @@ def round_to(heads: MedusaHeads, dtype: torch.dtype) -> None:
 
 def save_trained(
     output: Path,
-    heads: MedusaHeads,
-    source: str | Path,
+    heads: MedusaHeads,  # which end on the CPU in ``dtype``
+    source: str | Path,  # the target's folder or hub name
     *,
     dtype: torch.dtype,
-    training: Mapping[str, Any],
-    target: Mapping[str, Any],
-    provenance: Mapping[str, Any],
+    training: Mapping[str, Any],  # settings and accuracies
+    target: Mapping[str, Any],  # its fingerprint
+    provenance: Mapping[str, Any],  # the entry of this command, the first of the list
 ) -> None:
-    """Write heads in ``dtype``; ``config.json`` comes last and means that they are complete.
-
-    Args:
-        output: the folder.
-        heads: the heads, which end on the CPU in ``dtype``.
-        source: the target's folder or hub name.
-        dtype: what is stored.
-        training: settings and accuracies.
-        target: its fingerprint.
-        provenance: the entry of this command, the first of the list.
-
-    """
+    """Write heads in ``dtype``; ``config.json`` comes last and means that they are complete."""
     heads.to(device="cpu", dtype=dtype)
     name = str(source)
     if Path(source).is_absolute():  # a path of this machine says nothing elsewhere

@@ -21,23 +21,16 @@ class Split(NamedTuple):
     """What `split_records` wrote, file by file."""
 
     prompts: list[int]
-    tokens: list[int]
+    tokens: list[int]  # generated
     bad: list[BadLine]
     disjoint: bool  # whether no prompt is both to calibrate and to measure on
 
 
 def split_records(source: Path, folder: Path, share: float) -> Split:
-    """Write `FILES` into ``folder``, records in an order of their own.
+    """Write `FILES` into ``folder``, which exists, records in an order of their own.
 
-    Args:
-        source: a file of records of token ids.
-        folder: exists.
-        share: of the prompts that are held out; at least `LEAST` prompts are, if that leaves half.
-            Half of them are to calibrate, half to measure on; a single one is for both.
-
-    Returns:
-        How many prompts each file has, how many generated tokens, and the bad lines, which are left
-        out.
+    ``share`` of the prompts is held out; at least `LEAST` prompts are, if that leaves half. Half of
+    them are to calibrate, half to measure on; a single one is for both. Bad lines are left out.
 
     Raises:
         ValueError: fewer than two distinct prompts.

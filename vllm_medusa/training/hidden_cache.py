@@ -43,13 +43,7 @@ class CacheError(ValueError):
 
 
 class HiddenStates:
-    """The states of all rows of some texts, from files or from the target.
-
-    Attributes:
-        needed_bytes: what all rows take.
-        cached_bytes: what is, or will be, kept.
-
-    """
+    """The states of all rows of some texts, from files or from the target."""
 
     def __init__(
         self,
@@ -73,13 +67,14 @@ class HiddenStates:
         self.target, self.texts, self.dtype = target, texts, dtype
         self.forward_tokens = forward_tokens
         self._row_bytes = target.hidden_size * dtype.itemsize
-        self.needed_bytes = texts.num_rows * self._row_bytes
+        self.needed_bytes = texts.num_rows * self._row_bytes  # what all rows take
         record_rows = np.bincount(
             texts.span_record, np.diff(texts.first_row), minlength=texts.num_records
         ).astype(np.int64)
         ends = np.cumsum(record_rows)  # of each record's rows
         self._cached_records = int(np.searchsorted(ends * self._row_bytes, max_bytes, "right"))
         cached = ends[: self._cached_records]
+        # what is, or will be, kept
         self.cached_bytes = int(cached[-1]) * self._row_bytes if len(cached) else 0
         shard_of = (cached - record_rows[: len(cached)]) * self._row_bytes // shard_bytes
         first = np.flatnonzero(np.diff(shard_of, prepend=-1))  # each shard's first record
@@ -134,10 +129,8 @@ class HiddenStates:
     ) -> None:
         """Compute the missing shards; of several processes each builds its share.
 
-        Args:
-            done: called with how many rows are done and how many there are to do.
-            rank: which process this is.
-            world: how many there are; all have to see the folder.
+        All of them have to see the folder. ``done`` is called with how many rows are done and how
+        many there are to do.
 
         Raises:
             CacheError: states that aren't finite in this dtype, the record's line named.

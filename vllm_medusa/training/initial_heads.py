@@ -21,19 +21,13 @@ def new_heads(
     num_layers: int,
     *,
     lm_heads: str = "shared",
-    token_map: Tensor | None = None,
+    token_map: Tensor | None = None,  # int64 [V_draft], the token ids that are scored; None: all
 ) -> MedusaHeads:
     """Make fp32 heads for ``target``, on its LM head's device, with residual layers of zero.
 
-    Args:
-        target: the target.
-        num_heads: K.
-        num_layers: residual layers a head.
-        lm_heads: "shared" uses the target's; "own" gives every head a copy of it to train (paper,
-            section 2.1.1), bias included and the logits' scale multiplied in. A soft cap stays out
-            of copies: it changes no ranking.
-        token_map: int64 [V_draft], the token ids that the heads score; None: all.
-
+    ``lm_heads`` "shared" uses the target's; "own" gives every head a copy of it to train (paper,
+    section 2.1.1), bias included and the logits' scale multiplied in. A soft cap stays out of
+    copies: it changes no ranking.
     """
     own = lm_heads == "own"
     weight, bias = target.lm_head_weight, target.lm_head_bias

@@ -60,20 +60,14 @@ class JointBatch:
         records: Sequence[Record],
         num_heads: int,
         *,
-        soft: bool = False,
-        token_map: Tensor | None = None,
+        soft: bool = False,  # soft labels; those of text nobody sampled are of temperature 1
+        token_map: Tensor | None = None,  # int64 [V_draft] on the CPU
         device: torch.device | str = "cpu",
     ) -> JointBatch:
         """Lay out texts.
 
-        Args:
-            records: the texts.
-            num_heads: K.
-            soft: make soft labels (see `losses`); those of text nobody sampled are of 1.0.
-            token_map: int64 [V_draft] on the CPU, the heads' draft vocabulary. A token outside it
-                is no label, so that `counts` are of what has a loss; a soft label always has one.
-            device: where the tensors go.
-
+        A token outside ``token_map`` is no label, so that `counts` are of what has a loss; a soft
+        label always has one.
         """
         ids, there = pad([record.token_ids for record in records])
         following, labels, temperatures = [], [], []
@@ -115,31 +109,18 @@ class JointLosses:
 
 
 def joint_losses(
-    target: Target,
+    target: Target,  # holds the model that ``adapted`` wraps
     adapted: PeftModel,
     heads: MedusaHeads,
-    draft_head: LMHead,
+    draft_head: LMHead,  # the target's over the heads' draft vocabulary
     batch: JointBatch,
     *,
     lm_weight: float,  # of the sum: 1 / the step's next tokens
     head_weights: Tensor,  # [K], of the sums: lambda_0 lambda_k / the step's labels
-    distill: bool = True,
-    chunk: int = CHUNK,
+    distill: bool = True,  # KL against the original model; else cross-entropy of the next token
+    chunk: int = CHUNK,  # positions whose logits exist at a time
 ) -> JointLosses:
-    """One pass of the backbone (two with a teacher), and both losses on its states.
-
-    Args:
-        target: holds the model that ``adapted`` wraps.
-        adapted: the model with its adapter.
-        heads: the heads, on the same device.
-        draft_head: of `initial_heads.target_lm_head`.
-        batch: texts.
-        lm_weight: factor of the target's own loss.
-        head_weights: factors of the heads' losses.
-        distill: KL against the original model; else cross-entropy of the next token.
-        chunk: positions whose logits exist at a time.
-
-    """
+    """One pass of the backbone (two with a teacher), and both losses on its states."""
     there = batch.attention_mask.bool()
     teacher = None
     if distill or batch.temperatures is not None:

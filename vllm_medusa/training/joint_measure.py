@@ -68,24 +68,15 @@ def release_target(states: HiddenStates) -> HiddenStates:
 
 def measure_joint(
     heads: MedusaHeads,
-    draft_head: LMHead,
-    target: Target,
-    original: HiddenStates,
-    now: HiddenStates,
+    draft_head: LMHead,  # the target's over the heads' draft vocabulary
+    target: Target,  # its LM head is the original's and the new model's
+    original: HiddenStates,  # of the original model
+    now: HiddenStates,  # of the new one, of the same texts
     *,
-    workers: Workers | None = None,
-    rows: int = 16384,
+    workers: Workers | None = None,  # share the spans; None: this process measures alone
+    rows: int = 16384,  # at most about so many positions, evenly spread over the spans
 ) -> JointMeasurement:
     """Measure heads and target on the spans of ``original.texts``.
-
-    Args:
-        heads: the heads.
-        draft_head: the target's LM head over their draft vocabulary.
-        target: its LM head is the original's and the new model's.
-        original: states of the original model.
-        now: states of the new one, of the same texts.
-        workers: the processes, which share the spans; None: this one measures alone.
-        rows: at most about so many positions, evenly spread over the spans.
 
     Raises:
         QualityError: the texts hold no generated token.

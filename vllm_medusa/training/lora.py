@@ -124,7 +124,8 @@ def original(adapted: PeftModel) -> Iterator[None]:
 def dropping_out(adapted: PeftModel, seed: int) -> Iterator[None]:
     """Within this the adapter's dropout is on, drawn from ``seed``; no other dropout is."""
     layers = [m for n, m in adapted.named_modules() if "lora_dropout" in n.split(".")]
-    with torch.random.fork_rng(devices=_devices(adapted)):
+    cuda = {p.device.index or 0 for p in adapted.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=sorted(cuda)):
         torch.manual_seed(seed)
         for layer in layers:
             layer.train()
@@ -168,7 +169,3 @@ def merge(adapted: PeftModel) -> Any:
             raise LoraError(f"{name}: the merged weight holds NaN or infinity")
         weight.copy_(merged)
     return adapted.unload()
-
-
-def _devices(model: nn.Module) -> list[int]:
-    return sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})

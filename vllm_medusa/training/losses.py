@@ -98,40 +98,25 @@ class HeadLosses:
 
 def head_losses(
     heads: MedusaHeads,
-    hidden_states: Tensor,  # [N, H]
-    labels: Tensor,  # int64 [N, K], IGNORED where none
-    weights: Tensor,  # [K]
-    lm_head: LMHead | None = None,
+    hidden_states: Tensor,  # [N, H], what the target's LM head sees; texts one behind the other
+    labels: Tensor,  # int64 [N, K] target ids, IGNORED where none; the first K heads are used
+    weights: Tensor,  # [K], the factor of each head's sum
+    lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     *,
-    temperatures: Tensor | None = None,
-    teacher_states: Tensor | None = None,
-    teacher_lm_head: LMHead | None = None,
-    chunk: int = CHUNK,
+    temperatures: Tensor | None = None,  # fp32 [N] of soft labels; 0 is the token itself
+    teacher_states: Tensor | None = None,  # [N, H], soft labels are made of; None: hidden_states
+    teacher_lm_head: LMHead | None = None,  # over the whole vocabulary, for soft labels
+    chunk: int = CHUNK,  # positions at a time: 4 * chunk * V floats, twice that if soft
 ) -> HeadLosses:
     """Each head's cross-entropy, and their weighted sum with its gradient.
 
     Divide ``weights`` by the labels' counts for means. Gradients reach the heads (stored LM heads
     too) and, where they require them, the ``hidden_states``; never the ``lm_head``.
 
-    Args:
-        heads: the heads; the first K, as many as ``labels`` has columns, are used.
-        hidden_states: [N, H], what the target's LM head sees; texts one behind the other.
-        labels: target token ids, from `head_labels`. With a token map labels outside the draft
-            vocabulary don't count.
-        weights: [K], the factor of each head's sum.
-        lm_head: [n, H] -> the target's logits over the draft vocabulary, for heads that store none.
-        temperatures: fp32 [N]: "soft" labels, the target's distribution at this temperature; 0 is
-            the token itself. Row n + h + 1 has to be the state h + 1 positions on wherever (n, h)
-            has a label.
-        teacher_states: [N, H], of which the soft labels are made; None: of ``hidden_states``.
-        teacher_lm_head: [n, H] -> the target's logits over its whole vocabulary, for soft labels;
-            None: ``lm_head``, which is that where there is no token map.
-        chunk: positions at a time; memory is about ``4 * chunk * V`` floats (twice that if soft).
-
-    Returns:
-        The losses. With soft labels and a token map the mass outside the draft vocabulary adds
-        nothing, as a token outside it doesn't.
-
+    With ``temperatures`` the labels are soft, the target's distribution, and row n + h + 1 has to
+    be the state h + 1 positions on wherever (n, h) has a label. Without a token map
+    ``teacher_lm_head`` may be left out: it is ``lm_head`` then. With one, labels outside the draft
+    vocabulary don't count, nor does the mass of soft labels there.
     """
     count = labels.shape[1]
     drafts = draft_labels(labels, heads, IGNORED)

@@ -43,24 +43,15 @@ def clear_results(output: Path) -> None:
 
 def publish(
     job: Job,
-    run: TrainingRun,
-    heads: MedusaHeads,
-    original: HiddenStates,
-    trained: Mapping[str, Any],
-    origin: Mapping[str, Any],
+    run: TrainingRun,  # with the trained adapter in ``work/adapter``
+    heads: MedusaHeads,  # rounded in place to what is stored
+    original: HiddenStates,  # the original target's on held-out text
+    trained: Mapping[str, Any],  # for the heads' config.json, beside settings and how it fared
+    origin: Mapping[str, Any],  # the heads' provenance
 ) -> None:
     """Merge, measure, and write the results; the heads' config.json, written last, completes them.
 
     The trained model should have been released before: this loads two, one after the other.
-
-    Args:
-        job: the target, and how much of its quality may be lost.
-        run: the run's folder, with the trained adapter in ``work/adapter``.
-        heads: the trained heads, rounded in place to what is stored.
-        original: the original target's states on held-out text.
-        trained: what the heads' config.json says beside the settings; how it fared is added.
-        origin: the heads' provenance.
-
     """
     joint, dtype = job.options.joint, DTYPES[job.options.heads.save_dtype]
     adapter, output = run.work / "adapter", run.output

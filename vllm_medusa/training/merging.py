@@ -30,16 +30,11 @@ def save_adapter(adapted: PeftModel, folder: Path) -> Path:
 
 
 def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path:
-    """Write the target ``source`` with ``adapter`` merged into it; returns the folder.
+    """Write the target ``source`` with a `save_adapter` folder merged into it; returns the folder.
 
     The folder gets the weights in the dtype of the target's files, each sum rounded once, the
     config, the generation config and, from a local target, every other file (tokenizer, chat
     template, licence). It appears whole or not at all; an older one there is replaced.
-
-    Args:
-        source: the original target, a folder or a hub name.
-        adapter: a folder of `save_adapter`.
-        folder: the new model's.
 
     Raises:
         LoraError: the target can't be loaded, is quantised, or the sums are not finite.

@@ -17,23 +17,14 @@ class Order:
 
     def __init__(
         self,
-        rows: Sequence[int],
-        groups: Sequence[int],
+        rows: Sequence[int],  # the P pieces' lengths, none above ``batch_rows``: no step is empty
+        groups: Sequence[int],  # each piece's, numbered from 0
         *,
-        batch_rows: int,
+        batch_rows: int,  # a step
         epochs: int,
         seed: int,
     ) -> None:
-        """Prepare the order.
-
-        Args:
-            rows: the P pieces' lengths, none above ``batch_rows``, so that no step is empty.
-            groups: each piece's group, numbered from 0.
-            batch_rows: rows a step.
-            epochs: how often each piece is trained on.
-            seed: what shuffles.
-
-        """
+        """Prepare the order."""
         self.rows = np.asarray(rows, np.int64)
         self.groups = np.asarray(groups, np.int64)
         self.batch_rows, self.epochs, self.seed = batch_rows, epochs, seed

@@ -80,15 +80,13 @@ class QualityMeter:
         self.sums = torch.zeros(5, dtype=torch.float64)
 
     @torch.no_grad()
-    def add(self, following: Tensor, before: Tensor, after: Tensor) -> None:
-        """Take some positions.
-
-        Args:
-            following: int64 [N], the next token, `IGNORED` where it doesn't count.
-            before: [N, H], what the original's LM head sees.
-            after: [N, H], the same of the new model.
-
-        """
+    def add(
+        self,
+        following: Tensor,  # int64 [N], the next token, `IGNORED` where it doesn't count
+        before: Tensor,  # [N, H], what the original's LM head sees
+        after: Tensor,  # [N, H], the same of the new model
+    ) -> None:
+        """Take some positions."""
         (positions,) = (following != IGNORED).nonzero(as_tuple=True)
         for at in positions.split(self.chunk):
             old, new = self.heads[0](before[at]).float(), self.heads[1](after[at]).float()  # [C, V]

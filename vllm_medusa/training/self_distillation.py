@@ -30,22 +30,13 @@ from vllm_medusa.training.self_talk import SelfTalk
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written for each prompt.
+    """What is written for each prompt."""
 
-    Args:
-        samples: texts of each prompt.
-        temperatures: sample s is sampled at temperature number s, in a circle.
-        seed: of slot 0.
-        turns: the most answers that a text may have.
-        talker: the tokenizer, if the target is to write the user's later turns too.
-
-    """
-
-    samples: int = 1
-    temperatures: tuple[float, ...] = (0.0,)
-    seed: int = 0
-    turns: int = 1
-    talker: Any = None
+    samples: int = 1  # texts of each prompt
+    temperatures: tuple[float, ...] = (0.0,)  # sample s takes number s, in a circle
+    seed: int = 0  # of slot 0
+    turns: int = 1  # the most answers that a text may have
+    talker: Any = None  # the tokenizer, if the target is to write the user's later turns too
 
     @property
     def stride(self) -> int:
@@ -59,10 +50,7 @@ class Plan:
     def slots(self, prompts: Iterable[Prompt], done: AbstractSet[int]) -> Iterator[Prompt]:
         """Yield each prompt once for each sample; ``index`` becomes the slot.
 
-        Args:
-            prompts: the prompts of the file.
-            done: the indices of the records that exist; their slots are left out.
-
+        Slots whose last record's index is in ``done`` are left out.
         """
         for prompt in prompts:
             for sample in range(self.samples):
@@ -94,7 +82,7 @@ class Plan:
         prompt = list(result.answers[0].prompt_token_ids)
         whole = prompt if len(prompt) > 1 else pieces[0].token_ids
         group = key_of(whole, len(prompt))
-        lines = [
+        return [
             {
                 "index": slot * self.stride + number,
                 "request_id": result.prompt.request_id,
@@ -108,7 +96,6 @@ class Plan:
             }
             for number, piece in zip((*range(1, len(pieces)), 0), pieces, strict=True)
         ]
-        return lines
 
 
 @dataclass

@@ -15,12 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_medusa.offline.batch import Answer, Engine, Request, RequestRefused
-from vllm_medusa.offline.conversations import (
-    common_length,
-    encode_rendered,
-    render,
-    turn_end,
-)
+from vllm_medusa.offline.conversations import common_length, encode_rendered, render, turn_end
 from vllm_medusa.offline.prompts import Message, Prompt, PromptError
 
 _WORDS = "7f3c0d5e words of a user"  # marks where the user's words stand
@@ -35,11 +30,7 @@ class UserTurn:
 
 
 def user_turn(messages: list[Message], tokenizer: Any) -> UserTurn:
-    """Render a conversation up to the next user's words.
-
-    Args:
-        messages: the conversation so far; the last is the assistant's.
-        tokenizer: the target's, of transformers.
+    """Render a conversation, whose last message is the assistant's, up to the next user's words.
 
     Raises:
         PromptError: the chat template has no header for a user's turn, or no token that ends one.

@@ -51,19 +51,13 @@ class TrainingRun:
 
     def __init__(
         self,
-        output: Path,
-        settings: Mapping[str, Any],
+        output: Path,  # the heads' folder; its parent must exist
+        settings: Mapping[str, Any],  # plain JSON, everything that the result depends on
         *,
-        overwrite: bool = False,
-        main: bool = True,
+        overwrite: bool = False,  # throw away heads and runs that this class put there
+        main: bool = True,  # False in the other processes of a distributed run, which only read
     ) -> None:
         """Open or create the folder of a run.
-
-        Args:
-            output: the heads' folder; its parent must exist.
-            settings: plain JSON, everything that the result depends on.
-            overwrite: throw away heads and runs that this class put there.
-            main: False in the other processes of a distributed run, which only read.
 
         Raises:
             FileRefused: the folder holds something else, belongs to other settings, or is in use.
@@ -91,7 +85,11 @@ class TrainingRun:
             if known and overwrite:
                 self._throw_away()
             elif known:
-                self._check_settings()
+                try:
+                    before = read_json(self._settings_file)
+                except FileRefused as error:
+                    raise FileRefused(f"{error} {_REMEDY}") from None
+                refuse_other_settings(self.output, before, self.settings, "a run", _REMEDY)
             if overwrite or not known:
                 write_json(self._settings_file, self.settings)
         except BaseException:
@@ -177,13 +175,6 @@ class TrainingRun:
             elif path.is_file() and path.name not in ("lock", self._settings_file.name):
                 path.unlink()
 
-    def _check_settings(self) -> None:
-        try:
-            before = read_json(self._settings_file)
-        except FileRefused as error:
-            raise FileRefused(f"{error} {_REMEDY}") from None
-        refuse_other_settings(self.output, before, self.settings, "a run", _REMEDY)
-
 
 def check_output(output: Path) -> None:
     """Refuse a folder that no heads can be trained into, before anything is read.
@@ -205,18 +196,12 @@ def check_output(output: Path) -> None:
 
 def check_inputs(
     output: Path,
-    inputs: Mapping[str, str | Path | None],
+    inputs: Mapping[str, str | Path | None],  # by what users call each; hub names are left alone
     *,
-    overwrite: bool = False,
-    removed: Sequence[str] = ("training",),
+    overwrite: bool = False,  # what the output holds is thrown away
+    removed: Sequence[str] = ("training",),  # in the output, and never the user's
 ) -> None:
     """Refuse inputs that training into ``output`` would remove.
-
-    Args:
-        output: the heads' folder.
-        inputs: what users call each, and where it is; what isn't there (a hub name) is left alone.
-        overwrite: what the output holds is thrown away.
-        removed: names in the output that are not the user's even without ``overwrite``.
 
     Raises:
         FileRefused: one is the output or in it.

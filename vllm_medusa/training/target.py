@@ -75,17 +75,11 @@ class Target:
         cls,
         source: str | Path,
         *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        quantization: str | None = None,
+        dtype: torch.dtype = torch.float32,  # it computes in; or bfloat16 or float16
+        device: torch.device | str = "cpu",  # "auto" spreads it over all GPUs (accelerate)
+        quantization: str | None = None,  # "4bit" (NF4) or "8bit" weights by bitsandbytes
     ) -> Target:
         """Load a model from a folder or by its hub name, frozen.
-
-        Args:
-            source: the folder or name.
-            dtype: what it computes in: float32, bfloat16 or float16.
-            device: "cpu", "cuda:0", or "auto" to spread it over all GPUs (accelerate).
-            quantization: "4bit" (NF4) or "8bit" weights of the backbone by bitsandbytes.
 
         Raises:
             TargetError: it can't be loaded, is not such a model, or can't be quantised here.

@@ -127,12 +127,8 @@ class Trainer(ABC):
     def update(self, sums: Tensor, parts: Sequence[Any]) -> tuple[Tensor, dict[str, Any]]:
         """Step the optimiser, once the gradients are there.
 
-        Args:
-            sums: this process's loss sums, of every loss.
-            parts: what the step trains on, as `_sums` takes it.
-
-        Returns:
-            The sums of all processes; what the log says of the step itself.
+        ``sums`` are this process's, of every loss; ``parts`` what the step trains on, as `_sums`
+        takes it. Returns the sums of all processes, and what the log says of the step itself.
 
         Raises:
             NotFiniteError: a sum or the gradient isn't finite, and nothing was stepped. It names
