@@ -141,8 +141,8 @@ class CompareOptions(Options):
 
     target: str = required("a folder or a hub name", positional=True)
     heads: str = required("a folder, a file or a hub name", positional=True)
-    data: Path | None = option(None, "a file of records", metavar="RECORDS")
-    prompts: Path | None = option(None, "a file of prompts, instead of --data", metavar="FILE")
+    data: Path | None = option(None, "a file of records; this or --prompts", metavar="RECORDS")
+    prompts: Path | None = option(None, "a file of prompts; this or --data", metavar="FILE")
     on_bad_line: Literal["refuse", "skip"] = option("refuse")
     limit: Positive = option(32, "use the first prompts")
     tree: str | None = option(None, "instead of the one in the heads' config")

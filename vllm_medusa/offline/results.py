@@ -98,8 +98,8 @@ class ResultLog:
                     f"{path}: another process is writing it. Wait for that one to end, or name "
                     "another output."
                 )
+            self._require_own()
             if overwrite:
-                self._require_own()
                 os.ftruncate(self._fd, 0)
             if os.fstat(self._fd).st_size == 0:
                 content: dict[str, Any] = {"version": MANIFEST_VERSION, "settings": self.settings}
@@ -138,7 +138,7 @@ class ResultLog:
             os.close(self._fd)
 
     def _require_own(self) -> None:
-        """Never truncate what is not a file of results, such as the prompts themselves."""
+        """Never touch what is not a file of results, such as the prompts themselves."""
         if os.fstat(self._fd).st_size and not manifest_path(self.path).exists():
             raise FileRefused(
                 f"{self.path} holds something that was not written by this command (there is no "
@@ -151,11 +151,6 @@ class ResultLog:
         try:
             manifest = read_json(target)
             version, before = manifest["version"], manifest["settings"]
-        except FileNotFoundError:
-            raise FileRefused(
-                f"{self.path}: it has content, but no {target.name} stands beside it, so it is "
-                f"not known what it holds. {remedy}"
-            ) from None
         except (ValueError, KeyError, TypeError):
             raise FileRefused(f"{target}: not a manifest of results. {remedy}") from None
         if version != MANIFEST_VERSION:

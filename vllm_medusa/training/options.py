@@ -5,6 +5,7 @@ Calibration takes the same machine options.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,11 @@ class MachineOptions(Options):
     device: str = option("auto", "cpu, cuda, cuda:1; auto: a GPU if there is one", shown="auto")
     dtype: Dtype = option("auto", "the target computes in; auto: its own on GPUs, float32 on CPUs")
     quantization: Literal["4bit", "8bit"] | None = option(None, "of the target, by bitsandbytes")
+
+    def check(self) -> None:
+        """See `Options.check`."""
+        if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", self.device):
+            raise ValueError(f"device is {self.device!r}; use auto, cpu, cuda or such as cuda:1")
 
 
 class RecordFiles(PromptFile):

@@ -82,7 +82,7 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
 def test_a_file_of_unknown_origin_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text('{"index": 0}\n')
-    with pytest.raises(FileRefused, match="not known what it holds"):
+    with pytest.raises(FileRefused, match="not written by this command"):
         ResultLog(path, SETTINGS)
     manifest_path(path).write_text("{}")
     with pytest.raises(FileRefused, match="not a manifest"):

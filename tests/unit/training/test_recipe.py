@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 
 from vllm_medusa.training.optimisation import Optimisation
-from vllm_medusa.training.options import JointOptions, LoraSettings, QualityBounds, StepOptions
+from vllm_medusa.training.options import (
+    JointOptions,
+    LoraSettings,
+    MachineOptions,
+    QualityBounds,
+    StepOptions,
+)
 from vllm_medusa.training.recipe import (
     HeadsWeight,
     JointRecipe,
@@ -42,6 +48,8 @@ def test_a_share_of_the_steps_then_the_peak(growth: str) -> None:
         (JointOptions, {"growth_share": 0.0}),
         (JointOptions, {"growth_share": 1.1}),
         (JointOptions, {"lm_loss": "mse"}),
+        (MachineOptions, {"device": "zz"}),
+        (MachineOptions, {"device": "cuda:x"}),
         (LoraSettings, {"rank": 0}),
         (LoraSettings, {"alpha": 0.0}),
         (LoraSettings, {"alpha": math.nan}),
