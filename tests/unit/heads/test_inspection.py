@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm_medusa.heads import HeadsError, target_fingerprint, update_config
-from vllm_medusa.heads.inspection import describe_target, inspect_heads
+from vllm_medusa.heads.inspection import inspect_heads
 
 HIDDEN, VOCAB = 8, 20
 
@@ -213,6 +213,7 @@ def test_what_holds_no_heads(tmp_path, target):
     folder = target()
     with pytest.raises(HeadsError, match="no Medusa head"):
         inspect_heads(folder)
-    assert describe_target(folder)["num_layers"] == 1
-    assert describe_target(tmp_path / "nothing") is None
-    assert describe_target(tmp_path) is None
+    assert target_fingerprint(folder)["num_layers"] == 1
+    for nothing in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(HeadsError):
+            target_fingerprint(nothing)
