@@ -158,8 +158,12 @@ def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
 def take_lock(path: Path, busy: str) -> IO[bytes]:
     """Open and lock a file, which is made if it isn't there; closing it gives the lock back.
 
+    Args:
+        path: the file; nothing is written to it.
+        busy: the message if another process holds it: of what, and the remedy.
+
     Raises:
-        FileRefused: another process holds it: "PATH's folder: BUSY".
+        FileRefused: another process holds it.
 
     """
     file = path.open("ab")

@@ -110,7 +110,7 @@ def test_the_comparison_is_a_large_one(two_ranks: dict[str, Run]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "disturbance"),
-    [("greedy", "logits"), ("seeded", "dice"), ("unseeded", "shared_dice")][: len(KINDS)],
+    [("greedy", "logits"), ("seeded", "draws"), ("unseeded", "shared_draws")][: len(KINDS)],
 )
 def test_a_rank_that_differs_is_noticed(
     llm: LLM, two_ranks: object, plain: Plain, kind: str, disturbance: str

@@ -12,7 +12,7 @@ from vllm_medusa.worker.v1.worker import MedusaCPUWorker
 
 
 class RecordingWorker(Recording, MedusaCPUWorker):
-    """Records every decision; drafts, dice or logits can be interfered with."""
+    """Records every decision; drafts, draws or logits can be interfered with."""
 
     def init_device(self) -> None:
         """Hook the one runner this worker has."""
@@ -28,10 +28,10 @@ class RecordingWorker(Recording, MedusaCPUWorker):
 
     def disturb(self, kind: str) -> None:
         """Make this rank differ from rank 0, which is left alone."""
-        if kind == "shared_dice":
+        if kind == "shared_draws":
             torch.manual_seed(self.rank)
         else:
-            change = {"dice": _other_dice, "logits": _other_logits}[kind]
+            change = {"draws": _other_draws, "logits": _other_logits}[kind]
             self.model_runner._verifier = change(self._verifier, self.rank)
 
     def restore(self) -> None:
@@ -63,7 +63,7 @@ class RecordingWorker(Recording, MedusaCPUWorker):
         return drafts
 
 
-def _other_dice(verifier: Callable[..., Any], rank: int) -> Callable[..., Any]:
+def _other_draws(verifier: Callable[..., Any], rank: int) -> Callable[..., Any]:
     """Every request's generator starts elsewhere on every rank."""
     met: dict[int, torch.Generator] = {}  # by id; kept alive, so that ids stay their own
 

@@ -13,7 +13,7 @@ from vllm_medusa.worker.v2.worker import MedusaCPUWorker
 
 
 class RecordingWorker(Recording, MedusaCPUWorker):
-    """Records every decision; drafts, dice or logits can be interfered with."""
+    """Records every decision; drafts, draws or logits can be interfered with."""
 
     def init_device(self) -> None:
         """Hook the one runner this worker has."""
@@ -39,7 +39,7 @@ class RecordingWorker(Recording, MedusaCPUWorker):
     def disturb(self, kind: str) -> None:
         """Make this rank differ from rank 0, which is left alone."""
         self._disturbance = kind
-        if kind == "shared_dice":
+        if kind == "shared_draws":
             np.random.seed(self.rank)  # of it vLLM makes the seeds of requests without one
 
     def restore(self) -> None:
@@ -58,7 +58,7 @@ class RecordingWorker(Recording, MedusaCPUWorker):
         for new in scheduler_output.scheduled_new_reqs:
             slot = runner.req_states.req_id_to_index[new.req_id]
             self._requests[slot] = new
-            if self._disturbance == "dice":
+            if self._disturbance == "draws":
                 runner.sampler.sampling_states.seeds.np[slot] += self.rank
 
     def _record(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
