@@ -17,7 +17,7 @@ from vllm_medusa.heads import peek_heads
 from vllm_medusa.offline.engine import EngineSettings, Sampling
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, read_prompts
-from vllm_medusa.options import AtLeastZero, Dtype, FromZero, Options, Positive, option, required
+from vllm_medusa.options import AtLeastZero, Dtype, FromZero, Options, Positive, option
 
 _OPENMP = "libiomp5.so"  # Intel's, which vLLM recommends: from intel-openmp, beside Python's own
 _KV_BYTES = 1 << 30
@@ -26,21 +26,24 @@ _KV_BYTES = 1 << 30
 class ArmOptions(Options):
     """What all arms have in common."""
 
-    target: Path = required("folder of the target", positional=True)
-    heads: Path = required("folder of its heads", positional=True)
+    target: Path = option("folder of the target", positional=True)
+    heads: Path = option("folder of its heads", positional=True)
     tree: Path | None = option(
-        None, "JSON of `vllm-medusa tree --output`, or paths, best first; absent: the heads' own"
+        "JSON of `vllm-medusa tree --output`, or paths, best first; absent: the heads' own",
+        default=None,
     )
-    prompt_file: Path = option(ROOT / "demo" / "prompts.jsonl", shown="demo/prompts.jsonl")
-    prompts: Positive = option(8, "so many of them")
-    max_tokens: Positive = option(64, "of each answer")
-    batch: Positive = option(1, "requests at a time")
-    temperatures: tuple[AtLeastZero, ...] = option((0.0, 0.8))
-    dtype: Dtype = option("bfloat16")
-    max_model_len: Positive = option(512)
-    cores: tuple[FromZero, ...] = option((0, 1), "core ids, on CPUs")
-    openmp: Literal["iomp", "gomp"] = option("iomp", "Intel's OpenMP, or the one of PyTorch")
-    eager: bool = option(False, "no torch.compile")
+    prompt_file: Path = option(default=ROOT / "demo" / "prompts.jsonl", shown="demo/prompts.jsonl")
+    prompts: Positive = option("so many of them", default=8)
+    max_tokens: Positive = option("of each answer", default=64)
+    batch: Positive = option("requests at a time", default=1)
+    temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.8))
+    dtype: Dtype = option(default="bfloat16")
+    max_model_len: Positive = option(default=512)
+    cores: tuple[FromZero, ...] = option("core ids, on CPUs", default=(0, 1))
+    openmp: Literal["iomp", "gomp"] = option(
+        "Intel's OpenMP, or the one of PyTorch", default="iomp"
+    )
+    eager: bool = option("no torch.compile", default=False)
 
     def read_prompts(self) -> list[Prompt]:
         """The first prompts of the file; raises ValueError for a line that is not a prompt."""

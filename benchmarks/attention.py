@@ -171,13 +171,13 @@ def expected(problem: Problem) -> Tensor:
 class AttentionOptions(Options):
     """Which shapes; the defaults are Qwen2.5-0.5B's."""
 
-    dtypes: tuple[Literal["bf16", "fp32", "fp16"], ...] = option(("bf16", "fp32"))
-    nodes: tuple[Positive, ...] = option((1, 8, 16, 64), "rows of each request")
-    contexts: tuple[Positive, ...] = option((64, 512, 2048))
-    batches: tuple[Positive, ...] = option((1, 8, 32))
-    heads: tuple[Positive, ...] = option((14, 2), "query and key heads")
-    head_size: Positive = option(64)
-    strategies: bool = option(False, "also time other ways to group the requests")
+    dtypes: tuple[Literal["bf16", "fp32", "fp16"], ...] = option(default=("bf16", "fp32"))
+    nodes: tuple[Positive, ...] = option("rows of each request", default=(1, 8, 16, 64))
+    contexts: tuple[Positive, ...] = option(default=(64, 512, 2048))
+    batches: tuple[Positive, ...] = option(default=(1, 8, 32))
+    heads: tuple[Positive, ...] = option("query and key heads", default=(14, 2))
+    head_size: Positive = option(default=64)
+    strategies: bool = option("also time other ways to group the requests", default=False)
 
 
 def run(options: AttentionOptions, progress: Progress) -> Iterator[Row]:

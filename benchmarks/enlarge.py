@@ -9,20 +9,20 @@ from benchmarks.case import Case, Row
 from benchmarks.enlarge_heads import enlarge_heads
 from benchmarks.enlarge_target import BIG, Shape, enlarge_target
 from vllm_medusa.job import Progress
-from vllm_medusa.options import Options, Positive, option, required
+from vllm_medusa.options import Options, Positive, option
 
 
 class EnlargeOptions(Options):
     """The small model, where the large one goes, and its shape."""
 
-    target: Path = required("folder of the small model", positional=True)
-    output: Path = required("folder for target/ and heads/", positional=True)
-    heads: Path | None = option(None, "folder of its Medusa heads")
-    hidden_size: Positive = option(BIG.hidden_size)
-    intermediate_size: Positive = option(BIG.intermediate_size)
-    num_layers: Positive = option(BIG.num_layers)
-    num_heads: Positive = option(BIG.num_heads)
-    num_kv_heads: Positive = option(BIG.num_kv_heads)
+    target: Path = option("folder of the small model", positional=True)
+    output: Path = option("folder for target/ and heads/", positional=True)
+    heads: Path | None = option("folder of its Medusa heads", default=None)
+    hidden_size: Positive = option(default=BIG.hidden_size)
+    intermediate_size: Positive = option(default=BIG.intermediate_size)
+    num_layers: Positive = option(default=BIG.num_layers)
+    num_heads: Positive = option(default=BIG.num_heads)
+    num_kv_heads: Positive = option(default=BIG.num_kv_heads)
 
 
 def run(options: EnlargeOptions, progress: Progress) -> Iterator[Row]:

@@ -56,13 +56,17 @@ ENOUGH_US = 300.0  # a graph shorter than this is not timed well
 class KernelsOptions(Options):
     """Which shapes; every layout has all of them."""
 
-    batches: tuple[Positive, ...] = option((1, 4, 16, 64))
-    contexts: tuple[Positive, ...] = option((4096, 16384, 1024, 8192, 32768))
-    nodes: tuple[Positive, ...] = option((64, 16), "rows of each request; 1 is plain decoding")
-    fp8: bool = option(False, "caches of e4m3 instead of bf16")
-    planned: FromZero = option(0, "length that parts are chosen for, as in a captured graph")
-    chunk: FromZero = option(0, "rows of a prompt beside the trees")
-    head_size: Positive = option(128)
+    batches: tuple[Positive, ...] = option(default=(1, 4, 16, 64))
+    contexts: tuple[Positive, ...] = option(default=(4096, 16384, 1024, 8192, 32768))
+    nodes: tuple[Positive, ...] = option(
+        "rows of each request; 1 is plain decoding", default=(64, 16)
+    )
+    fp8: bool = option("caches of e4m3 instead of bf16", default=False)
+    planned: FromZero = option(
+        "length that parts are chosen for, as in a captured graph", default=0
+    )
+    chunk: FromZero = option("rows of a prompt beside the trees", default=0)
+    head_size: Positive = option(default=128)
 
 
 @dataclass(frozen=True)

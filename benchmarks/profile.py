@@ -43,10 +43,12 @@ Step = tuple[float, bool, dict[str, float]]  # seconds, is a decode step, second
 class ProfileOptions(ArmOptions):
     """What is measured."""
 
-    nodes: tuple[Positive, ...] = option((10,), "draft nodes of our trees")
-    chain_depths: tuple[Positive, ...] = option((5,), "chains through our engine")
-    stock_depths: tuple[Positive, ...] = option((5,), "vLLM's own chain")
-    only: str | None = option(None, "regular expression of the arms' names; plain always runs")
+    nodes: tuple[Positive, ...] = option("draft nodes of our trees", default=(10,))
+    chain_depths: tuple[Positive, ...] = option("chains through our engine", default=(5,))
+    stock_depths: tuple[Positive, ...] = option("vLLM's own chain", default=(5,))
+    only: str | None = option(
+        "regular expression of the arms' names; plain always runs", default=None
+    )
 
 
 def run(options: ProfileOptions, progress: Progress) -> Iterator[Row]:

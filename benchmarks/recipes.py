@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
@@ -29,7 +29,7 @@ from vllm_medusa.offline.children import run_in_process
 from vllm_medusa.offline.options import BatchOptions
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.offline.records import load_records
-from vllm_medusa.options import AtLeastZero, Options, Positive, Seed, option, required
+from vllm_medusa.options import AtLeastZero, Options, Positive, Seed, option
 from vllm_medusa.training.distill import distill
 from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.options import (
@@ -52,16 +52,16 @@ TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [3], [0, 0, 1], [0, 0,
 class RecipesOptions(Options):
     """What is trained and measured."""
 
-    target: Path = option(ROOT / "demo" / "target", shown="demo/target")
-    out: Path = required("folder for texts and heads")
-    prompts: Positive = option(384, "to train on")
-    heldout: Positive = option(64, "prompts held out")
-    tokens: Positive = option(64, "after each prompt")
-    temperature: AtLeastZero = option(0.7, "of the target's texts")
-    heads: Positive = option(4)
-    epochs: Positive = option(4)
-    batch_tokens: Positive = option(256, "a step")
-    seed: Seed = option(0)
+    target: Path = option(default=ROOT / "demo" / "target", shown="demo/target")
+    out: Path = option("folder for texts and heads")
+    prompts: Positive = option("to train on", default=384)
+    heldout: Positive = option("prompts held out", default=64)
+    tokens: Positive = option("after each prompt", default=64)
+    temperature: AtLeastZero = option("of the target's texts", default=0.7)
+    heads: Positive = option(default=4)
+    epochs: Positive = option(default=4)
+    batch_tokens: Positive = option("a step", default=256)
+    seed: Seed = option(default=0)
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Arm:
 
     name: str
     text: str
-    labels: str = ""
-    method: str = "medusa-1"
+    labels: Literal["soft", "tokens", ""] = ""
+    method: Literal["medusa-1", "medusa-2"] = "medusa-1"
 
 
 ARMS = (
@@ -166,12 +166,12 @@ def make_heads(options: RecipesOptions, arm: Arm, files: Mapping[str, Path]) -> 
         files=TextFiles(data=files[arm.text], heldout=files["heldout"], output=output),
         heads=HeadOptions(num_heads=options.heads),
         training=StepOptions(
-            labels=arm.labels,
+            labels=arm.labels or "tokens",
             epochs=options.epochs - joint,
             batch_tokens=options.batch_tokens,
             seed=options.seed,
         ),
-        **({"joint": JointOptions(joint_epochs=1, joint_tokens=512)} if joint else {}),
+        joint=JointOptions(joint_epochs=1, joint_tokens=512) if joint else JointOptions(),
     )
     run_in_process(train, asked, log=options.out / "train.log")
     merged = output / "target"

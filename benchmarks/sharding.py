@@ -148,12 +148,12 @@ def slowest(seconds: float) -> float:
 class ShardingOptions(Options):
     """Which shapes."""
 
-    dtypes: tuple[Literal["bf16", "fp32"], ...] = option(("bf16",))
-    vocabs: tuple[Positive, ...] = option((32_000, 152_000))
-    hidden: tuple[Positive, ...] = option((1024, 2048, 4096))
-    batches: tuple[Positive, ...] = option((1, 8, 32))
-    memory_gb: Above = option(4.0, "for the weights of all ranks")
-    seconds: Above = option(3.0, "for each row")
+    dtypes: tuple[Literal["bf16", "fp32"], ...] = option(default=("bf16",))
+    vocabs: tuple[Positive, ...] = option(default=(32_000, 152_000))
+    hidden: tuple[Positive, ...] = option(default=(1024, 2048, 4096))
+    batches: tuple[Positive, ...] = option(default=(1, 8, 32))
+    memory_gb: Above = option("for the weights of all ranks", default=4.0)
+    seconds: Above = option("for each row", default=3.0)
 
 
 def run(options: ShardingOptions, progress: Progress) -> Iterator[Row]:

@@ -46,12 +46,14 @@ WHY = (
 class SpeedOptions(ArmOptions):
     """What is measured."""
 
-    chain_depths: tuple[Positive, ...] = option((2, 3, 4, 5), "chains through our engine")
-    stock_depths: tuple[Positive, ...] = option((2, 5), "vLLM's own chain, and ours beside it")
-    tree_sizes: tuple[Positive, ...] = option((4, 7, 10, 14, 22, 32, 63), "draft nodes")
-    ngrams: tuple[Positive, ...] = option((5,), "tokens of vLLM's n-gram lookup")
-    only: str | None = option(None, "regular expression of the arms' names")
-    repeats: Positive = option(3, "rounds of each arm in turn with plain vLLM")
+    chain_depths: tuple[Positive, ...] = option("chains through our engine", default=(2, 3, 4, 5))
+    stock_depths: tuple[Positive, ...] = option(
+        "vLLM's own chain, and ours beside it", default=(2, 5)
+    )
+    tree_sizes: tuple[Positive, ...] = option("draft nodes", default=(4, 7, 10, 14, 22, 32, 63))
+    ngrams: tuple[Positive, ...] = option("tokens of vLLM's n-gram lookup", default=(5,))
+    only: str | None = option("regular expression of the arms' names", default=None)
+    repeats: Positive = option("rounds of each arm in turn with plain vLLM", default=3)
 
 
 def arms(options: SpeedOptions) -> list[Arm]:

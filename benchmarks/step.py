@@ -39,10 +39,12 @@ MODELS = {shape.name: shape for shape in (LLAMA_2_7B, LLAMA_3_8B, TINY_SHAPE)}
 class StepOptions(Options):
     """Which steps."""
 
-    models: tuple[str, ...] = option((LLAMA_2_7B.name, LLAMA_3_8B.name))
-    batches: tuple[Positive, ...] = option((1, 4, 8))
-    contexts: tuple[Positive, ...] = option((1024, 4096))
-    nodes: tuple[Positive, ...] = option((16, 32, 64), "of trees; a plain step goes before them")
+    models: tuple[str, ...] = option(default=(LLAMA_2_7B.name, LLAMA_3_8B.name))
+    batches: tuple[Positive, ...] = option(default=(1, 4, 8))
+    contexts: tuple[Positive, ...] = option(default=(1024, 4096))
+    nodes: tuple[Positive, ...] = option(
+        "of trees; a plain step goes before them", default=(16, 32, 64)
+    )
 
     def check(self) -> None:
         """Know the models."""

@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks.case import Case, Row
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.records import Record, load_records
-from vllm_medusa.options import FromZero, Options, Positive, option, required
+from vllm_medusa.options import FromZero, Options, Positive, option
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.losses import IGNORED, head_labels, label_mask
@@ -50,17 +50,17 @@ TOLERANCE = 2e-2  # of a mean loss; bf16 products, other batches
 class TrainingOptions(Options):
     """What is trained."""
 
-    target: Path = required("folder of the target", positional=True)
-    records: Path = required("of `vllm-medusa distill`", positional=True)
-    limit: Positive = option(64, "records")
-    batch: Positive = option(768, "labelled positions a step")
-    num_heads: Positive = option(5)
-    num_layers: FromZero = option(1)
-    steps: Positive = option(3, "of each turn")
-    rounds: Positive = option(5, "turns, after one to warm up")
-    threads: Positive = option(1)
-    dtype: Literal["float32", "bfloat16"] = option("float32", "of the backbone")
-    bf16: bool = option(False, "heads compute in bfloat16")
+    target: Path = option("folder of the target", positional=True)
+    records: Path = option("of `vllm-medusa distill`", positional=True)
+    limit: Positive = option("records", default=64)
+    batch: Positive = option("labelled positions a step", default=768)
+    num_heads: Positive = option(default=5)
+    num_layers: FromZero = option(default=1)
+    steps: Positive = option("of each turn", default=3)
+    rounds: Positive = option("turns, after one to warm up", default=5)
+    threads: Positive = option(default=1)
+    dtype: Literal["float32", "bfloat16"] = option("of the backbone", default="float32")
+    bf16: bool = option("heads compute in bfloat16", default=False)
 
 
 class Reference:

@@ -41,21 +41,24 @@ _ENGINE_ARGS: dict[str, Any] = {
 class DemoOptions(Options):
     """Options of `python -m demo`."""
 
-    target: Path = option(_HERE / "target", shown="")
-    heads: Path = option(_HERE / "heads", shown="")
-    prompts: Path = option(_HERE / "prompts.jsonl", shown="")
-    tree: str | None = option(None, "instead of the one in the heads' config")
-    num_speculative_tokens: Positive | None = option(None, "at most N draft nodes", metavar="N")
-    batch: tuple[Positive, ...] = option((1,), "prompts at a time", metavar="B")
-    max_tokens: Positive = option(96)
-    temperature: AtLeastZero = option(0.8)
-    limit: Positive | None = option(None, "use only the first prompts")
-    rounds: Positive = option(2, "repetitions of the sampled part")
-    dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "in float32 a different token is a failure; in bfloat16 near-ties may differ"
+    target: Path = option(default=_HERE / "target", shown="")
+    heads: Path = option(default=_HERE / "heads", shown="")
+    prompts: Path = option(default=_HERE / "prompts.jsonl", shown="")
+    tree: str | None = option("instead of the one in the heads' config", default=None)
+    num_speculative_tokens: Positive | None = option(
+        "at most N draft nodes", default=None, metavar="N"
     )
-    texts: FromZero = option(2, "texts shown")
-    no_medusa: bool = option(False, "plain vLLM on both sides")
+    batch: tuple[Positive, ...] = option("prompts at a time", default=(1,), metavar="B")
+    max_tokens: Positive = option(default=96)
+    temperature: AtLeastZero = option(default=0.8)
+    limit: Positive | None = option("use only the first prompts", default=None)
+    rounds: Positive = option("repetitions of the sampled part", default=2)
+    dtype: Literal["float32", "bfloat16"] = option(
+        "in float32 a different token is a failure; in bfloat16 near-ties may differ",
+        default="float32",
+    )
+    texts: FromZero = option("texts shown", default=2)
+    no_medusa: bool = option("plain vLLM on both sides", default=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

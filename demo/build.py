@@ -36,7 +36,7 @@ from demo.recipe import CorpusRecipe, HeadsRecipe, TargetRecipe
 from demo.target_stage import heldout_loss, train_target, train_tokenizer
 from vllm_medusa.files import digest, digest_json, write_json
 from vllm_medusa.job import Progress
-from vllm_medusa.options import Above, Options, Positive, Seed, option, required
+from vllm_medusa.options import Above, Options, Positive, Seed, option
 
 STAGES = ("tokenizer", "target", "heads")
 
@@ -56,21 +56,21 @@ def amount(text: str) -> int:
 class BuildOptions(Options):
     """What is built, from what."""
 
-    stage: Literal["tokenizer", "target", "heads", "all"] = required(positional=True)
-    out: Path = required("folder for results and work files")
-    target: Path | None = option(None, "train heads for this model (OUT/target)")
+    stage: Literal["tokenizer", "target", "heads", "all"] = option(positional=True)
+    out: Path = option("folder for results and work files")
+    target: Path | None = option("train heads for this model (OUT/target)", default=None)
     sources: tuple[Path, ...] = option(
-        (), "folders with .py files (standard library and installed packages)"
+        "folders with .py files (standard library and installed packages)", default=()
     )
     tokens: Positive | None = option(
-        None,
         "training tokens of the stage, with `all` of the target; the rest scales along (target "
         "15M, heads 2.4M)",
+        default=None,
         parse=amount,
     )
-    minutes: Above | None = option(None, "end the target's training after about this")
-    threads: Positive = option(1, "CPU threads")
-    seed: Seed = option(0)
+    minutes: Above | None = option("end the target's training after about this", default=None)
+    threads: Positive = option("CPU threads", default=1)
+    seed: Seed = option(default=0)
 
     def check(self) -> None:
         """See `Options.check`."""

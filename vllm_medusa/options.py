@@ -1,7 +1,7 @@
 """Options of jobs: a dataclass field is the one place of a name, a default, bounds and a help text.
 
     class Texts(Options):
-        samples: Positive = option(1, "of each prompt")
+        samples: Positive = option("of each prompt", default=1)
 
     Texts(samples=0)   ValueError: samples is 0; use a whole number from 1
 
@@ -17,8 +17,24 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    Unpack,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    overload,
+)
 from typing import get_type_hints as hints_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,18 +100,28 @@ class Flag:
     joined: str = ""
 
 
-def required(help: str = "", *names: str, **more: Any) -> Any:
-    """A field with a `Flag` and no default; see `option`."""
-    return option(MISSING, help, *names, **more)
+class _More(TypedDict, total=False):
+    """Attributes of `Flag` that an option may give by name."""
+
+    metavar: str
+    parse: Callable[[str], Any]
+    shown: str
+    positional: bool
+    repeat: bool
+    joined: str
 
 
-def option(default: Any, help: str = "", *names: str, **more: Any) -> Any:
-    """A field with a default and a `Flag`.
+@overload
+def option(help: str = ..., *names: str, default: T, **more: Unpack[_More]) -> T: ...
+@overload
+def option(help: str = ..., *names: str, **more: Unpack[_More]) -> Any: ...
+def option(help: str = "", *names: str, default: Any = MISSING, **more: Any) -> Any:
+    """A field with a `Flag`; without a default it is required.
 
     Args:
-        default: the only place where it stands. A list or dict is copied for each object.
         help: see `Flag`, as all that follows.
         names: see `Flag`.
+        default: the only place where it stands. A list or dict is copied for each object.
         more: other attributes of `Flag`.
 
     """
@@ -105,19 +131,24 @@ def option(default: Any, help: str = "", *names: str, **more: Any) -> Any:
     return field(default=default, metadata=flag)
 
 
-def group(kind: type[Any], title: str = "") -> Any:
-    """A field that holds options of their own, under a title in the help."""
-    required = any(f.default is MISSING and f.default_factory is MISSING for f in fields(kind))
-    return field(default_factory=MISSING if required else kind, metadata={"group": title})
+@overload
+def group(title: str = ..., *, factory: Callable[[], T]) -> T: ...
+@overload
+def group(title: str = ...) -> Any: ...
+def group(title: str = "", *, factory: Any = MISSING) -> Any:
+    """A field that holds options of their own, under a title in the help.
+
+    ``factory`` is their class, if all in it have defaults.
+    """
+    return field(default_factory=factory, metadata={"group": title})
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, group))
 class Options:
     """Base of all options: a frozen dataclass, given by name, whose values are checked."""
 
-    if TYPE_CHECKING:  # type checkers can't see that `option` and `group` give a default
+    if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
-
-        def __init__(self, **values: Any) -> None: ...
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)

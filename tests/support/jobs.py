@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.job import SILENT, JobFailed, Progress
-from vllm_medusa.options import Options, option, required
+from vllm_medusa.options import Options, option
 
 
 class Broken(JobFailed):
@@ -55,9 +55,9 @@ def sleep(options: Path, progress: Progress = SILENT) -> None:
 class CopyOptions(Options):
     """Options of `copy`."""
 
-    data: Path = required()
-    output: Path = required()
-    compact: bool = option(False)
+    data: Path = option()
+    output: Path = option()
+    compact: bool = option(default=False)
 
 
 def copy(options: CopyOptions, progress: Progress = SILENT, command: Sequence[str] = ()) -> None:

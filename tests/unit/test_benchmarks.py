@@ -23,7 +23,7 @@ from vllm_medusa.options import Options, Positive, option
 
 
 class FakeOptions(Options):
-    count: Positive = option(3, "rows")
+    count: Positive = option("rows", default=3)
 
 
 def run(options, progress):

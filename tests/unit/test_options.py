@@ -19,30 +19,29 @@ from vllm_medusa.options import (
     command_line,
     group,
     option,
-    required,
     values_of,
 )
 
 
 class Texts(Options):
-    samples: Positive = option(1, "of each prompt")
-    temperatures: tuple[AtLeastZero, ...] = option((0.7,), joined=",")
-    stop: tuple[str, ...] = option((), repeat=True)
-    budgets: tuple[Positive, ...] = option((4, 8), "draft nodes")
-    limit: Positive | None = option(None, metavar="N")
+    samples: Positive = option("of each prompt", default=1)
+    temperatures: tuple[AtLeastZero, ...] = option(default=(0.7,), joined=",")
+    stop: tuple[str, ...] = option(default=(), repeat=True)
+    budgets: tuple[Positive, ...] = option("draft nodes", default=(4, 8))
+    limit: Positive | None = option(default=None, metavar="N")
 
 
 class Job(Options):
-    model: str = required("the target", positional=True)
-    output: Path = required("results", "-o")
-    kind: Literal["soft", "tokens"] = option("soft", "100 % soft")
-    draft_count: FromZero = option(3, "", "--num-draft-tokens", "-n")
-    rate: Above | None = option(None)
-    share: Share = option(1.0)
-    seed: Seed = option(0)
-    overwrite: bool = option(False, "throw away")
-    engine_args: dict[str, Any] = option({}, metavar="JSON")
-    texts: Texts = group(Texts, "texts")
+    model: str = option("the target", positional=True)
+    output: Path = option("results", "-o")
+    kind: Literal["soft", "tokens"] = option("100 % soft", default="soft")
+    draft_count: FromZero = option("", "--num-draft-tokens", "-n", default=3)
+    rate: Above | None = option(default=None)
+    share: Share = option(default=1.0)
+    seed: Seed = option(default=0)
+    overwrite: bool = option("throw away", default=False)
+    engine_args: dict[str, Any] = option(default={}, metavar="JSON")
+    texts: Texts = group("texts", factory=Texts)
 
     def check(self) -> None:
         if self.kind == "tokens" and self.rate:

@@ -16,7 +16,6 @@ from vllm_medusa.options import (
     Seed,
     group,
     option,
-    required,
     values_of,
 )
 from vllm_medusa.training.options import (
@@ -41,19 +40,19 @@ TreeSize = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # draft nodes
 class AdaptFiles(PromptFile):
     """What is read and written."""
 
-    output: Path = required("folder for the heads and their report", "-o")
+    output: Path = option("folder for the heads and their report", "-o")
 
 
 class TextsOptions(Options):
     """What the target writes."""
 
-    samples: Positive = option(1, "of each prompt")
-    max_tokens: Positive = option(512, "of each answer")
-    temperature: AtLeastZero = option(0.7, "also of the final measure")
-    batch: Positive | None = option(None, "prompts at a time")
+    samples: Positive = option("of each prompt", default=1)
+    max_tokens: Positive = option("of each answer", default=512)
+    temperature: AtLeastZero = option("also of the final measure", default=0.7)
+    batch: Positive | None = option("prompts at a time", default=None)
     heldout_share: Annotated[float, Number(float, 0, 0.5, above=True)] = option(
-        0.1,
         "of the prompts; half to calibrate, half to measure",
+        default=0.1,
         shown="0.1, at least 8 prompts",
     )
 
@@ -61,38 +60,42 @@ class TextsOptions(Options):
 class TrainingOptions(Options):
     """How heads are trained, as far as it is not left to `train`."""
 
-    method: Literal["medusa-1", "medusa-2"] = option("medusa-1")
-    num_heads: Positive = option(HeadOptions.num_heads, "heads")
-    num_layers: Positive = option(HeadOptions.num_layers, "residual layers of each head")
-    epochs: Positive = option(StepOptions.epochs, "passes over the texts")
-    learning_rate: Above | None = option(None, "the heads' peak")
+    method: Literal["medusa-1", "medusa-2"] = option(default="medusa-1")
+    num_heads: Positive = option("heads", default=HeadOptions.num_heads)
+    num_layers: Positive = option("residual layers of each head", default=HeadOptions.num_layers)
+    epochs: Positive = option("passes over the texts", default=StepOptions.epochs)
+    learning_rate: Above | None = option("the heads' peak", default=None)
 
 
 class MeasuringOptions(Options):
     """The tree, and how it is measured."""
 
     num_draft_tokens: TreeSize | None = option(
-        None, "the tree's size; absent: fastest", metavar="N"
+        "the tree's size; absent: fastest", default=None, metavar="N"
     )
-    budgets: tuple[TreeSize, ...] = option(CompareOptions.budgets, "sizes tried", metavar="N")
-    measure_tokens: Positive = option(128, "of an answer")
-    measure_prompts: Positive = option(32, "at most")
-    rounds: Positive = option(3, "of the measurement")
+    budgets: tuple[TreeSize, ...] = option(
+        "sizes tried", default=CompareOptions.budgets, metavar="N"
+    )
+    measure_tokens: Positive = option("of an answer", default=128)
+    measure_prompts: Positive = option("at most", default=32)
+    rounds: Positive = option("of the measurement", default=3)
 
 
 class AdaptOptions(Options):
     """Options of `vllm_medusa.adapt.pipeline.adapt` and of `vllm-medusa adapt`."""
 
-    target: str = required("a folder or a hub name", positional=True)
-    files: AdaptFiles = group(AdaptFiles, "files")
-    texts: TextsOptions = group(TextsOptions, "texts (distill)")
-    training: TrainingOptions = group(TrainingOptions, "training (train)")
-    measuring: MeasuringOptions = group(MeasuringOptions, "tree and measuring (tree, compare)")
-    work: Path | None = option(None, "folder for records, logs...", shown="OUTPUT.work")
-    seed: Seed = option(0)
-    dtype: Dtype = option("auto", "of the target, in all stages")
+    target: str = option("a folder or a hub name", positional=True)
+    files: AdaptFiles = group("files")
+    texts: TextsOptions = group("texts (distill)", factory=TextsOptions)
+    training: TrainingOptions = group("training (train)", factory=TrainingOptions)
+    measuring: MeasuringOptions = group(
+        "tree and measuring (tree, compare)", factory=MeasuringOptions
+    )
+    work: Path | None = option("folder for records, logs...", default=None, shown="OUTPUT.work")
+    seed: Seed = option(default=0)
+    dtype: Dtype = option("of the target, in all stages", default="auto")
     engine_args: dict[str, Any] = option(
-        {}, "more LLM arguments, for distill and compare", metavar="JSON"
+        "more LLM arguments, for distill and compare", default={}, metavar="JSON"
     )
 
     @property

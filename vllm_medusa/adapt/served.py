@@ -6,14 +6,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.options import Dtype, Options, option, required
+from vllm_medusa.options import Dtype, Options, option
 
 
 class ServedOptions(Options):
     """Options of `check_served`."""
 
-    target: str = required("a folder or a hub name")
-    dtype: Dtype = option("auto", "of the target")
+    target: str = option("a folder or a hub name")
+    dtype: Dtype = option("of the target", default="auto")
 
 
 def check_served(options: ServedOptions, progress: Progress = SILENT) -> None:

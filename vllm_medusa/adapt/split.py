@@ -7,7 +7,7 @@ from typing import Literal
 
 from vllm_medusa.files import write_json
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.options import Options, Share, option, required
+from vllm_medusa.options import Options, Share, option
 from vllm_medusa.training.heldout import split_records
 
 COUNTS = "counts.json"
@@ -16,10 +16,10 @@ COUNTS = "counts.json"
 class SplitOptions(Options):
     """Options of `split_texts`."""
 
-    data: Path = required("records")
-    output: Path = required("folder for the parts")
-    heldout_share: Share = required("of the prompts")
-    on_bad_line: Literal["refuse", "skip"] = option("refuse")
+    data: Path = option("records")
+    output: Path = option("folder for the parts")
+    heldout_share: Share = option("of the prompts")
+    on_bad_line: Literal["refuse", "skip"] = option(default="refuse")
 
 
 def split_texts(options: SplitOptions, progress: Progress = SILENT) -> None:

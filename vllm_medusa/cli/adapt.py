@@ -32,9 +32,9 @@ model.safetensors, as vLLM reads them), report.md with pictures, and report.json
 class AdaptFlags(Options):
     """Options of `vllm-medusa adapt`."""
 
-    adapt: AdaptOptions = group(AdaptOptions)
+    adapt: AdaptOptions = group()
     train_args: str = option(
-        "", "more of train's options, as in --train-args='--labels tokens'", metavar="TEXT"
+        "more of train's options, as in --train-args='--labels tokens'", default="", metavar="TEXT"
     )
 
 

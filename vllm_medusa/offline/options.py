@@ -6,32 +6,38 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
-from vllm_medusa.options import AtLeastZero, Options, Positive, Share, group, option, required
+from vllm_medusa.options import AtLeastZero, Options, Positive, Share, group, option
 
 
 class PromptFile(Options):
     """What is read and written."""
 
-    prompts: Path = required("the file of prompts", "-i")
-    output: Path = required("results, as JSON lines", "-o")
+    prompts: Path = option("the file of prompts", "-i")
+    output: Path = option("results, as JSON lines", "-o")
     format: Literal["auto", "text", "jsonl", "parquet"] = option(
-        "auto", "of the prompts; auto: by the file's suffix", shown=""
+        "of the prompts; auto: by the file's suffix", default="auto", shown=""
     )
-    column: str | None = option(None, "key or column that holds the prompt; absent: by its name")
+    column: str | None = option(
+        "key or column that holds the prompt; absent: by its name", default=None
+    )
     on_bad_line: Literal["refuse", "skip"] = option(
-        "refuse", "refuse: do nothing while the file has a bad line; skip: leave it out"
+        "refuse: do nothing while the file has a bad line; skip: leave it out", default="refuse"
     )
-    overwrite: bool = option(False, "throw away the output's content")
+    overwrite: bool = option("throw away the output's content", default=False)
 
 
 class MedusaOptions(Options):
     """Heads and their tree."""
 
     speculative_model: str | None = option(
-        None, "heads; absent: those in the target's folder", metavar="HEADS"
+        "heads; absent: those in the target's folder", default=None, metavar="HEADS"
     )
-    tree: str | None = option(None, "preset name, JSON file, or JSON such as '{\"dense\":[4,2]}'")
-    num_speculative_tokens: Positive | None = option(None, "at most N draft nodes", metavar="N")
+    tree: str | None = option(
+        "preset name, JSON file, or JSON such as '{\"dense\":[4,2]}'", default=None
+    )
+    num_speculative_tokens: Positive | None = option(
+        "at most N draft nodes", default=None, metavar="N"
+    )
 
     def speculative_config(self) -> dict[str, Any] | None:
         """What vLLM is given; None: no speculation.
@@ -48,33 +54,33 @@ class MedusaOptions(Options):
 class SamplingOptions(Options):
     """How tokens are cut off, in all jobs."""
 
-    top_p: Share = option(1.0)
-    top_k: int = option(0, "0 or -1: all tokens", shown="")
-    stop: tuple[str, ...] = option((), "stop text; may be repeated", repeat=True)
+    top_p: Share = option(default=1.0)
+    top_k: int = option("0 or -1: all tokens", default=0, shown="")
+    stop: tuple[str, ...] = option("stop text; may be repeated", default=(), repeat=True)
 
 
 class EngineOptions(Options):
     """vLLM's engine."""
 
-    dtype: str = option("auto")
-    max_model_len: Positive | None = option(None)
-    engine_args: dict[str, Any] = option({}, "more LLM arguments", metavar="JSON")
+    dtype: str = option(default="auto")
+    max_model_len: Positive | None = option(default=None)
+    engine_args: dict[str, Any] = option("more LLM arguments", default={}, metavar="JSON")
 
 
 class BatchOptions(EngineOptions):
     """vLLM's engine, with a batch of prompts always in it."""
 
-    batch: Positive = option(64, "prompts at a time")
-    log_level: str | None = option(None, "show vLLM's log from this level on, such as INFO")
+    batch: Positive = option("prompts at a time", default=64)
+    log_level: str | None = option("show vLLM's log from this level on, such as INFO", default=None)
 
 
 class PromptJob(Options):
     """What all jobs take that run a file of prompts through vLLM."""
 
-    model: str = required("the target: a folder or a hub name", positional=True)
-    files: PromptFile = group(PromptFile, "files")
-    medusa: MedusaOptions = group(MedusaOptions, "Medusa")
-    engine: BatchOptions = group(BatchOptions, "engine")
+    model: str = option("the target: a folder or a hub name", positional=True)
+    files: PromptFile = group("files")
+    medusa: MedusaOptions = group("Medusa", factory=MedusaOptions)
+    engine: BatchOptions = group("engine", factory=BatchOptions)
 
     def engine_settings(self) -> EngineSettings:
         """What the engine is built from.
@@ -96,8 +102,8 @@ class PromptJob(Options):
 class GenerateMedusa(MedusaOptions):
     """Speculation, or none."""
 
-    acceptance: str | None = option(None, "lossless (default), typical, or JSON")
-    no_medusa: bool = option(False, "plain vLLM")
+    acceptance: str | None = option("lossless (default), typical, or JSON", default=None)
+    no_medusa: bool = option("plain vLLM", default=False)
 
     def check(self) -> None:
         """See `Options.check`."""
@@ -117,10 +123,10 @@ class GenerateMedusa(MedusaOptions):
 class GenerateSampling(SamplingOptions):
     """How tokens are drawn."""
 
-    max_tokens: Positive = option(256, "of each answer")
-    temperature: AtLeastZero = option(0.0)
-    seed: int | None = option(None, "prompt i uses the seed SEED + i")
-    ignore_eos: bool = option(False)
+    max_tokens: Positive = option("of each answer", default=256)
+    temperature: AtLeastZero = option(default=0.0)
+    seed: int | None = option("prompt i uses the seed SEED + i", default=None)
+    ignore_eos: bool = option(default=False)
 
     def sampling(self) -> Sampling:
         """The sampling parameters of all requests."""
@@ -132,28 +138,32 @@ class GenerateSampling(SamplingOptions):
 class GenerateOptions(PromptJob):
     """Options of `vllm_medusa.offline.generate.generate` and of `vllm-medusa generate`."""
 
-    medusa: GenerateMedusa = group(GenerateMedusa, "Medusa")
-    sampling: GenerateSampling = group(GenerateSampling, "sampling")
+    medusa: GenerateMedusa = group("Medusa", factory=GenerateMedusa)
+    sampling: GenerateSampling = group("sampling", factory=GenerateSampling)
 
 
 class CompareOptions(Options):
     """Options of `vllm_medusa.offline.comparison.compare` and of `vllm-medusa compare`."""
 
-    target: str = required("a folder or a hub name", positional=True)
-    heads: str = required("a folder, a file or a hub name", positional=True)
-    data: Path | None = option(None, "a file of records; this or --prompts", metavar="RECORDS")
-    prompts: Path | None = option(None, "a file of prompts; this or --data", metavar="FILE")
-    on_bad_line: Literal["refuse", "skip"] = option("refuse")
-    limit: Positive = option(32, "use the first prompts")
-    tree: str | None = option(None, "instead of the one in the heads' config")
-    budgets: tuple[Positive, ...] = option((4, 8, 16, 32), "numbers of draft nodes", metavar="N")
-    temperature: AtLeastZero | None = option(None, "(that of the records, or 0)")
-    max_tokens: Positive = option(128, "of each answer")
-    seed: int = option(0, "prompt i uses SEED + i")
-    batch: Positive = option(1, "prompts at a time")
-    rounds: Positive = option(3, "repetitions")
-    engine: EngineOptions = group(EngineOptions)
-    output: Path | None = option(None, "write the figures as JSON", metavar="FILE")
+    target: str = option("a folder or a hub name", positional=True)
+    heads: str = option("a folder, a file or a hub name", positional=True)
+    data: Path | None = option(
+        "a file of records; this or --prompts", default=None, metavar="RECORDS"
+    )
+    prompts: Path | None = option("a file of prompts; this or --data", default=None, metavar="FILE")
+    on_bad_line: Literal["refuse", "skip"] = option(default="refuse")
+    limit: Positive = option("use the first prompts", default=32)
+    tree: str | None = option("instead of the one in the heads' config", default=None)
+    budgets: tuple[Positive, ...] = option(
+        "numbers of draft nodes", default=(4, 8, 16, 32), metavar="N"
+    )
+    temperature: AtLeastZero | None = option("(that of the records, or 0)", default=None)
+    max_tokens: Positive = option("of each answer", default=128)
+    seed: int = option("prompt i uses SEED + i", default=0)
+    batch: Positive = option("prompts at a time", default=1)
+    rounds: Positive = option("repetitions", default=3)
+    engine: EngineOptions = group(factory=EngineOptions)
+    output: Path | None = option("write the figures as JSON", default=None, metavar="FILE")
 
     def check(self) -> None:
         """See `Options.check`."""

@@ -23,7 +23,6 @@ from vllm_medusa.options import (
     command_line,
     group,
     option,
-    required,
 )
 
 BelowOne = Annotated[float, Number(float, 0, 1, below=True)]
@@ -33,9 +32,15 @@ WARMUP_STEPS, JOINT_WARMUP_STEPS = 50, 20
 class MachineOptions(Options):
     """Where and how transformers runs the target: `train`, `calibrate` and `tree` take these."""
 
-    device: str = option("auto", "cpu, cuda, cuda:1; auto: a GPU if there is one", shown="auto")
-    dtype: Dtype = option("auto", "the target computes in; auto: its own on GPUs, float32 on CPUs")
-    quantization: Literal["4bit", "8bit"] | None = option(None, "of the target, by bitsandbytes")
+    device: str = option(
+        "cpu, cuda, cuda:1; auto: a GPU if there is one", default="auto", shown="auto"
+    )
+    dtype: Dtype = option(
+        "the target computes in; auto: its own on GPUs, float32 on CPUs", default="auto"
+    )
+    quantization: Literal["4bit", "8bit"] | None = option(
+        "of the target, by bitsandbytes", default=None
+    )
 
     def check(self) -> None:
         """See `Options.check`."""
@@ -46,24 +51,26 @@ class MachineOptions(Options):
 class RecordFiles(PromptFile):
     """What is read and written."""
 
-    output: Path = required("records, as JSON lines", "-o")
+    output: Path = option("records, as JSON lines", "-o")
 
 
 class TextOptions(SamplingOptions):
     """What the target writes for each prompt."""
 
-    samples: Annotated[int, Number(int, 1, 10_000)] = option(1, "of each prompt", metavar="N")
-    max_tokens: Positive = option(512, "of each answer")
+    samples: Annotated[int, Number(int, 1, 10_000)] = option(
+        "of each prompt", default=1, metavar="N"
+    )
+    max_tokens: Positive = option("of each answer", default=512)
     temperature: tuple[AtLeastZero, ...] = option(
-        (0.7,),
         "one, or several separated by commas; sample after sample takes the next",
+        default=(0.7,),
         metavar="T[,T...]",
         joined=",",
     )
-    seed: Seed = option(0, "text i uses the seed SEED + i")
-    self_talk: bool = option(False, "the target writes the user's later turns too")
+    seed: Seed = option("text i uses the seed SEED + i", default=0)
+    self_talk: bool = option("the target writes the user's later turns too", default=False)
     turns: Positive | None = option(
-        None, "answers in each --self-talk conversation", metavar="N", shown="3"
+        "answers in each --self-talk conversation", default=None, metavar="N", shown="3"
     )
 
     def check(self) -> None:
@@ -86,7 +93,9 @@ class DraftOptions(MedusaOptions):
     """Speculation while the target writes."""
 
     speculative_model: str | None = option(
-        None, "heads; absent: plain vLLM. With heads the texts are the same", metavar="HEADS"
+        "heads; absent: plain vLLM. With heads the texts are the same",
+        default=None,
+        metavar="HEADS",
     )
 
     def check(self) -> None:
@@ -102,25 +111,27 @@ class DraftOptions(MedusaOptions):
 class DistillOptions(PromptJob):
     """Options of `vllm_medusa.training.distill.distill` and of `vllm-medusa distill`."""
 
-    files: RecordFiles = group(RecordFiles, "files")
-    texts: TextOptions = group(TextOptions, "texts")
-    medusa: DraftOptions = group(DraftOptions, "Medusa")
+    files: RecordFiles = group("files")
+    texts: TextOptions = group("texts", factory=TextOptions)
+    medusa: DraftOptions = group("Medusa", factory=DraftOptions)
 
 
 class TextFiles(Options):
     """What is trained on, and where the heads go."""
 
-    data: Path = required("texts to train on", "-i")
-    output: Path = required("folder for the heads", "-o")
-    heldout: Path | None = option(None, "texts to measure on")
+    data: Path = option("texts to train on", "-i")
+    output: Path = option("folder for the heads", "-o")
+    heldout: Path | None = option("texts to measure on", default=None)
     heldout_share: BelowOne = option(
-        0.05, "without --heldout: share of the prompts that is held out; 0: none"
+        "without --heldout: share of the prompts that is held out; 0: none", default=0.05
     )
     on_bad_line: Literal["refuse", "skip"] = option(
-        "refuse", "refuse: train nothing while a file has a bad line; skip: leave it out"
+        "refuse: train nothing while a file has a bad line; skip: leave it out", default="refuse"
     )
-    max_text_tokens: Positive | None = option(None, "longer texts are bad lines", metavar="N")
-    overwrite: bool = option(False, "throw away the output's run")
+    max_text_tokens: Positive | None = option(
+        "longer texts are bad lines", default=None, metavar="N"
+    )
+    overwrite: bool = option("throw away the output's run", default=False)
 
     def name(self, *, heldout: bool) -> str:
         """The file whose texts are trained on, or measured on."""
@@ -130,68 +141,71 @@ class TextFiles(Options):
 class HeadOptions(Options):
     """The heads' shape."""
 
-    num_heads: Positive = option(5)
-    num_layers: Positive = option(1, "residual layers a head")
+    num_heads: Positive = option(default=5)
+    num_layers: Positive = option("residual layers a head", default=1)
     lm_heads: Literal["shared", "own"] = option(
-        "shared", "shared: all heads use the target's LM head; own: each trains a copy of it"
+        "shared: all heads use the target's LM head; own: each trains a copy of it",
+        default="shared",
     )
     draft_vocab: Positive | None = option(
-        None, "predict only the N most frequent tokens", metavar="N"
+        "predict only the N most frequent tokens", default=None, metavar="N"
     )
-    save_dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16")
+    save_dtype: Literal["bfloat16", "float16", "float32"] = option(default="bfloat16")
 
 
 class StepOptions(Options):
     """How the heads are trained."""
 
     labels: Literal["soft", "tokens"] = option(
-        "soft", "soft: the target's distribution over each token; tokens: the text's own"
+        "soft: the target's distribution over each token; tokens: the text's own", default="soft"
     )
-    decay: Share = option(0.8, "head k weighs DECAY^k")
-    epochs: Positive = option(3, "passes over the texts")
+    decay: Share = option("head k weighs DECAY^k", default=0.8)
+    epochs: Positive = option("passes over the texts", default=3)
     batch_tokens: Positive | None = option(
-        None, "tokens a step", metavar="N", shown="256 to 4096: about 1500 steps"
+        "tokens a step", default=None, metavar="N", shown="256 to 4096: about 1500 steps"
     )
-    accumulate: Positive = option(1, "micro-batches a step", metavar="N")
+    accumulate: Positive = option("micro-batches a step", default=1, metavar="N")
     learning_rate: Above | None = option(
-        None, "the heads' peak", shown="1e-3; more for targets narrower than 1280"
+        "the heads' peak", default=None, shown="1e-3; more for targets narrower than 1280"
     )
     warmup_steps: FromZero | None = option(
-        None,
         "at most a tenth",
+        default=None,
         metavar="N",
         shown=f"{WARMUP_STEPS}; in medusa-2's joint stage {JOINT_WARMUP_STEPS}",
     )
-    weight_decay: AtLeastZero = option(0.0)
-    clip: Above = option(1.0, "gradient norm")
-    seed: Seed = option(0)
-    measure_every: Positive = option(500, "steps", metavar="N")
+    weight_decay: AtLeastZero = option(default=0.0)
+    clip: Above = option("gradient norm", default=1.0)
+    seed: Seed = option(default=0)
+    measure_every: Positive = option("steps", default=500, metavar="N")
 
 
 class TrainMachine(MachineOptions):
     """The same, and what the heads compute in."""
 
     precision: Literal["auto", "float32", "bfloat16"] = option(
-        "auto", "heads compute in; auto: bfloat16 where the hardware is made for it"
+        "heads compute in; auto: bfloat16 where the hardware is made for it", default="auto"
     )
 
 
 class CacheOptions(Options):
     """Where the frozen target's hidden states are kept."""
 
-    cache: Path | None = option(None, "where they are kept (in the output)", metavar="FOLDER")
+    cache: Path | None = option(
+        "where they are kept (in the output)", default=None, metavar="FOLDER"
+    )
     cache_gb: AtLeastZero = option(
-        50.0,
         "disk limit, of held-out text first; the rest is computed whenever it is needed, a text in "
         "one go, so the order of the steps depends on it",
+        default=50.0,
         metavar="GB",
     )
     cache_dtype: Dtype = option(
-        "auto",
         "of the text to train on; auto: what the target computes in, without loss, as held-out "
         "text for medusa-2 always is",
+        default="auto",
     )
-    keep_cache: bool = option(False, "for another run on these texts")
+    keep_cache: bool = option("for another run on these texts", default=False)
 
     def check(self) -> None:
         """See `Options.check`."""
@@ -207,13 +221,13 @@ class LoraSettings(Options):
     The paper's dropout of 0.05 makes the student noisy even where it equals the teacher.
     """
 
-    rank: Positive = option(32, "", "--lora-rank")
-    alpha: Above = option(16.0, "", "--lora-alpha")
-    dropout: BelowOne = option(0.0, "", "--lora-dropout")
+    rank: Positive = option("", "--lora-rank", default=32)
+    alpha: Above = option("", "--lora-alpha", default=16.0)
+    dropout: BelowOne = option("", "--lora-dropout", default=0.0)
     modules: tuple[str, ...] = option(
-        (),
         "linear layers such as q_proj",
         "--lora-modules",
+        default=(),
         metavar="NAME",
         shown="all but the LM head",
     )
@@ -227,13 +241,13 @@ class QualityBounds(Options):
     """
 
     max_kl: AtLeastZero = option(
-        0.05,
         "a token, to the original, on held-out text; beyond it the new target counts as degraded, "
         "says so by its name, and the exit status is 1",
+        default=0.05,
         metavar="NATS",
     )
     max_perplexity_ratio: Annotated[float, Number(float, 1)] = option(
-        1.05, "after / before, likewise", metavar="X"
+        "after / before, likewise", default=1.05, metavar="X"
     )
 
 
@@ -241,56 +255,60 @@ class JointOptions(Options):
     """Medusa-2's joint stage."""
 
     start_heads: Path | None = option(
-        None,
         "trained heads, instead of a warm-up: its options (--epochs, --batch-tokens, "
         "--learning-rate, --accumulate) then do nothing, and the heads' shape is theirs",
+        default=None,
         metavar="HEADS",
     )
-    lora: LoraSettings = group(LoraSettings)
+    lora: LoraSettings = group(factory=LoraSettings)
     lm_loss: Literal["auto", "kl", "cross-entropy"] = option(
-        "auto",
         "the target's own: kl to the original model, or cross-entropy of the text; auto: kl if the "
         "target wrote all of it",
+        default="auto",
     )
     heads_weight: AtLeastZero | None = option(
-        None,
         "lambda_0, the heads' loss beside the target's",
+        default=None,
         metavar="X",
         shown="0.01 with kl, else 0.2",
     )
-    growth: Literal["sine", "linear", "constant"] = option("sine", "how lambda_0 gets there")
-    growth_share: Share = option(1.0, "in this share of the steps")
-    backbone_rate: Above = option(5e-4, "learning rate's peak")
-    heads_rate: Above = option(4.0, "times that, for the heads")
-    joint_epochs: Positive = option(1)
-    joint_steps: Positive | None = option(None, "at most", metavar="N")
-    joint_tokens: Positive = option(8192, "of text a step", metavar="N")
+    growth: Literal["sine", "linear", "constant"] = option(
+        "how lambda_0 gets there", default="sine"
+    )
+    growth_share: Share = option("in this share of the steps", default=1.0)
+    backbone_rate: Above = option("learning rate's peak", default=5e-4)
+    heads_rate: Above = option("times that, for the heads", default=4.0)
+    joint_epochs: Positive = option(default=1)
+    joint_steps: Positive | None = option("at most", default=None, metavar="N")
+    joint_tokens: Positive = option("of text a step", default=8192, metavar="N")
     pass_tokens: Positive = option(
-        4096, "of one pass of the target; fewer take less memory", metavar="N"
+        "of one pass of the target; fewer take less memory", default=4096, metavar="N"
     )
-    checkpoint_layers: bool = option(False, "compute layers twice rather than keep what is in them")
+    checkpoint_layers: bool = option(
+        "compute layers twice rather than keep what is in them", default=False
+    )
     save: Literal["merged", "adapter"] = option(
-        "merged", "merged: a new target in OUTPUT/target; adapter: peft's in OUTPUT/adapter"
+        "merged: a new target in OUTPUT/target; adapter: peft's in OUTPUT/adapter", default="merged"
     )
-    bounds: QualityBounds = group(QualityBounds)
+    bounds: QualityBounds = group(factory=QualityBounds)
 
 
 class TrainOptions(Options):
     """Options of `vllm_medusa.training.train.train` and of `vllm-medusa train`."""
 
-    model: str = required("the target: a folder or a hub name", positional=True)
-    method: Literal["medusa-1", "medusa-2"] = option("medusa-1")
-    files: TextFiles = group(TextFiles, "files")
-    heads: HeadOptions = group(HeadOptions, "heads")
-    training: StepOptions = group(StepOptions, "training")
-    machine: TrainMachine = group(TrainMachine, "machine")
+    model: str = option("the target: a folder or a hub name", positional=True)
+    method: Literal["medusa-1", "medusa-2"] = option(default="medusa-1")
+    files: TextFiles = group("files")
+    heads: HeadOptions = group("heads", factory=HeadOptions)
+    training: StepOptions = group("training", factory=StepOptions)
+    machine: TrainMachine = group("machine", factory=TrainMachine)
     cache: CacheOptions = group(
-        CacheOptions, "medusa-1: the target's hidden states are computed once"
+        "medusa-1: the target's hidden states are computed once", factory=CacheOptions
     )
     joint: JointOptions = group(
-        JointOptions,
         "medusa-2: after a warm-up of the heads alone, which is medusa-1 by the options above, "
         "heads and a LoRA adapter in the target together. The output holds a new target as well",
+        factory=JointOptions,
     )
 
     def check(self) -> None:
