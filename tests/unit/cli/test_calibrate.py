@@ -1,14 +1,13 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.commands import run, said
 from transformers import AutoModelForCausalLM
 
-from vllm_medusa import cli
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.checkpoint import update_config
@@ -18,18 +17,12 @@ DEMO = Path(__file__).parents[3] / "demo"
 TARGET = str(DEMO / "target")
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as exit:
-        cli.main([str(argument) for argument in arguments])
-    return int(exit.value.code or 0)
-
-
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def records(tmp_path_factory):
     """Four texts that the demo's target wrote, two of each of two prompts."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     torch.manual_seed(0)
-    rows: list[dict[str, Any]] = []
+    rows = []
     for prompt in ([0, 523, 287, 2510, 10, 548], [0, 882, 1120, 1892, 201]):
         texts = model.generate(
             torch.tensor([prompt]),
@@ -48,13 +41,13 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def heads(tmp_path: Path) -> Path:
+def heads(tmp_path):
     folder = tmp_path / "heads"
     shutil.copytree(DEMO / "heads", folder)
     return folder
 
 
-def test_from_records_to_a_tree_that_serving_uses(heads: Path, records: Path, capsys: Any) -> None:
+def test_from_records_to_a_tree_that_serving_uses(heads, records, capsys):
     plot, drawn, out = (heads.parent / name for name in ("plot.png", "tree.png", "tree.json"))
     before = json.loads((heads / "config.json").read_text())
     assert run("calibrate", TARGET, heads, "--data", records, "--plot", plot) == 0
@@ -89,9 +82,7 @@ def test_from_records_to_a_tree_that_serving_uses(heads: Path, records: Path, ca
     assert medusa["calibration"] == summary
 
 
-def test_text_of_unknown_origin_is_taken_with_a_warning(
-    heads: Path, records: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_text_of_unknown_origin_is_taken_with_a_warning(heads, records, tmp_path, capsys):
     rows = [json.loads(line) | {"temperature": None} for line in records.read_text().splitlines()]
     path = tmp_path / "foreign.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
@@ -106,32 +97,22 @@ def test_text_of_unknown_origin_is_taken_with_a_warning(
     assert "--temperature" in capsys.readouterr().err
 
 
-def test_texts_the_heads_were_trained_on_are_taken_with_a_warning(
-    heads: Path, records: Path, capsys: Any
-) -> None:
-    entry = provenance(["vllm-medusa", "train", TARGET], [records])
-    update_config(heads, provenance=entry)
-    assert run("calibrate", TARGET, heads, "--data", records, "--tree", '{"chain": 2}') == 0
-    assert "the heads were trained on" in " ".join(capsys.readouterr().err.split())
-
-
-def test_texts_the_heads_were_not_trained_on_are_taken_without(
-    heads: Path, records: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """Other commands read them, of a target in a folder named "train"."""
+@pytest.mark.parametrize(("command", "warned"), [("train", True), ("calibrate", False)])
+def test_texts_the_heads_were_trained_on(heads, records, tmp_path, capsys, command, warned):
+    """Other commands read texts too, of a target in a folder named "train"."""
     target = tmp_path / "train"
     target.symlink_to(TARGET)
-    update_config(heads, provenance=provenance(["vllm-medusa", "calibrate", "train"], [records]))
+    update_config(heads, provenance=provenance(["vllm-medusa", command, "train"], [records]))
     tree = '{"chain": 2}'
     assert run("calibrate", target, heads, "--data", records, "--tree", tree) == 0
-    assert "trained on" not in capsys.readouterr().err
+    assert ("the heads were trained on" in said(capsys)) == warned
 
 
-def test_no_more_choices_than_the_heads_have(heads: Path, records: Path, capsys: Any) -> None:
+def test_no_more_choices_than_the_heads_have(heads, records, capsys):
     weights = load_file(heads / "model.safetensors") | {"token_map": torch.arange(100)}
     save_file(weights, heads / "model.safetensors")
     assert run("calibrate", TARGET, heads, "--data", records, "--top-k", 101) == 2
-    assert "--top-k is 101; the heads score 100 tokens" in " ".join(capsys.readouterr().err.split())
+    assert "--top-k is 101; the heads score 100 tokens" in said(capsys)
 
 
 @pytest.mark.parametrize(
@@ -144,27 +125,23 @@ def test_no_more_choices_than_the_heads_have(heads: Path, records: Path, capsys:
         (["--max-text-tokens", "7"], "4 bad lines"),
     ],
 )
-def test_what_can_not_work_is_refused(
-    heads: Path, records: Path, capsys: Any, arguments: list[str], message: str
-) -> None:
+def test_what_can_not_work_is_refused(heads, records, capsys, arguments, message):
     before = (heads / "config.json").read_bytes()
     assert run("calibrate", TARGET, heads, "--data", records, *arguments) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in said(capsys)
     assert (heads / "config.json").read_bytes() == before
     assert not (heads / "calibration.safetensors").exists()
 
 
-def test_texts_longer_than_the_target_reads_are_refused(
-    heads: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_texts_longer_than_the_target_reads_are_refused(heads, tmp_path, capsys):
     room = json.loads((DEMO / "target" / "config.json").read_text())["max_position_embeddings"]
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"token_ids": [5] * (room + 1), "generated": [[1, 9]]}) + "\n")
     assert run("calibrate", TARGET, heads, "--data", path) == 2
-    shown = " ".join(capsys.readouterr().err.split())
+    shown = said(capsys)
     assert f"line 1: {room + 1} tokens" in shown and f"--max-text-tokens {room}" in shown
 
 
-def test_heads_must_lie_in_a_folder(records: Path, capsys: Any) -> None:
+def test_heads_must_lie_in_a_folder(records, capsys):
     assert run("calibrate", TARGET, "someone/heads", "--data", records) == 2
     assert "not a local folder" in capsys.readouterr().err

@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import run
 from support.fake_engine import FakeEngine
 
-from vllm_medusa import cli
 from vllm_medusa.heads import MedusaHeads, save_heads
 from vllm_medusa.offline import comparison
 from vllm_medusa.offline import defaults as engine_defaults
-from vllm_medusa.offline.batch import Result, run_batch
+from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.options import CompareOptions
-from vllm_medusa.offline.prompts import Prompt
 
 SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0}  # of a group, by budget
 
@@ -32,9 +31,7 @@ class Engine(FakeEngine):
         self.wrong_at = 3 if self.budget and self.budget == self.wrong else None
         Engine.started.append((settings, sampling))
 
-    def run(
-        self, prompts: list[Prompt], concurrency: int, seed: int | None
-    ) -> tuple[list[Result], float]:
+    def run(self, prompts, concurrency, seed):
         self.prompts.clear()
         results = list(run_batch(prompts, self, concurrency=concurrency, seed=seed))
         return results, SECONDS[self.budget]
@@ -47,7 +44,7 @@ class Engine(FakeEngine):
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "EngineProcess", Engine)
     monkeypatch.setattr(Engine, "started", [])
     monkeypatch.setattr(engine_defaults, "_small_cache", lambda *_: {"max_model_len": 99})
@@ -64,21 +61,13 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
-def run(arguments: list[str]) -> int:
-    with pytest.raises(SystemExit) as exit:
-        cli.main(arguments)
-    return int(exit.value.code or 0)
-
-
 def figures(tmp_path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    document = json.loads((tmp_path / "figures.json").read_text())
     return document
 
 
-def test_every_budget_is_measured_and_the_fastest_named(
-    arguments: list[str], tmp_path: Path, capsys: Any
-) -> None:
-    assert run([*arguments, "--budgets", "4", "2", "--rounds", "2"]) == 0
+def test_every_budget_is_measured_and_the_fastest_named(arguments, tmp_path, capsys):
+    assert run(*arguments, "--budgets", "4", "2", "--rounds", "2") == 0
     document = figures(tmp_path)
     assert [row["num_draft_tokens"] for row in document["rows"]] == [2, 4]
     assert [row["ratio"] for row in document["rows"]] == pytest.approx([1 / 0.8, 2])
@@ -89,41 +78,36 @@ def test_every_budget_is_measured_and_the_fastest_named(
     assert len(Engine.started) == 3  # plain vLLM once
 
 
-def test_figures_replace_figures_only(arguments: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_figures_replace_figures_only(arguments, tmp_path, capsys):
     options = [*arguments, "--budgets", "2", "--rounds", "1"]
-    assert run(options) == run(options) == 0
+    assert run(*options) == run(*options) == 0
     started = len(Engine.started)
     for text in ("notes", '{"rows": []}', "[1]"):
         (tmp_path / "figures.json").write_text(text)
-        assert run(options) == 2
+        assert run(*options) == 2
         assert "holds no figures written by this command" in capsys.readouterr().err
         assert (tmp_path / "figures.json").read_text() == text
-    assert run([*options, "--output", str(tmp_path / "prompts.jsonl")]) == 2
+    assert run(*options, "--output", str(tmp_path / "prompts.jsonl")) == 2
     assert len(Engine.started) == started, "before any engine starts"
 
 
-def test_a_budget_beyond_the_tree_is_the_whole_tree(arguments: list[str], tmp_path: Path) -> None:
-    assert run([*arguments, "--budgets", "6", "32", "--rounds", "1"]) == 0
+def test_a_budget_beyond_the_tree_is_the_whole_tree(arguments, tmp_path):
+    assert run(*arguments, "--budgets", "6", "32", "--rounds", "1") == 0
     assert figures(tmp_path)["budgets"] == [6]
 
 
-def test_nothing_faster_is_said_plainly(arguments: list[str], capsys: Any) -> None:
-    assert run([*arguments, "--budgets", "6"]) == 0
+def test_nothing_faster_is_said_plainly(arguments, capsys):
+    assert run(*arguments, "--budgets", "6") == 0
     assert "No tree is faster than plain vLLM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
 def test_other_tokens_fail_in_float32_alone(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-    dtype: str,
-    status: int,
-) -> None:
+    arguments, tmp_path, monkeypatch, capsys, dtype, status
+):
     monkeypatch.setattr(Engine, "wrong", 4)
     monkeypatch.setattr(Engine, "dtype", dtype)
-    assert run([*arguments, "--budgets", "2", "4"]) == status
+    assert run(*arguments, "--budgets", "2", "4") == status
     assert "requests differ" in capsys.readouterr().out
     good, bad = figures(tmp_path)["rows"]
     assert good["identical"]
@@ -131,9 +115,7 @@ def test_other_tokens_fail_in_float32_alone(
     assert bad["differences"][0]["position"] == 3
 
 
-def test_prompts_of_records_are_what_stands_before_the_answers(
-    arguments: list[str], tmp_path: Path
-) -> None:
+def test_prompts_of_records_are_what_stands_before_the_answers(arguments, tmp_path):
     lines = [
         {"token_ids": [*range(20)], "generated": [[10, 20]], "temperature": 0.6},
         {"token_ids": [*range(10), 5, 5, 5], "generated": [[10, 13]], "temperature": 0.6},
@@ -166,15 +148,13 @@ def test_prompts_of_records_are_what_stands_before_the_answers(
         (["--data", "records.jsonl"], "give one of --data and --prompts"),
     ],
 )
-def test_what_is_wrong_is_said_before_an_engine_starts(
-    arguments: list[str], capsys: Any, change: list[str], words: str
-) -> None:
-    assert run([*arguments, *change]) == 2
+def test_what_is_wrong_is_said_before_an_engine_starts(arguments, capsys, change, words):
+    assert run(*arguments, *change) == 2
     assert words in capsys.readouterr().err
     assert not Engine.started
 
 
-def test_the_table_for_files_marks_the_fastest() -> None:
+def test_the_table_for_files_marks_the_fastest():
     row = {
         "num_draft_tokens": 4,
         "tau": 1.5,

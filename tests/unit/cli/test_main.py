@@ -2,7 +2,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,12 +12,12 @@ from vllm_medusa.cli import serve
 REPOSITORY = Path(__file__).parents[3]
 
 
-def test_the_version_is_the_packages() -> None:
+def test_the_version_is_the_packages():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert vllm_medusa.__version__ == project["version"]
 
 
-def test_version_and_help_load_neither_torch_nor_vllm() -> None:
+def test_version_and_help_load_neither_torch_nor_vllm():
     code = (
         "import sys\nfrom vllm_medusa import cli\n"
         "try:\n    cli.main(sys.argv[1:])\n"
@@ -31,7 +30,7 @@ def test_version_and_help_load_neither_torch_nor_vllm() -> None:
         assert "medusa" in done.stdout.lower()
 
 
-def test_every_public_name_can_be_had() -> None:
+def test_every_public_name_can_be_had():
     for name in vllm_medusa.__all__:
         assert getattr(vllm_medusa, name) is not None
     assert set(vllm_medusa.__all__) <= set(dir(vllm_medusa))
@@ -39,8 +38,8 @@ def test_every_public_name_can_be_had() -> None:
         vllm_medusa.nothing  # noqa: B018
 
 
-def test_serve_passes_everything_on_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed: list[Any] = []
+def test_serve_passes_everything_on_untouched(monkeypatch):
+    passed = []
     monkeypatch.setattr(serve, "run", lambda arguments: passed.append(arguments) or 0)
     with pytest.raises(SystemExit) as exit:
         cli.main(["serve", "target", "--help=all", "--speculative-model", "heads", "-tp", "2"])
@@ -48,7 +47,7 @@ def test_serve_passes_everything_on_untouched(monkeypatch: pytest.MonkeyPatch) -
     assert passed == [["target", "--help=all", "--speculative-model", "heads", "-tp", "2"]]
 
 
-def test_an_unknown_command_names_the_known_ones(capsys: Any) -> None:
+def test_an_unknown_command_names_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         cli.main(["generat"])
     error = capsys.readouterr().err

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.commands import run, said
 from support.models import save_model
 
-from vllm_medusa.cli import main
 from vllm_medusa.files import digest
 from vllm_medusa.heads import load_heads
 from vllm_medusa.offline.records import load_records
@@ -27,7 +27,7 @@ Data = tuple[str, Path]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+def data(tmp_path_factory):
     """A target, and records of random tokens as the target would have sampled them."""
     folder = tmp_path_factory.mktemp("data")
     target = save_model(folder / "target", "Qwen2", tie_word_embeddings=True, head_dim=None)
@@ -49,12 +49,6 @@ def arguments(data: Data, output: Path, *more: str) -> list[str]:
     ]
 
 
-def status(command: list[str]) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(command)
-    return int(end.value.code or 0)
-
-
 def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "vllm_medusa.cli", *command],
@@ -73,13 +67,13 @@ def kill_when(process: subprocess.Popen[str], there: Callable[[], bool]) -> None
 
 
 @pytest.fixture(scope="module")
-def trained(data: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(data, tmp_path_factory):
     output = tmp_path_factory.mktemp("trained") / "heads"
-    assert status(arguments(data, output)) == 0
+    assert run(*arguments(data, output)) == 0
     return output
 
 
-def test_what_was_held_out_stands_beside_the_heads(trained: Path, data: Data) -> None:
+def test_what_was_held_out_stands_beside_the_heads(trained, data):
     heldout, _ = load_records(trained / "training" / "heldout.jsonl")
     known = {record.token_ids: record for record in load_records(data[1])[0]}
     assert len(heldout) == 2
@@ -88,7 +82,7 @@ def test_what_was_held_out_stands_beside_the_heads(trained: Path, data: Data) ->
         assert record == replace(source, line=record.line)
 
 
-def test_the_heads_say_where_they_come_from(trained: Path, data: Data) -> None:
+def test_the_heads_say_where_they_come_from(trained, data):
     heads, info = load_heads(trained, hidden_size=64, vocab_size=512)
     assert heads.num_heads == 2 and heads.shared_lm_head and info.dtype == torch.bfloat16
     about = json.loads((trained / "config.json").read_text())["medusa"]
@@ -102,9 +96,7 @@ def test_the_heads_say_where_they_come_from(trained: Path, data: Data) -> None:
     assert (trained / "training/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_killed_while_caching_and_while_training_it_ends_the_same(
-    data: Data, trained: Path, tmp_path: Path
-) -> None:
+def test_killed_while_caching_and_while_training_it_ends_the_same(data, trained, tmp_path):
     output = tmp_path / "heads"
     command = arguments(data, output)
     work = output / "training/work"
@@ -112,7 +104,7 @@ def test_killed_while_caching_and_while_training_it_ends_the_same(
     assert not (work / "state.pt").exists()
     kill_when(start(command), (work / "state.pt").exists)
     assert not (output / "config.json").exists() and any(work.glob("hidden-*/*.bin"))
-    assert status(command) == 0
+    assert run(*command) == 0
     wanted, got = (load_file(folder / "model.safetensors") for folder in (trained, output))
     assert wanted.keys() == got.keys()
     assert all(torch.equal(wanted[name], got[name]) for name in wanted)
@@ -121,38 +113,24 @@ def test_killed_while_caching_and_while_training_it_ends_the_same(
     assert not work.exists()
 
 
-def test_the_same_command_again_has_nothing_to_do(
-    data: Data, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_command_again_has_nothing_to_do(data, trained, capsys):
     before = (trained / "model.safetensors").stat().st_mtime_ns
-    assert status(arguments(data, trained)) == 0
+    assert run(*arguments(data, trained)) == 0
     assert "nothing to do" in capsys.readouterr().err
-    assert status(arguments(data, trained, "--seed", "9")) == 2
-    assert "recipe.seed was 0 and is now 9" in " ".join(capsys.readouterr().err.split())
+    assert run(*arguments(data, trained, "--seed", "9")) == 2
+    assert "recipe.seed was 0 and is now 9" in said(capsys)
     assert (trained / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_span_that_no_head_learns_from_makes_another_run(
-    data: Data, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_span_that_no_head_learns_from_makes_another_run(data, trained, tmp_path, capsys):
     """Draft vocabularies and Medusa-2's own loss read it."""
     other = tmp_path / "records.jsonl"
     other.write_text(data[1].read_text().replace("[[6, 20], ", "[[6, 20], [20, 21], "))
-    assert status(arguments((data[0], other), trained)) == 2
-    assert "data.train was" in " ".join(capsys.readouterr().err.split())
+    assert run(*arguments((data[0], other), trained)) == 2
+    assert "data.train was" in said(capsys)
 
 
-def test_numbers_that_training_can_not_use_are_refused_by_name(
-    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for option, value in (("--seed", "-1"), ("--seed", str(10**15)), ("--warmup-steps", "-1")):
-        assert status(arguments(data, tmp_path / "new", option, value)) == 2
-        said = " ".join(capsys.readouterr().err.split())
-        assert f"argument {option}: '{value}' is not allowed; use a whole number from 0" in said
-    assert not (tmp_path / "new").exists()
-
-
-def test_two_processes_train_as_one(data: Data, trained: Path, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(data, trained, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -177,56 +155,53 @@ def test_two_processes_train_as_one(data: Data, trained: Path, tmp_path: Path) -
             assert one["heldout"]["loss"] == pytest.approx(two["heldout"]["loss"], rel=1e-3)
 
 
-def test_refused_before_anything_is_made(
-    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_before_anything_is_made(data, tmp_path, capsys):
     target, records = data
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.tex").write_text("x")
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(records.read_text() + '{"token_ids": [1, 600], "generated": [[0, 2]]}\nx\n')
-    short = tmp_path / "short.jsonl"
-    short.write_text('{"token_ids": [4, 5, 6, 7], "generated": [[1, 2]]}\n' * 3)
-    brief = tmp_path / "brief.jsonl"
-    brief.write_text('{"token_ids": [4, 5, 6, 7], "generated": [[1, 3]]}\n' * 3)
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    cut = tmp_path / "cut.jsonl"
-    cut.write_text(records.read_text().replace('"temperature"', '"top_p": 0.9, "temperature"'))
-    foreign = tmp_path / "foreign.jsonl"
-    foreign.write_text('{"token_ids": [1, 600], "generated": [[0, 2]]}\n')
+    foreign, new = '{"token_ids": [1, 600], "generated": [[0, 2]]}\n', tmp_path / "new"
+    four = '{"token_ids": [4, 5, 6, 7], "generated": [[1, END]]}\n' * 3
+    for name, text in {
+        "bad": records.read_text() + foreign + "x\n",
+        "short": four.replace("END", "2"),
+        "brief": four.replace("END", "3"),
+        "empty": "",
+        "cut": records.read_text().replace('"temperature"', '"top_p": 0.9, "temperature"'),
+        "foreign": foreign,
+    }.items():
+        (tmp_path / name).write_text(text)
     whole = ("--heldout-share", "0")
-    for source, file, output, more, reason in (
-        (target, records, full, (), "not a training run"),
-        (target, records, tmp_path / "a/b", (), "no folder"),
-        (target, tmp_path / "none.jsonl", tmp_path / "new", (), "no such file"),
-        (target, bad, tmp_path / "new", (), "line 25: token_ids[1] is 600"),
-        (target, bad, tmp_path / "new", (), "line 26: not JSON"),
-        (target, short, tmp_path / "new", whole, "2 tokens or more"),
-        (target, brief, tmp_path / "new", whole, "Train --num-heads 1"),
-        (target, short, tmp_path / "new", (), "--heldout-share 0"),
-        (target, empty, tmp_path / "new", whole, "no usable records"),
-        (str(tmp_path), records, tmp_path / "new", (), str(tmp_path)),
-        (target, records, tmp_path / "new", ("--keep-cache",), "--keep-cache needs --cache"),
-        (target, records, tmp_path / "new", ("--max-kl", "1"), "an option of --method medusa-2"),
-        (target, foreign, tmp_path / "new", (), "line 1: token_ids[1] is 600"),
-        (target, empty, tmp_path / "new", (), "no usable records"),
-        (target, cut, tmp_path / "new", (), "whole distributions. Train with --labels tokens"),
-        (target, records, tmp_path / "new", ("--heldout", str(records)), "24 usable records none"),
+    for file, more, reason in (
+        (records, ("--output", str(full)), "not a training run"),
+        (records, ("--output", str(tmp_path / "a/b")), "no folder"),
+        (tmp_path / "none", (), "no such file"),
+        (tmp_path / "bad", (), "line 25: token_ids[1] is 600"),
+        (tmp_path / "bad", (), "line 26: not JSON"),
+        (tmp_path / "short", whole, "2 tokens or more"),
+        (tmp_path / "brief", whole, "Train --num-heads 1"),
+        (tmp_path / "short", (), "--heldout-share 0"),
+        (tmp_path / "empty", whole, "no usable records"),
+        (tmp_path / "empty", (), "no usable records"),
+        (tmp_path / "foreign", (), "line 1: token_ids[1] is 600"),
+        (tmp_path / "cut", (), "whole distributions. Train with --labels tokens"),
+        (records, ("--keep-cache",), "--keep-cache needs --cache"),
+        (records, ("--max-kl", "1"), "an option of --method medusa-2"),
+        (records, ("--heldout", str(records)), "24 usable records none"),
+        (records, ("--seed", "-1"), "--seed: '-1' is not allowed; use a whole number from 0"),
+        (records, ("--warmup-steps", "-1"), "--warmup-steps: '-1' is not allowed; use a whole"),
+        (records, ("--decay", "1.5"), "--decay: '1.5' is not allowed"),
     ):
-        command = arguments((source, file), output, *more)
-        assert status(command) == 2, reason
-        assert reason in " ".join(capsys.readouterr().err.split())
-        assert not (tmp_path / "new").exists() and not (full / "training").exists()
-    assert status(arguments(data, tmp_path / "new", "--decay", "1.5")) == 2
-    assert status(arguments((target, bad), tmp_path / "new", "--on-bad-line", "skip")) == 0
+        assert run(*arguments((target, file), new, *more)) == 2, reason
+        assert reason in said(capsys)
+        assert not new.exists() and not (full / "training").exists()
+    assert run(*arguments((str(tmp_path), records), new)) == 2
+    assert str(tmp_path) in said(capsys)
+    assert run(*arguments((target, tmp_path / "bad"), new, "--on-bad-line", "skip")) == 0
     assert "skipping 2 bad lines" in capsys.readouterr().err
 
 
-def test_inputs_in_the_output_are_refused(
-    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inputs_in_the_output_are_refused(data, tmp_path, capsys):
     target, records = data
     output = tmp_path / "heads"
     shutil.copytree(target, output / "target")
@@ -248,28 +223,24 @@ def test_inputs_in_the_output_are_refused(
         (str(output / "target"), records, (overwrite, *joint), "the target"),
         (str(output / "target"), records, joint, "the target"),
     ):
-        assert status(arguments((source, file), output, *more)) == 2
-        said = " ".join(capsys.readouterr().err.split())
-        assert f"error: {reason}" in said and "is in the output" in said
+        assert run(*arguments((source, file), output, *more)) == 2
+        text = said(capsys)
+        assert f"error: {reason}" in text and "is in the output" in text
         assert sorted(output.rglob("*")) == before
 
 
-def test_data_may_go_while_training(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_may_go_while_training(data, tmp_path, monkeypatch):
     records = shutil.copy(data[1], tmp_path / "records.jsonl")
     monkeypatch.setattr(medusa1_run, "draw_curves", lambda *_: Path(records).unlink())
     brief = ("--epochs", "1", "--num-heads", "1")
-    assert status(arguments((data[0], Path(records)), tmp_path / "heads", *brief)) == 0
+    assert run(*arguments((data[0], Path(records)), tmp_path / "heads", *brief)) == 0
     about = json.loads((tmp_path / "heads/config.json").read_text())["medusa"]
     assert about["provenance"][0]["data"][0]["sha256"] == digest(data[1])
 
 
-def test_what_stops_another_process_than_the_main_one_is_told(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_stops_another_process_than_the_main_one_is_told(data, tmp_path, monkeypatch, capsys):
     class Second(workers.Workers):
-        def __init__(self, device: str) -> None:
+        def __init__(self, device):
             super().__init__(device)
             self.rank = 1
 
@@ -277,14 +248,12 @@ def test_what_stops_another_process_than_the_main_one_is_told(
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads/new").touch()  # by the main process, this moment
     nothing = tmp_path / "none.jsonl"
-    assert status(arguments((data[0], nothing), tmp_path / "heads")) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"error: in process 1: {nothing}: no such file" in said
+    assert run(*arguments((data[0], nothing), tmp_path / "heads")) == 2
+    text = said(capsys)
+    assert f"error: in process 1: {nothing}: no such file" in text
 
 
-def test_states_that_are_not_finite_name_their_file(
-    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_that_are_not_finite_name_their_file(data, tmp_path, capsys):
     target = save_model(tmp_path / "target", "Llama")
     weights = load_file(f"{target}/model.safetensors")
     weights["model.embed_tokens.weight"][1] = float("nan")  # no other record has this token
@@ -300,20 +269,18 @@ def test_states_that_are_not_finite_name_their_file(
         (data[1], (*joint, str(bad))),
         (bad, (*joint, str(data[1]))),
     ):
-        assert status(arguments((target, file), tmp_path / "heads", *more, "--overwrite")) == 2
-        assert f"{bad}, line 1: the target's hidden" in " ".join(capsys.readouterr().err.split())
+        assert run(*arguments((target, file), tmp_path / "heads", *more, "--overwrite")) == 2
+        assert f"{bad}, line 1: the target's hidden" in said(capsys)
 
 
-def test_a_cache_can_be_kept_bounded_and_used_again(
-    data: Data, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_can_be_kept_bounded_and_used_again(data, tmp_path, capsys):
     cache = ("--cache", str(tmp_path / "cache"), "--keep-cache", "--epochs", "1")
     cache += ("--num-heads", "1", "--lm-heads", "own", "--draft-vocab", "300")
-    assert status(arguments(data, tmp_path / "a", *cache, "--cache-gb", "0.0001")) == 0
-    assert "computed in every epoch" in " ".join(capsys.readouterr().err.split())
+    assert run(*arguments(data, tmp_path / "a", *cache, "--cache-gb", "0.0001")) == 0
+    assert "computed in every epoch" in said(capsys)
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.bin")}
     assert files and sum(file.stat().st_size for file in files) <= 100_000
-    assert status(arguments(data, tmp_path / "b", *cache, "--cache-gb", "0.0001")) == 0
+    assert run(*arguments(data, tmp_path / "b", *cache, "--cache-gb", "0.0001")) == 0
     assert files == {file: file.stat().st_mtime_ns for file in files}
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -322,8 +289,8 @@ def test_a_cache_can_be_kept_bounded_and_used_again(
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
     other, bound = (str(target), data[1]), ("--cache-gb", "0.0001")
-    assert status(arguments(other, tmp_path / "a", *cache, *bound)) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"target_config.rms_norm_eps was {config['rms_norm_eps']} and is now 0.5" in said
-    assert status(arguments(other, tmp_path / "c", *cache, *bound)) == 0
+    assert run(*arguments(other, tmp_path / "a", *cache, *bound)) == 2
+    text = said(capsys)
+    assert f"target_config.rms_norm_eps was {config['rms_norm_eps']} and is now 0.5" in text
+    assert run(*arguments(other, tmp_path / "c", *cache, *bound)) == 0
     assert len(list((tmp_path / "cache").rglob("*.bin"))) == 2 * len(files)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from support import kills
+from support.commands import run, said
 from support.models import HIDDEN, VOCAB, save_model
 from transformers import AutoModelForCausalLM
 
-from vllm_medusa.cli import main
 from vllm_medusa.heads import load_heads
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.offline.records import load_records, split_heldout
@@ -34,14 +35,14 @@ LOOSE = ("--max-kl", "1", "--max-perplexity-ratio", "2")
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+def source(tmp_path_factory):
     folder = save_model(tmp_path_factory.mktemp("m2"), "Llama", initializer_range=0.1)
     AutoModelForCausalLM.from_pretrained(folder).bfloat16().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "records.jsonl"
     with path.open("w") as file:
         for index in range(14):
@@ -52,11 +53,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(source: str, data: Path, output: Path, *more: str) -> int | str | None:
-    command = ["train", source, "--method", "medusa-2", "--data", str(data)]
-    with pytest.raises(SystemExit) as end:
-        main([*command, "--output", str(output), "--heldout-share", "0.2", *OPTIONS, *more])
-    return end.value.code
+def train(source: str, data: Path, output: Path, *more: str) -> int:
+    command = ["train", source, "--method", "medusa-2", "--data", data]
+    return run(*command, "--output", output, "--heldout-share", "0.2", *OPTIONS, *more)
 
 
 def told(output: Path) -> dict[str, Any]:
@@ -64,19 +63,19 @@ def told(output: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def done(source: str, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(source, data, tmp_path_factory):
     output = tmp_path_factory.mktemp("done") / "heads"
     assert train(source, data, output, *LOOSE) == 0
     return output
 
 
-def test_a_new_target_and_heads_that_know_it(
-    source: str, data: Path, done: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_target_and_heads_that_know_it(source, data, done, capsys):
     training = told(done)["training"]
     assert told(done)["target"]["sha256"] == target_fingerprint(done / MODEL)["sha256"]
     assert told(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
     assert training["joint"]["lora"]["rank"] == 4 and training["joint_steps"] > 0
+    warm_up = [training[stage]["optimisation"]["warmup_steps"] for stage in ("recipe", "joint")]
+    assert warm_up == [50, 20], "each stage has its own"
     assert training["target"]["sha256"] == target_fingerprint(source)["sha256"]  # it came from
     assert not training["degraded"] and 0 < training["quality"]["kl"] < 0.1
     stated = json.loads((done / MODEL / "config.json").read_text())["medusa_2"]
@@ -91,9 +90,7 @@ def test_a_new_target_and_heads_that_know_it(
     assert "nothing to do" in capsys.readouterr().err
 
 
-def test_what_is_stated_is_measured_on_the_merged_files(
-    source: str, data: Path, done: Path
-) -> None:
+def test_what_is_stated_is_measured_on_the_merged_files(source, data, done):
     """Everything again in plain transformers, text by text."""
     training = told(done)["training"]
     models = [
@@ -104,9 +101,9 @@ def test_what_is_stated_is_measured_on_the_merged_files(
     weight = models[1].get_output_embeddings().weight
     heads, _ = load_heads(done, hidden_size=HIDDEN, vocab_size=VOCAB, lm_head_weight=weight)
     _, heldout = split_heldout(load_records(data)[0], 0.2)
-    right: list[list[float]] = [[] for _ in range(K)]
-    kl: list[float] = []
-    nats: list[list[float]] = [[], []]
+    right = [[] for _ in range(K)]
+    kl = []
+    nats = [[], []]
     for text in heldout:
         ids = torch.tensor([text.token_ids])
         with torch.no_grad():
@@ -122,7 +119,7 @@ def test_what_is_stated_is_measured_on_the_merged_files(
                 if t + head + 2 < end:
                     right[head].append(float(guesses[t, head] == ids[0, t + head + 2]))
 
-    def mean(values: list[float]) -> float:
+    def mean(values):
         return sum(values) / len(values)
 
     quality = training["quality"]
@@ -136,12 +133,10 @@ def test_what_is_stated_is_measured_on_the_merged_files(
     assert max(training["heldout"]["loss"]) < 5.5  # untrained heads: about log(512) = 6.2
 
 
-def test_a_degraded_target_is_kept_says_so_and_fails(
-    source: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_degraded_target_is_kept_says_so_and_fails(source, data, tmp_path, capsys):
     output, bounds = tmp_path / "heads", ("--max-kl", "1e-9")
     assert train(source, data, output, *bounds) == 1
-    assert "degraded: KL(original || new) a token is" in " ".join(capsys.readouterr().err.split())
+    assert "degraded: KL(original || new) a token is" in said(capsys)
     assert (output / DEGRADED / "model.safetensors").exists() and not (output / MODEL).exists()
     assert told(output)["training"]["degraded"] and len(told(output)["training"]["shortfalls"]) == 1
     assert json.loads((output / DEGRADED / "config.json").read_text())["medusa_2"]["degraded"]
@@ -150,21 +145,15 @@ def test_a_degraded_target_is_kept_says_so_and_fails(
 
 @pytest.mark.parametrize("diverged", ["quality", "states"])
 def test_a_target_that_diverged_is_kept_as_degraded(
-    diverged: str,
-    source: str,
-    data: Path,
-    done: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    diverged, source, data, done, tmp_path, monkeypatch, capsys
+):
     if diverged == "quality":
         bad = Quality(9, 2.0, math.inf, math.nan, math.nan, 0.5)
         monkeypatch.setattr(QualityMeter, "result", lambda _: bad)
     else:
         load = Target.load
 
-        def loaded(path: str | Path, **options: Any) -> Target:
+        def loaded(path, **options):
             target = load(path, **options)
             if Path(path).name == "merged":
                 target.model.get_input_embeddings().weight.fill_(math.nan)
@@ -174,22 +163,20 @@ def test_a_target_that_diverged_is_kept_as_degraded(
     output = tmp_path / "heads"
     options = (*LOOSE, "--start-heads", str(done), "--joint-steps", "1")
     assert train(source, data, output, *options) == 1
-    said = " ".join(capsys.readouterr().err.split())
+    text = said(capsys)
     training = told(output)["training"]
     assert training["degraded"] and (output / DEGRADED / "model.safetensors").exists()
     stated = json.loads((output / DEGRADED / "config.json").read_text(), parse_constant=pytest.fail)
     assert stated["medusa_2"]["shortfalls"] == training["shortfalls"]
     if diverged == "quality":
         assert training["quality"]["kl"] is training["quality"]["perplexity_after"] is None
-        assert "not finite" in said and "KL(original || new) a token is nan" in said
+        assert "not finite" in text and "KL(original || new) a token is nan" in text
     else:
-        assert "the new target, which is being trained, diverged" in said and "dtype" not in said
+        assert "the new target, which is being trained, diverged" in text and "dtype" not in text
     assert train(source, data, output, *options) == 1
 
 
-def test_an_adapter_instead_of_a_target_from_given_heads(
-    source: str, data: Path, done: Path, tmp_path: Path
-) -> None:
+def test_an_adapter_instead_of_a_target_from_given_heads(source, data, done, tmp_path):
     output = tmp_path / "heads"
     options = (*LOOSE, "--save", "adapter", "--start-heads", str(done), "--joint-steps", "3")
     assert train(source, data, output, *options) == 0
@@ -198,36 +185,23 @@ def test_an_adapter_instead_of_a_target_from_given_heads(
     assert told(output)["target"]["sha256"] == target_fingerprint(merged)["sha256"]
 
 
-def test_unmeasured_it_is_refused_before_anything_starts(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
     for options, words in (
         (("--heldout-share", "0"), "its quality has to be measured: give --heldout"),
-        (
-            ("--max-perplexity-ratio", "0.5"),
-            "--max-perplexity-ratio: '0.5' is not allowed; use a number from 1",
-        ),
+        (("--max-perplexity-ratio", "0.5"), "ratio: '0.5' is not allowed; use a number from 1"),
         (("--start-heads", "h", "--lm-heads", "own"), "--lm-heads is of new heads"),
         (("--start-heads", "h", "--draft-vocab", "9"), "--draft-vocab is of new heads"),
         (("--start-heads", "h", "--cache-dtype", "float32"), "--cache-dtype is of new heads"),
         (("--backbone-rate", "0"), "--backbone-rate: '0' is not allowed; use a number above 0"),
+        (("--dtype", "float16"), "Train it with --dtype bfloat16"),
+        (("--cache-gb", "0.000001"), "--cache-gb is 1e-06. Raise it"),  # for the held-out states
     ):
-        assert train("nowhere", data, tmp_path / "heads", *options) == 2
-        assert words in " ".join(capsys.readouterr().err.split())
+        assert train(source, data, tmp_path / "heads", *options) == 2
+        assert words in said(capsys)
         assert not (tmp_path / "heads").exists()
 
 
-def test_a_backbone_in_float16_is_refused_before_anything_is_made(
-    source: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(source, data, tmp_path / "heads", "--dtype", "float16") == 2
-    assert "Train it with --dtype bfloat16" in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "heads").exists()
-
-
-def test_options_of_the_warm_up_reach_where_they_are_said_to(
-    source: str, data: Path, tmp_path: Path
-) -> None:
+def test_options_of_the_warm_up_reach_where_they_are_said_to(source, data, tmp_path):
     """--cache-dtype and --cache-gb its states, of which the held-out ones come first."""
     output, cache = tmp_path / "heads", tmp_path / "cache"
     options = (*LOOSE, "--cache", str(cache), "--keep-cache", "--save", "adapter")
@@ -246,20 +220,6 @@ def test_options_of_the_warm_up_reach_where_they_are_said_to(
         assert recipe["optimisation"]["warmup_steps"] == 1
 
 
-def test_without_warmup_steps_each_stage_has_its_own(done: Path) -> None:
-    training = told(done)["training"]
-    assert training["recipe"]["optimisation"]["warmup_steps"] == 50
-    assert training["joint"]["optimisation"]["warmup_steps"] == 20
-
-
-def test_held_out_states_beyond_the_bound_are_refused_before_anything_is_made(
-    source: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(source, data, tmp_path / "heads", "--cache-gb", "0.000001") == 2
-    assert "--cache-gb is 1e-06. Raise it" in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "heads").exists()
-
-
 class Syncs:
     """Counts `os.fsync`, which every file that matters goes through, and dies at one of them."""
 
@@ -275,16 +235,12 @@ class Syncs:
 
 def killed(work: Callable[[], object], die_at: int) -> bool:
     """Run ``work`` in a process of its own; whether it died at that write."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(300)  # rather than wait for ever
+
+    def dying() -> None:
         os.fsync = Syncs(die_at)
-        try:
-            work()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        work()
+
+    return kills.killed(dying)
 
 
 def files(output: Path) -> dict[str, Any]:
@@ -293,9 +249,7 @@ def files(output: Path) -> dict[str, Any]:
     return {name: (output / name).read_bytes() for name in names} | dict(enumerate(log))
 
 
-def test_killed_at_any_write_it_ends_with_the_same_files(
-    source: str, data: Path, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_write_it_ends_with_the_same_files(source, data, done, tmp_path, monkeypatch):
     """From the run's settings over both stages' states to the merged model."""
     whole = Syncs()
     with monkeypatch.context() as patch:
@@ -305,6 +259,6 @@ def test_killed_at_any_write_it_ends_with_the_same_files(
     assert whole.count >= 12
     for share in (0.1, 0.4, 0.65, 0.95):
         output = tmp_path / str(share)
-        assert killed(lambda at=output: train(source, data, at, *LOOSE), int(share * whole.count))  # type: ignore[misc]
+        assert killed(lambda at=output: train(source, data, at, *LOOSE), int(share * whole.count))
         assert train(source, data, output, *LOOSE) == 0
         assert files(output) == files(done)

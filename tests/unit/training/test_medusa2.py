@@ -2,14 +2,12 @@
 
 import dataclasses
 import functools
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.kills import die, killed
 from support.models import HIDDEN, VOCAB, save_model
 from torch import Tensor
 
@@ -18,7 +16,6 @@ from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora
 from vllm_medusa.training.batches import split_passes
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.joint_loss import JointLosses
 from vllm_medusa.training.medusa2 import Medusa2
 from vllm_medusa.training.optimisation import Optimisation
 from vllm_medusa.training.options import LoraSettings
@@ -55,7 +52,7 @@ def records(count: int, first: int = 0) -> list[Record]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+def source(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("medusa2"), "Llama", initializer_range=0.1)
 
 
@@ -101,14 +98,14 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def whole(source: str, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def whole(source, tmp_path_factory):
     """Trained without interruption."""
     job = Job(source, tmp_path_factory.mktemp("whole"))
     job.trainer.train()
     return job
 
 
-def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole: Job) -> None:
+def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole):
     log = whole.log()
     steps = [entry for entry in log if "lambda_0" in entry]
     measured = [entry for entry in log if "quality" in entry]
@@ -127,10 +124,10 @@ def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole: J
     assert all(torch.equal(kept[name], tensor) for name, tensor in whole.own.items())
 
 
-def test_the_heads_learn_faster_by_the_rate_s_factor(whole: Job) -> None:
+def test_the_heads_learn_faster_by_the_rate_s_factor(whole):
     trained = {id(p): "adapter" for p in whole.trainer.adapter.values()}
     trained |= {id(p): "heads" for p in whole.heads.parameters()}
-    factors: dict[str, set[float]] = {"adapter": set(), "heads": set()}
+    factors = {"adapter": set(), "heads": set()}
     for group in whole.trainer.optimizer.param_groups:
         for parameter in group["params"]:
             factors[trained.pop(id(parameter))].add(group["factor"])
@@ -138,41 +135,21 @@ def test_the_heads_learn_faster_by_the_rate_s_factor(whole: Job) -> None:
     assert factors == {"adapter": {1.0}, "heads": {4.0}} and not trained
 
 
-def killed(work: Callable[[], object]) -> bool:
-    """Run ``work`` in a process of its own; whether a signal 9 ended it."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(120)  # rather than wait for ever
-        try:
-            work()
-        finally:
-            os._exit(3)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 3
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-
-
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_killed_anywhere_it_ends_with_the_same_bits(
-    source: str, whole: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_anywhere_it_ends_with_the_same_bits(source, whole, tmp_path, monkeypatch):
     """While a step is logged, while a state is half written, and before anything was saved."""
     moments = iter([0, 3, 5, 7])  # the step that is logged last, if it gets so far
 
-    def first_part(at: int, in_state: bool) -> None:
+    def first_part(at, in_state):
         job = Job(source, tmp_path, save_seconds=0.0)
         save = torch.save
 
-        def torn(state: Any, file: Any) -> None:
+        def torn(state, file):
             save(state, file)
             if state["state"]["step"] >= at:
                 file.truncate(1000)
                 die()
 
-        def report(step: int, _: int, __: dict[str, Any]) -> None:
+        def report(step, _, __):
             if step >= at and not in_state:
                 die()
 
@@ -190,9 +167,7 @@ def test_killed_anywhere_it_ends_with_the_same_bits(
     assert job.log() == whole.log()
 
 
-def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(
-    source: str, tmp_path: Path
-) -> None:
+def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(source, tmp_path):
     texts = records(16)
     bad = texts[11]
     texts[11] = Record(bad.index, bad.line, "bad", (*bad.token_ids[:6], POISON), ((4, 7),), 1.0)
@@ -209,7 +184,7 @@ def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(
     assert job.trainer.step == at and all(bool(t.isfinite().all()) for t in job.result().values())
 
 
-def test_layers_computed_twice_give_the_same_gradients(source: str, tmp_path: Path) -> None:
+def test_layers_computed_twice_give_the_same_gradients(source, tmp_path):
     recipe = JointRecipe(lora=LoraSettings(rank=4), step_tokens=80)
     results = []
     for number, checkpointing in enumerate((False, True)):
@@ -219,7 +194,7 @@ def test_layers_computed_twice_give_the_same_gradients(source: str, tmp_path: Pa
             tmp_path / str(number),
             dataclasses.replace(recipe, checkpointing=checkpointing, steps=2),
         )
-        calls: list[int] = []
+        calls = []
         note = functools.partial(lambda seen, *_: seen.append(1), calls)
         job.target.model.model.layers[0].mlp.register_forward_pre_hook(note)
         job.trainer.train()
@@ -230,16 +205,14 @@ def test_layers_computed_twice_give_the_same_gradients(source: str, tmp_path: Pa
         torch.testing.assert_close(checkpointed[name], tensor, atol=1e-6, rtol=1e-4)
 
 
-def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(
-    source: str, tmp_path: Path
-) -> None:
+def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(source, tmp_path):
     """Untrained heads predict the next token: all losses of step 1 follow from the target."""
     drafted = torch.tensor([3, 5, 6])
     recipe = dataclasses.replace(
         RECIPE, lora=LoraSettings(rank=4), step_tokens=10_000, pass_tokens=10_000, steps=1
     )
     job = Job(source, tmp_path, recipe, token_map=drafted)
-    found: list[list[float]] = [[] for _ in range(K)]
+    found = [[] for _ in range(K)]
     for text in records(16):
         ids = torch.tensor([text.token_ids])
         with torch.no_grad():
@@ -256,14 +229,12 @@ def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(
     assert step["losses"] == pytest.approx([sum(x) / len(x) for x in found], rel=1e-3)
 
 
-def test_a_pass_drops_the_same_out_in_whatever_process_it_is(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_drops_the_same_out_in_whatever_process_it_is(source, tmp_path, monkeypatch):
     trainer = Job(source, tmp_path, dataclasses.replace(RECIPE, pass_tokens=20)).trainer
     losses = trainer._losses
-    found: list[Tensor] = []
+    found = []
 
-    def noted(*given: Any) -> JointLosses:
+    def noted(*given):
         losses_of_pass = losses(*given)
         found.append(losses_of_pass.lm_sum)
         return losses_of_pass
@@ -287,7 +258,7 @@ def test_a_pass_drops_the_same_out_in_whatever_process_it_is(
     assert not torch.equal(dry, alone[0]), "dropout was on"
 
 
-def test_before_and_after_are_measured_alike_in_bfloat16_too(source: str, tmp_path: Path) -> None:
+def test_before_and_after_are_measured_alike_in_bfloat16_too(source, tmp_path):
     """Rounding is no loss of quality: a fresh adapter has lost exactly nothing."""
     job = Job(source, tmp_path, dataclasses.replace(RECIPE, bf16=True, steps=1))
     job.trainer.train()
@@ -296,7 +267,7 @@ def test_before_and_after_are_measured_alike_in_bfloat16_too(source: str, tmp_pa
     assert first["perplexity_after"] == first["perplexity_before"]
 
 
-def test_held_out_states_of_the_model_in_training_are_refused(source: str, tmp_path: Path) -> None:
+def test_held_out_states_of_the_model_in_training_are_refused(source, tmp_path):
     job = Job(source, tmp_path)
     texts = Texts.of(records(4, 100))
     for max_bytes in (0, 1 << 30):
