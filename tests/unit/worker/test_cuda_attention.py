@@ -4,9 +4,6 @@ Our kernel's place is taken by its reference here, as everywhere without a GPU; 
 the kernel is in ``tests/worker/test_triton_engine.py``.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("vllm")
+from support.triton_layers import layer
 from support.triton_steps import (
     BLOCK,
     DIM,
@@ -25,42 +23,11 @@ from support.triton_steps import (
     TREE,
     Buffers,
     build,
-    make_builder,
-    make_config,
-    save_target,
 )
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 
-from vllm_medusa.worker.cuda_attention import (
-    TreeAttentionBackend,
-    TreeAttentionImpl,
-    compact_group,
-)
-from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def builder(target: Path, random_heads: str) -> TreeMetadataBuilder:
-    return make_builder(make_config(target, random_heads))
-
-
-def layer(**changes: Any) -> TreeAttentionImpl:
-    options: dict[str, Any] = {
-        "num_heads": HEADS,
-        "head_size": DIM,
-        "scale": 0.3,
-        "num_kv_heads": KV_HEADS,
-        "alibi_slopes": None,
-        "sliding_window": None,
-        "kv_cache_dtype": "auto",
-    }
-    return TreeAttentionImpl(**options | changes)
+from vllm_medusa.worker.cuda_attention import TreeAttentionBackend, compact_group
 
 
 class TestLayer:
@@ -75,23 +42,21 @@ class TestLayer:
         ],
         ids=["plain", "window", "soft cap", "sinks", "fp8"],
     )
-    def test_attention(self, builder: TreeMetadataBuilder, changes: dict[str, Any]) -> None:
+    def test_attention(self, make_builder, changes):
         """One tree and one chunk of prefill, every row alone against a softmax over what it sees.
 
         fp32 sums in another order: 1e-5.
         """
-        metadata = build(builder, Buffers().batch([(NODES, 21), (5, 12)]), [NODES, 1])
+        metadata = build(make_builder(), Buffers().batch([(NODES, 21), (5, 12)]), [NODES, 1])
         generator = torch.Generator().manual_seed(3)
         cache = torch.randn(MOST * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
-        scales = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
-        if changes.get("kv_cache_dtype") == "fp8":
-            scales = SimpleNamespace(_k_scale=torch.tensor(0.7), _v_scale=torch.tensor(1.3))
-            stored = cache.to(torch.float8_e4m3fn)
-            cache = stored.float()
-            kv_cache = stored.view(torch.uint8)
+        kv_cache, factors = cache, (1.0, 1.0)
+        if "kv_cache_dtype" in changes:
             factors = (0.7, 1.3)
-        else:
-            kv_cache, factors = cache, (1.0, 1.0)
+            stored = cache.to(torch.float8_e4m3fn)
+            kv_cache, cache = stored.view(torch.uint8), stored.float()
+        scales = [torch.tensor(factor) for factor in factors]
+        scales = SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])
         query = torch.randn(NODES + 5, HEADS, DIM, generator=generator)
         out = torch.full((NODES + 5 + 2, HEADS, DIM), torch.nan)  # more rows than the step has
         padded = torch.cat((query, query[:2]))
@@ -133,70 +98,55 @@ class TestLayer:
             ({"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
         ],
     )
-    def test_refused(self, changes: dict[str, Any], reason: str) -> None:
+    def test_refused(self, changes, reason):
         with pytest.raises(NotImplementedError, match=f"(?s){reason}.*method='medusa'"):
             layer(**changes)
 
-    def test_nothing_is_fused_that_the_kernel_does_not_do(self) -> None:
+    def test_nothing_is_fused_that_the_kernel_does_not_do(self):
         assert not layer().supports_quant_query_input
         assert not layer().fused_output_quant_supported(None)
 
 
 class TestBackend:
     def why(self, **changes: Any) -> list[str]:
-        options: dict[str, Any] = {
-            "head_size": 128,
-            "dtype": torch.bfloat16,
-            "kv_cache_dtype": "auto",
-            "block_size": 16,
-            "use_mla": False,
-            "has_sink": True,
-            "use_sparse": False,
-            "use_mm_prefix": False,
-            "use_per_head_quant_scales": False,
-            "device_capability": DeviceCapability(9, 0),
-            "attn_type": AttentionType.DECODER,
-            "has_sliding_window": True,
-        }
+        options = {
+            "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16,
+            "use_mla": False, "has_sink": True, "use_sparse": False, "use_mm_prefix": False,
+            "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0),
+            "attn_type": AttentionType.DECODER, "has_sliding_window": True,
+        }  # fmt: skip
         return TreeAttentionBackend.validate_configuration(**options | changes)
 
-    @pytest.mark.parametrize(
-        "changes",
-        [{}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "bfloat16"}, {"head_size": 256}],
-    )
-    def test_taken(self, changes: dict[str, Any]) -> None:
-        assert self.why(**changes) == []
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
+    def test_what_is_taken(self):
+        for changes in (
+            {},
+            {"head_size": 256},
+            *({"kv_cache_dtype": t} for t in ("fp8", "bfloat16")),
+        ):
+            assert self.why(**changes) == []
+        for changes in (
             {"head_size": 512},
             {"kv_cache_dtype": "int8_per_token_head"},
             {"kv_cache_dtype": "float16"},
-            {"use_mm_prefix": True},
-            {"use_non_causal": True},
-            {"use_rswa": True},
+            *({f"use_{name}": True} for name in ("mm_prefix", "non_causal", "rswa", "mla")),
             {"use_batch_invariant": True},
-            {"use_mla": True},
             {"attn_type": AttentionType.ENCODER_ONLY},
             {"device_capability": DeviceCapability(7, 5)},
-        ],
-    )
-    def test_refused(self, changes: dict[str, Any]) -> None:
-        assert len(self.why(**changes)) == 1
+        ):
+            assert len(self.why(**changes)) == 1, changes
 
-    def test_it_passes_for_vllms(self) -> None:
+    def test_it_passes_for_vllms(self):
         assert TreeAttentionBackend.get_name() == "TRITON_ATTN"
 
 
 class TestCompaction:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-    def test_all_layers(self, dtype: torch.dtype) -> None:
+    def test_all_layers(self, dtype):
         """Two layouts, and one cache that two layers share: moved once, not twice."""
         blocks, heads = 4, 2
         generator = torch.Generator().manual_seed(0)
 
-        def cache(tokens_first: bool) -> Tensor:
+        def cache(tokens_first):
             shape = (blocks, BLOCK, heads, 8) if tokens_first else (blocks, heads, BLOCK, 8)
             made = torch.randn(shape, generator=generator).to(dtype)
             return made.transpose(1, 2) if tokens_first else made

@@ -1,7 +1,5 @@
 """Which steps vLLM will run as full CUDA graphs: its own sizes and its own dispatch, on the CPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +53,7 @@ def full_graphs(config: VllmConfig, nodes: int, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("nodes", "before"), [(64, 8), (23, 22), (16, 32), (2, SEQS)])
-def test_batches(nodes: int, before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches(nodes, before, monkeypatch):
     args, config = finished(nodes)
     vllms = list(config.compilation_config.cudagraph_capture_sizes)
     assert max(full_graphs(config, nodes, monkeypatch)) == before
@@ -74,7 +72,7 @@ def test_batches(nodes: int, before: int, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "chosen", [{"max_cudagraph_capture_size": 128}, {"cudagraph_capture_sizes": [64, 256]}]
 )
-def test_the_users_sizes_stay(chosen: dict[str, Any]) -> None:
+def test_the_users_sizes_stay(chosen):
     args, config = finished(64, **chosen)
     before = list(config.compilation_config.cudagraph_capture_sizes)
     capture_more_trees(args, config, 64)
@@ -87,14 +85,14 @@ def test_the_users_sizes_stay(chosen: dict[str, Any]) -> None:
         assert config.compilation_config.cudagraph_capture_sizes == before
 
 
-def test_no_graphs_stay_none() -> None:
+def test_no_graphs_stay_none():
     args, config = finished(64)
     config.compilation_config.cudagraph_capture_sizes = []
     capture_more_trees(args, config, 64)
     assert config.compilation_config.cudagraph_capture_sizes == []
 
 
-def test_sizes() -> None:
+def test_sizes():
     assert tree_sizes(64, 3, TOKENS) == [64, 128, 192]
     assert tree_sizes(64, 100, 200) == [64, 128, 192]
     assert tree_sizes(64, 100, 63) == []

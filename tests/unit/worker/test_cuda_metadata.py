@@ -1,9 +1,6 @@
 """What a step's metadata for the Triton attention holds, and what of it stays where it was."""
 
-from __future__ import annotations
-
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +18,8 @@ from support.triton_steps import (
     TREE,
     Buffers,
     build,
-    make_builder,
     make_config,
     paged,
-    save_target,
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
@@ -36,25 +31,15 @@ from vllm_medusa.worker import cuda_metadata
 from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
 @pytest.fixture
-def builder(target: Path, random_heads: str) -> TreeMetadataBuilder:
-    return make_builder(make_config(target, random_heads))
-
-
-@pytest.fixture
-def splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def splits(monkeypatch):
     """As if a GPU wanted the keys in 3 parts."""
     monkeypatch.setattr(cuda_metadata, "_splits", lambda *args: 3)
 
 
 def addresses(batch: PagedBatch) -> dict[str, Any]:
     """Everything that a captured graph holds on to."""
-    kept: dict[str, Any] = {}
+    kept = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
         if isinstance(value, Tensor):
@@ -67,25 +52,22 @@ def addresses(batch: PagedBatch) -> dict[str, Any]:
 
 
 class TestMetadata:
-    def test_without_medusa_it_is_vllms(self, target: Path, random_heads: str) -> None:
-        config = make_config(target, None)
-        builder = make_builder(config)
+    def test_without_medusa_it_is_vllms(self, target, make_builder):
+        config, builder = make_config(target, None), make_builder(None)
         metadata = build(builder, Buffers().batch([(NODES, 0)]), None)
         assert type(metadata) is TritonAttentionMetadata
-        stock = TreeMetadataBuilder.__mro__[1]
-        spec = builder.kv_cache_spec
-        assert builder.get_cudagraph_support(config, spec) == stock.get_cudagraph_support(
-            config, spec
-        )
+        stock, spec = TreeMetadataBuilder.__mro__[1], builder.kv_cache_spec
+        support = stock.get_cudagraph_support(config, spec)
+        assert builder.get_cudagraph_support(config, spec) == support
 
-    def test_without_trees_it_is_vllms(self, builder: TreeMetadataBuilder) -> None:
-        metadata = build(builder, Buffers().batch([(5, 0), (1, 9)]), None)
+    def test_without_trees_it_is_vllms(self, make_builder):
+        metadata = build(make_builder(), Buffers().batch([(5, 0), (1, 9)]), None)
         assert type(metadata) is TritonAttentionMetadata
 
-    def test_a_step(self, builder: TreeMetadataBuilder) -> None:
+    def test_a_step(self, make_builder):
         """A whole tree, a cut one, a plain decode and prefill."""
         common = Buffers().batch([(NODES, 20), (3, 40), (1, 7), (12, 0)])
-        batch = paged(build(builder, common, [NODES, 3, 1, 1]))
+        batch = paged(build(make_builder(), common, [NODES, 3, 1, 1]))
         assert batch.is_tree.tolist() == [True, True, False, False]
         assert batch.depths.tolist() == [list(TREE.depths)] * 4
         tensors = TreeTensors.from_tree(TREE)
@@ -100,9 +82,9 @@ class TestMetadata:
             assert own.data_ptr() == theirs.data_ptr()
 
     @pytest.mark.usefixtures("splits")
-    def test_buffers_stay(self, target: Path, random_heads: str) -> None:
+    def test_buffers_stay(self, make_builder):
         """Whatever the steps before it, a step of one shape is read from the same places."""
-        builder, buffers = make_builder(make_config(target, random_heads)), Buffers()
+        builder, buffers = make_builder(), Buffers()
         shape = [(NODES, 20), (NODES, 3)]
         before = addresses(paged(build(builder, buffers.batch(shape), [NODES, NODES])))
         build(builder, buffers.batch([(30, 0), (NODES, 5), (1, 1)]), [1, NODES, 1])
@@ -112,19 +94,16 @@ class TestMetadata:
         assert after.is_tree.tolist() == [True, False]
         assert after.num_splits == 3
 
-    def test_the_uniform_case_has_full_graphs(
-        self, target: Path, random_heads: str, builder: TreeMetadataBuilder
-    ) -> None:
-        support = builder.get_cudagraph_support(
-            make_config(target, random_heads), builder.kv_cache_spec
-        )
+    def test_the_uniform_case_has_full_graphs(self, target, random_heads, make_builder):
+        config, builder = make_config(target, random_heads), make_builder()
+        support = builder.get_cudagraph_support(config, builder.kv_cache_spec)
         assert support == AttentionCGSupport.UNIFORM_BATCH
 
     @pytest.mark.usefixtures("splits")
     @pytest.mark.parametrize("real", [4, 3])
-    def test_a_graph_replayed(self, target: Path, random_heads: str, real: int) -> None:
+    def test_a_graph_replayed(self, make_builder, real):
         """What was built for capture is right for later steps of its size, padded ones too."""
-        builder, buffers = make_builder(make_config(target, random_heads)), Buffers()
+        builder, buffers = make_builder(), Buffers()
         capture = builder.build_for_cudagraph_capture(buffers.batch([(NODES, 0)] * 4))
         captured = paged(capture)
         assert captured.is_tree.all()
@@ -137,36 +116,26 @@ class TestMetadata:
         fresh = paged(build(builder, buffers.batch(requests, padded=4), nodes))
         assert addresses(fresh) == addresses(captured)
         query, keys, values = random_layer(4 * NODES)
-        outs = [
-            paged_tree_attention(
-                query, keys, values, batch, 0.2, out=torch.full_like(query, torch.nan)
-            )
-            for batch in (captured, fresh)
-        ]
+        outs = [torch.full_like(query, torch.nan) for _ in range(2)]
+        for batch, out in zip((captured, fresh), outs, strict=True):
+            paged_tree_attention(query, keys, values, batch, 0.2, out=out)
         assert torch.equal(*[out[: real * NODES] for out in outs])
         assert outs[0][: real * NODES].isfinite().all()
         assert outs[0][real * NODES :].isnan().all()
         assert captured.is_tree.tolist()[:real] == [n > 1 for n in nodes]
 
-    def test_a_uniform_batch_without_trees_is_told_to_the_graph(
-        self, builder: TreeMetadataBuilder
-    ) -> None:
-        buffers = Buffers()
+    def test_a_uniform_batch_without_trees_is_told_to_the_graph(self, make_builder):
+        builder, buffers = make_builder(), Buffers()
         captured = paged(builder.build_for_cudagraph_capture(buffers.batch([(NODES, 0)] * 2)))
         build(builder, buffers.batch([(NODES, 4), (NODES, 9)]), None)
         assert not captured.is_tree.any()
 
-    def test_prefill_gets_no_more_parts_than_fit(
-        self, target: Path, random_heads: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_prefill_gets_no_more_parts_than_fit(self, make_builder, monkeypatch):
         monkeypatch.setattr(cuda_metadata, "_splits", lambda shape, batch, *_: 8 // batch)
-        builder, buffers = make_builder(make_config(target, random_heads)), Buffers()
-        alone = paged(build(builder, buffers.batch([(NODES, 60)]), [NODES]))
-        assert alone.num_splits == 8
-        beside = paged(build(builder, buffers.batch([(NODES, 60), (12, 0)]), [NODES, 1]))
-        assert beside.num_splits == 2
-        one = paged(build(builder, buffers.batch([(NODES, 60), (99, 0)]), [NODES, 1]))
-        assert one.num_splits == 1
+        builder, buffers = make_builder(), Buffers()
+        for beside, parts in (([], 8), ([(12, 0)], 2), ([(99, 0)], 1)):
+            batch = buffers.batch([(NODES, 60), *beside])
+            assert paged(build(builder, batch, [NODES, 1][: 1 + len(beside)])).num_splits == parts
 
 
 def random_layer(rows: int) -> tuple[Tensor, Tensor, Tensor]:

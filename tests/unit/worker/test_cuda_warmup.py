@@ -3,10 +3,7 @@
 What a launch would compile is told by Triton itself, for a GPU that isn't there; nothing runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +14,7 @@ from support.interpreter import INTERPRETING
 
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
+from support import triton_layers
 from support.triton_steps import (
     BLOCK,
     DIM,
@@ -26,9 +24,6 @@ from support.triton_steps import (
     NODES,
     Buffers,
     build,
-    make_builder,
-    make_config,
-    save_target,
 )
 
 from vllm_medusa.kv import kernel as kv
@@ -40,7 +35,6 @@ from vllm_medusa.scorer import dispatch as scorer
 from vllm_medusa.scorer import launch
 from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
 from vllm_medusa.worker import cuda_attention, cuda_metadata
-from vllm_medusa.worker.cuda_attention import TreeAttentionImpl
 from vllm_medusa.worker.v2.cuda_warmup import warm_up_rules
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
@@ -61,7 +55,7 @@ STEPS = [  # (rows, context) of requests, nodes of each
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_gpu(monkeypatch):
     for module in (scorer, sampler, cuda_metadata):
         monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
     limits = launch.DeviceLimits(132, 227 * 1024)
@@ -70,20 +64,14 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layer(dtype: torch.dtype, **changes: Any) -> Any:
-    options: dict[str, Any] = {
-        "num_heads": HEADS, "head_size": DIM, "scale": 0.3, "num_kv_heads": KV_HEADS,
-        "alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto",
-    }  # fmt: skip
-    impl, scale = TreeAttentionImpl(**options | changes), torch.ones(1)
+    impl, scale = triton_layers.layer(**changes), torch.ones(1)
     cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * DIM, dtype=dtype)
     return SimpleNamespace(impl=impl, kv_cache=cache, _k_scale=scale, _v_scale=scale)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
-def test_attention(tmp_path: Path, random_heads: str) -> None:
-    config = make_config(save_target(tmp_path), random_heads)
-    config.model_config.max_model_len = LENGTH
-    builder, buffers = make_builder(config), Buffers()
+def test_attention(make_builder):
+    builder, buffers = make_builder(length=LENGTH), Buffers()
     buffers.block_table = torch.zeros(MOST, 13, dtype=torch.int32)
     layers = {
         "plain": layer(torch.float32),
@@ -93,10 +81,10 @@ def test_attention(tmp_path: Path, random_heads: str) -> None:
     group = SimpleNamespace(layer_names=list(layers), get_metadata_builder=lambda: builder)
     with needed() as compiled:
         cuda_attention.warm_up(layers, [group])
-    parts: set[int] = set()
+    parts = set()
     with needed() as used:
         for requests, nodes in STEPS:
-            metadata: Any = build(builder, buffers.batch(requests), nodes)
+            metadata = build(builder, buffers.batch(requests), nodes)
             parts.add(metadata.paged.num_splits)
             query = torch.zeros(metadata.num_actual_tokens, HEADS + 2 * KV_HEADS, DIM)[:, :HEADS]
             out = torch.empty(query.shape)
@@ -123,13 +111,13 @@ def target_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab", [512, 501])
-def test_acceptance(dtype: torch.dtype, vocab: int) -> None:
+def test_acceptance(dtype, vocab):
     """At temperature 1 vLLM hands the target's logits on as they are, else a copy in fp32."""
     tensors = TreeTensors.from_tree(TokenTree.dense([15, 16]))
     with needed() as compiled:
         warm_up_rules(tensors, target_logits(2, vocab, dtype))
 
-    def step(batch: int, width: int) -> None:
+    def step(batch, width):
         tree = TreeBatch.from_static(tensors.prefix(width), torch.ones(batch, dtype=torch.int64))
         ids = torch.zeros(batch, width, dtype=torch.int64)
         sampler.target_verdict(tree, ids, ids)
@@ -145,11 +133,11 @@ def test_acceptance(dtype: torch.dtype, vocab: int) -> None:
     }  # fmt: skip
 
 
-def test_compaction() -> None:
+def test_compaction():
     """One kernel for a cache: vLLM's own warm-up has compacted by then."""
     caches = LayerCaches.of([torch.zeros(4, 2, BLOCK, 8)], (0, 2))
 
-    def step(batch: int, width: int) -> None:
+    def step(batch, width):
         slots = torch.zeros(batch, width, dtype=torch.int64)
         kv.compact_layers(caches, slots, slots[:, :3], slots[:, 0].contiguous())
 
@@ -157,12 +145,12 @@ def test_compaction() -> None:
 
 
 @pytest.mark.parametrize("vocab", [512, 501])
-def test_proposals(vocab: int) -> None:
+def test_proposals(vocab):
     """What two batches compile is enough for all."""
     tensors = TreeTensors.from_tree(TokenTree.dense([3, 4, 4]))
     stacked = torch.zeros(3, 40, vocab, dtype=torch.bfloat16)  # as one product for all heads gives
 
-    def step(batch: int, width: int = 0) -> None:
+    def step(batch, width=0):
         logits = stacked[:, :batch].contiguous().transpose(0, 1)
         proposer.propose(logits, tensors)
         shard = VocabShard(0, vocab, 2 * vocab)

@@ -1,11 +1,7 @@
 """The drafter of vLLM's workers packs the heads that its tree uses, and no others."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -25,7 +21,7 @@ from vllm_medusa.worker.v2 import speculator
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def alone(tmp_path_factory):
     with one_rank(tmp_path_factory.mktemp("ranks") / "store"):
         yield
 
@@ -35,7 +31,7 @@ def make_drafter(heads: Path, tree: TokenTree, device: str = "cpu") -> MedusaDra
     model = SimpleNamespace(
         get_hidden_size=lambda: HIDDEN, get_vocab_size=lambda: VOCAB, dtype=torch.float32
     )
-    config: Any = SimpleNamespace(
+    config = SimpleNamespace(
         additional_config={"medusa": options.to_dict()},
         model_config=model,
         device_config=SimpleNamespace(device=device),
@@ -45,18 +41,18 @@ def make_drafter(heads: Path, tree: TokenTree, device: str = "cpu") -> MedusaDra
 
 @pytest.mark.parametrize("num_lm_heads", [5, 0])
 def test_five_heads_trained_and_three_used_cost_what_three_cost(
-    num_lm_heads: int, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights: list[int] = []
-    products: list[int] = []
+    num_lm_heads, alone, tmp_path, monkeypatch
+):
+    weights = []
+    products = []
     original = compat.packed_linear
 
-    def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    def packed_linear(weight, bias):
         size = weight.numel()  # read once for each product
         weights.append(size)
         product = original(weight, bias)
 
-        def counted(x: torch.Tensor) -> torch.Tensor:
+        def counted(x):
             products.append(size * x.shape[0])
             return product(x)
 
@@ -73,7 +69,7 @@ def test_five_heads_trained_and_three_used_cost_what_three_cost(
         write(tmp_path / name / "model.safetensors", plain.spelled("vllm"))
         tree = TokenTree.dense([3, 2, 1])
         drafter = make_drafter(tmp_path / name, tree)
-        drafter.load_model(target)  # type: ignore[arg-type]
+        drafter.load_model(target)
         drafts.append(drafter.propose(torch.randn(4, HIDDEN, generator=torch.manual_seed(0))))
         costs.append((sum(weights), sum(products)))
         weights.clear()
@@ -84,12 +80,10 @@ def test_five_heads_trained_and_three_used_cost_what_three_cost(
 
 
 @pytest.mark.parametrize(("ranks", "loaded", "rows"), [(1, "meta", VOCAB), (2, "cpu", VOCAB // 2)])
-def test_a_rank_s_device_never_holds_rows_of_others(
-    ranks: int, loaded: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices: list[str] = []
+def test_a_rank_s_device_never_holds_rows_of_others(ranks, loaded, rows, tmp_path, monkeypatch):
+    devices = []
 
-    def load(*args: Any, **kwargs: Any) -> Any:
+    def load(*args, **kwargs):
         heads, info = load_heads(*args, **kwargs)
         devices.extend(parameter.device.type for parameter in heads.parameters())
         return heads, info
@@ -100,7 +94,7 @@ def test_a_rank_s_device_never_holds_rows_of_others(
     monkeypatch.setattr(sharding, "FEWEST_IDS", 1)
     write(tmp_path / "model.safetensors", random_heads(2, 1, num_lm_heads=2).spelled("vllm"))
     drafter = make_drafter(tmp_path, TokenTree.chain(2), "meta")  # in place of a GPU
-    drafter.load_model(SimpleNamespace())  # type: ignore[arg-type]
+    drafter.load_model(SimpleNamespace())
     assert isinstance(drafter.heads, MedusaHeads)
     assert set(devices) == {loaded}
     assert {p.device.type for p in drafter.heads.parameters()} == {"meta"}
@@ -108,24 +102,24 @@ def test_a_rank_s_device_never_holds_rows_of_others(
     assert drafter.heads.lm_head_weight.shape == (2, rows, HIDDEN)
 
 
-def test_heads_outlive_a_sleep_of_level_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_outlive_a_sleep_of_level_2(monkeypatch):
     """By vLLM's own code, whose allocator drops the weights and says nothing."""
     heads = MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=torch.arange(5)).requires_grad_(False)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
     before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
 
-    def load(self: MedusaDrafter, target: Any) -> None:
+    def load(self, target):
         self.heads = heads
 
     monkeypatch.setattr(MedusaDrafter, "load_model", load)
     monkeypatch.setattr(speculator, "tree_model_state", lambda *_: object)
-    owner: Any = SimpleNamespace(
+    owner = SimpleNamespace(
         drafter=MedusaDrafter.__new__(MedusaDrafter), vllm_config=None, trees=None
     )
     draft = speculator.TreeSpeculator.load_draft_model(owner, SimpleNamespace(), set())
 
-    def lose_weights(level: int) -> None:
+    def lose_weights(level):
         for tensor in heads.state_dict().values():
             tensor.fill_(99)
 
@@ -134,7 +128,7 @@ def test_heads_outlive_a_sleep_of_level_2(monkeypatch: pytest.MonkeyPatch) -> No
     model_config = SimpleNamespace(
         enable_nccl_comm_suspend=False, sleep_preserve_parameter_names=None
     )
-    worker: Any = Worker.__new__(Worker)
+    worker = Worker.__new__(Worker)
     worker.vllm_config = SimpleNamespace(model_config=model_config)
     worker.model_config = model_config
     worker.model_runner = SimpleNamespace(model=torch.nn.Module(), get_draft_model=lambda: draft)

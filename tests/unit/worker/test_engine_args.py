@@ -1,20 +1,19 @@
 """The command line, through vLLM's own parser, down to vLLM's own config."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
-from support.models import COMMON, save_random_heads
+from support.models import save_random_heads
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_medusa.heads import MedusaHeads, save_heads
 from vllm_medusa.tree import TokenTree, load_preset
 from vllm_medusa.tree.presets import DEFAULT_TREE
 from vllm_medusa.worker import compat
@@ -25,41 +24,45 @@ TREE = [[0], [0, 0], [1]]
 
 
 @pytest.fixture(scope="module")
-def parser() -> FlexibleArgumentParser:
+def parser():
     return make_arg_parser(FlexibleArgumentParser())
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The config of a target; nothing here loads weights."""
-    import transformers
-
-    folder: Path = tmp_path_factory.mktemp("target")
-    config = transformers.LlamaConfig(**COMMON)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    return str(folder)
+def model(target):
+    return str(target)
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> str:
+def heads(tmp_path_factory):
     return save_random_heads(tmp_path_factory.mktemp("heads"))
 
 
 @pytest.fixture(scope="module")
-def parse(parser: FlexibleArgumentParser, model: str) -> Parse:
-    def parsed(*arguments: str) -> AsyncEngineArgs:
+def parse(parser, model):
+    def parsed(*arguments):
         basics = ["--model", model, "--dtype", "float32", "--skip-tokenizer-init"]
         return AsyncEngineArgs.from_cli_args(parser.parse_args([*basics, *arguments]))
 
     return parsed
 
 
+@pytest.fixture
+def config(model):
+    """The engine's config where Python code asks for this much."""
+
+    def made(asked, **more):
+        args = EngineArgs(model, skip_tokenizer_init=True, speculative_config=asked, **more)
+        return args.create_engine_config()
+
+    return made
+
+
 def options(args: EngineArgs) -> EngineOptions:
     return EngineOptions.of(args.create_engine_config())
 
 
-def test_the_json_of_speculative_config(parse: Parse, heads: str) -> None:
+def test_the_json_of_speculative_config(parse, heads):
     asked = {
         "method": "medusa", "model": heads, "tree": "mc_sim_7b_63", "num_speculative_tokens": 20,
         "acceptance": {"mode": "typical", "epsilon": 0.2},
@@ -90,14 +93,14 @@ def test_the_json_of_speculative_config(parse: Parse, heads: str) -> None:
     ],
     ids=" ".join,
 )
-def test_every_way_to_say_it(parse: Parse, heads: str, arguments: list[str]) -> None:
+def test_every_way_to_say_it(parse, heads, arguments):
     found = options(parse(*[argument.replace("HEADS", heads) for argument in arguments]))
     assert found.heads == heads
     assert found.tree == DEFAULT_TREE.cut(max_depth=4, num_ranks=512)
     assert found.acceptance.mode == "lossless"
 
 
-def test_the_flag_beside_other_options(parse: Parse, heads: str) -> None:
+def test_the_flag_beside_other_options(parse, heads):
     found = options(
         parse(
             "--speculative-model", heads, "--spec-tokens", "2",
@@ -117,40 +120,28 @@ def test_the_flag_beside_other_options(parse: Parse, heads: str) -> None:
         (["--speculative-config", '{"method": "eagle"}'], ["'eagle'", "Drop"]),
     ],
 )
-def test_conflicts_with_the_flag(
-    parse: Parse, heads: str, arguments: list[str], words: list[str]
-) -> None:
+def test_conflicts_with_the_flag(parse, heads, arguments, words):
     with pytest.raises(ValueError, match="--speculative-model") as caught:
         parse("--speculative-model", heads, *arguments)
     for word in words:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["--spec-method", "medusa"], "--spec-method"),
-        (["--spec-model", "HEADS"], "--spec-model"),
-        (["--spec-tokens", "3"], "--spec-tokens"),
-    ],
-)
-def test_said_twice(parse: Parse, heads: str, arguments: list[str], word: str) -> None:
+@pytest.mark.parametrize("flag", ["--spec-method medusa", "--spec-model HEADS", "--spec-tokens 3"])
+def test_said_twice(parse, heads, flag):
     asked = {"method": "medusa", "model": heads, "num_speculative_tokens": 4}
-    arguments = [argument.replace("HEADS", heads) for argument in arguments]
-    args = parse("--speculative-config", json.dumps(asked), *arguments)
+    args = parse("--speculative-config", json.dumps(asked), *flag.replace("HEADS", heads).split())
     with pytest.raises(ValueError, match=r"twice|mutually exclusive") as caught:
         args.create_engine_config()
-    assert word in str(caught.value)
+    assert flag.split()[0] in str(caught.value)
 
 
 @pytest.mark.parametrize(("seqs", "warned"), [(64, False), (65, True)])
 def test_running_requests_that_can_fill_a_step_are_warned_of(
-    parse: Parse, heads: str, monkeypatch: pytest.MonkeyPatch, seqs: int, warned: bool
-) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(
-        compat.logger, "warning_once", lambda text, *values: lines.append(text % values)
-    )
+    parse, heads, monkeypatch, seqs, warned
+):
+    lines = []
+    monkeypatch.setattr(compat.logger, "warning_once", lambda t, *values: lines.append(t % values))
     tree = {"tree": {"chain": 3}}
     limits = ["--max-num-seqs", str(seqs), "--max-num-batched-tokens", "256"]
     limits += ["--max-model-len", "256"]
@@ -178,32 +169,23 @@ def tree_file(folder: Path) -> str:
     ],
     ids=["preset", "list", "paths", "dense", "chain", "file"],
 )
-def test_forms_of_a_tree(
-    model: str, heads: str, tmp_path: Path, form: Any, tree: TokenTree
-) -> None:
+def test_forms_of_a_tree(config, heads, tmp_path, form, tree):
     value = form(tmp_path) if callable(form) else form
     for cap in (None, 2, 200):
         asked = {"method": "medusa", "model": heads, "tree": value, "num_speculative_tokens": cap}
-        args = EngineArgs(model=model, skip_tokenizer_init=True, speculative_config=asked)
         kept = min(tree.num_nodes, (cap or 255) + 1)
-        assert options(args).tree == tree.prefix(kept)
+        assert EngineOptions.of(config(asked)).tree == tree.prefix(kept)
 
 
-def test_the_heads_own_tree(model: str, tmp_path: Path) -> None:
-    import torch
-
-    from vllm_medusa.heads import MedusaHeads, save_heads
-
+def test_the_heads_own_tree(config, tmp_path):
     heads = MedusaHeads(3, 1, 64, 512, shared_lm_head=True)
     save_heads(tmp_path, heads.to(torch.float32), {"tree": TREE})
     asked = {"method": "medusa", "model": str(tmp_path)}
-    args = EngineArgs(model=model, skip_tokenizer_init=True, speculative_config=asked)
-    assert options(args).tree == TokenTree.from_paths(TREE)
-    args.speculative_config = asked | {"tree": {"chain": 2}}
-    assert options(args).tree == TokenTree.chain(2)
+    assert EngineOptions.of(config(asked)).tree == TokenTree.from_paths(TREE)
+    assert EngineOptions.of(config(asked | {"tree": {"chain": 2}})).tree == TokenTree.chain(2)
 
 
-def test_nothing_of_the_user_s_is_changed(model: str, heads: str) -> None:
+def test_nothing_of_the_user_s_is_changed(model, heads):
     asked = {"method": "medusa", "model": heads, "tree": TREE}
     extra = {"mine": {"a": 1}}
     kept = json.dumps([asked, extra])
@@ -222,22 +204,18 @@ def test_nothing_of_the_user_s_is_changed(model: str, heads: str) -> None:
     [None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}],
     ids=["plain", "ngram"],
 )
-def test_without_medusa_the_config_is_vllm_s_own(
-    model: str, asked: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def config() -> Any:
-        made = EngineArgs(
-            model=model, skip_tokenizer_init=True, speculative_config=asked and dict(asked)
-        ).create_engine_config()
-        made.instance_id = ""
-        return made
+def test_without_medusa_the_config_is_vllm_s_own(config, asked, monkeypatch):
+    def made():
+        found = config(asked and dict(asked))
+        found.instance_id = ""
+        return found
 
-    hooked = config()
+    hooked = made()
     for name in ("create_speculative_config", "create_engine_config"):
         hook = vars(EngineArgs)[name]
         assert hook.__medusa_override__
         monkeypatch.setattr(EngineArgs, name, hook.__wrapped__)
-    stock = config()
+    stock = made()
     assert repr(hooked) == repr(stock)
     assert hooked.compute_hash() == stock.compute_hash()
     assert "medusa" not in (hooked.additional_config or {})
@@ -253,21 +231,17 @@ def test_without_medusa_the_config_is_vllm_s_own(
     ],
     ids=["no method", "another method", "misspelt"],
 )
-def test_keys_of_ours_without_our_name(model: str, heads: str, asked: dict[str, Any]) -> None:
+def test_keys_of_ours_without_our_name(config, heads, asked):
     if asked.get("method") != "ngram":
         asked = {"model": heads, **asked}
-    arguments = EngineArgs(model=model, skip_tokenizer_init=True, speculative_config=asked)
     with pytest.raises(ValueError, match='Trees need "method": "medusa"'):
-        arguments.create_engine_config()
+        config(asked)
 
 
-def test_the_flag_is_in_the_help(parser: FlexibleArgumentParser) -> None:
+def test_the_flag_is_in_the_help(parser):
     (action,) = [a for a in parser._actions if "--speculative-model" in a.option_strings]
     assert action.metavar == "HEADS" and "--speculative-config" in action.help
 
 
-def test_a_key_of_ours_without_speculation_is_nobody_s_business(model: str) -> None:
-    config = EngineArgs(
-        model=model, skip_tokenizer_init=True, additional_config={"medusa": {}}
-    ).create_engine_config()
-    assert config.speculative_config is None
+def test_a_key_of_ours_without_speculation_is_nobody_s_business(config):
+    assert config(None, additional_config={"medusa": {}}).speculative_config is None

@@ -1,7 +1,5 @@
 """What the sampler is told at each node of a path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -36,7 +34,7 @@ class Other:
 
 def metadata(**changes: Any) -> SamplingMetadata:
     ones = torch.ones(2)
-    values: dict[str, Any] = {
+    values = {
         "temperature": ones, "all_greedy": False, "all_random": True, "top_p": None,
         "top_k": None, "generators": {}, "max_num_logprobs": None, "no_penalties": True,
         "prompt_token_ids": None, "frequency_penalties": ones, "presence_penalties": ones,
@@ -47,7 +45,7 @@ def metadata(**changes: Any) -> SamplingMetadata:
     return SamplingMetadata(**values | changes)
 
 
-def test_without_history_nothing_is_copied() -> None:
+def test_without_history_nothing_is_copied():
     plain = metadata()
     history = PathHistory(plain, 2)
     history.extend(torch.tensor([1, 2]))
@@ -55,7 +53,7 @@ def test_without_history_nothing_is_copied() -> None:
     assert history.paths == [[], []]
 
 
-def test_only_active_requests_draw() -> None:
+def test_only_active_requests_draw():
     generators = {0: torch.Generator(), 1: torch.Generator()}
     history = PathHistory(metadata(generators=generators), 2)
     assert history.at(0, ALL).generators == generators
@@ -64,7 +62,7 @@ def test_only_active_requests_draw() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"no_penalties": False}, {"bad_words_token_ids": {1: [[3]]}}])
-def test_the_path_counts_as_output(changes: dict[str, Any]) -> None:
+def test_the_path_counts_as_output(changes):
     given = metadata(**changes)
     assert needs_tokens(given) and not needs_tokens(metadata())
     history = PathHistory(given, 2)
@@ -75,15 +73,15 @@ def test_the_path_counts_as_output(changes: dict[str, Any]) -> None:
     assert given.output_token_ids == [[7], [8, 9]]
 
 
-def test_paths_may_be_given() -> None:
+def test_paths_may_be_given():
     history = PathHistory(metadata(no_penalties=False), 2, [[], [5]])
     assert history.at(0, ALL).output_token_ids == [[7], [8, 9, 5]]
 
 
-def test_min_tokens_counts_the_path() -> None:
+def test_min_tokens_counts_the_path():
     processors, other = LogitsProcessors(), Other()
     rules = {1: (4, [8, 9], {0, 3}, False)}
-    processors.non_argmax_invariant = [other, MinTokens(rules)]  # type: ignore[list-item]
+    processors.non_argmax_invariant = [other, MinTokens(rules)]
     given = metadata(logitsprocs=processors)
     history = PathHistory(given, 2)
     barred = []
@@ -98,7 +96,7 @@ def test_min_tokens_counts_the_path() -> None:
     assert given.logitsprocs.non_argmax_invariant[1].min_toks is rules
 
 
-def test_min_tokens_by_node() -> None:
+def test_min_tokens_by_node():
     """Rows of one request at several depths, as typical acceptance asks."""
     at = MinTokensAt({0: (2, [7], [4], False)}, [(0, 0), (1, 0), (0, 1), (0, 2)])
     logits = at.apply(torch.zeros(4, 5))

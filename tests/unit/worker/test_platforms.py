@@ -1,7 +1,5 @@
 """Which platforms, workers and attention backends Medusa takes, and what it says of others."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,7 @@ def platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 class TestPlatforms:
     @pytest.mark.parametrize(("name", "on_v2"), [("cpu", False), ("cpu", True), ("cuda", True)])
-    def test_taken(self, monkeypatch: pytest.MonkeyPatch, name: str, on_v2: bool) -> None:
+    def test_taken(self, monkeypatch, name, on_v2):
         platform(monkeypatch, name)
         compat.refuse_unsupported_platform(on_v2)
         assert compat.on_cuda() == (name == "cuda")
@@ -37,14 +35,12 @@ class TestPlatforms:
             ("rocm", True, "CPU and CUDA.*'rocm'"),
         ],
     )
-    def test_refused(
-        self, monkeypatch: pytest.MonkeyPatch, name: str, on_v2: bool, reason: str
-    ) -> None:
+    def test_refused(self, monkeypatch, name, on_v2, reason):
         platform(monkeypatch, name)
         with pytest.raises(MedusaConfigError, match=reason):
             compat.refuse_unsupported_platform(on_v2)
 
-    def test_the_worker(self) -> None:
+    def test_the_worker(self):
         assert compat.derives_from(V2_CUDA_WORKER, "vllm.v1.worker.gpu_worker.Worker")
         assert not compat.derives_from(V2_CUDA_WORKER, "vllm.v1.worker.cpu_worker.CPUWorker")
         assert compat.derives_from(V2_CUDA_WORKER, "vllm_medusa.worker.v2.with_trees.WithTrees")
@@ -57,29 +53,22 @@ class TestChoice:
         choose_triton_attention(args)  # arguments are used for more than one engine
         return args.attention_backend or args.attention_config.backend
 
-    @pytest.mark.parametrize(
-        "arguments",
-        [
+    def test_triton(self):
+        backends = ("auto", "triton_attn", AttentionBackendEnum.TRITON_ATTN)
+        for arguments in (
             {},
-            {"attention_backend": "auto"},
-            {"attention_backend": "triton_attn"},
-            {"attention_backend": AttentionBackendEnum.TRITON_ATTN},
+            *({"attention_backend": backend} for backend in backends),
             {"attention_config": {"backend": "TRITON_ATTN"}},
-        ],
-    )
-    def test_triton(self, arguments: dict[str, Any]) -> None:
-        chosen = self.chosen(**arguments)
-        assert str(getattr(chosen, "name", chosen)).upper() == "TRITON_ATTN"
+        ):
+            chosen = self.chosen(**arguments)
+            assert str(getattr(chosen, "name", chosen)).upper() == "TRITON_ATTN"
 
-    @pytest.mark.parametrize(
-        "arguments",
-        [
+    def test_others_are_refused(self):
+        for arguments in (
             {"attention_backend": "FLASH_ATTN"},
             {"attention_backend": AttentionBackendEnum.FLASHINFER},
             {"attention_config": {"backend": "flex_attention"}},
             {"attention_config": {"backend_per_kind": {"sliding_window": "FLASH_ATTN"}}},
-        ],
-    )
-    def test_others_are_refused(self, arguments: dict[str, Any]) -> None:
-        with pytest.raises(MedusaConfigError, match=r"FLA?.*TRITON_ATTN|FLEX.*TRITON_ATTN"):
-            self.chosen(**arguments)
+        ):
+            with pytest.raises(MedusaConfigError, match=r"FLA?.*TRITON_ATTN|FLEX.*TRITON_ATTN"):
+                self.chosen(**arguments)

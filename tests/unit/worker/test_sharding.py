@@ -1,10 +1,7 @@
 """Who scores what; that ranks then draft alike is shown by real ranks (tests/distributed)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,8 +25,8 @@ def as_rank(patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "num_ids"), [(2, 512), (3, 512), (4, 1001), (8, 513), (2, 129)])
-def test_rows_are_dealt_out_once(monkeypatch: pytest.MonkeyPatch, ranks: int, num_ids: int) -> None:
-    ids: list[int] = []
+def test_rows_are_dealt_out_once(monkeypatch, ranks, num_ids):
+    ids = []
     for rank in range(ranks):
         as_rank(monkeypatch, rank, ranks)
         shard = sharding.shard_of_rows(num_ids)
@@ -39,16 +36,14 @@ def test_rows_are_dealt_out_once(monkeypatch: pytest.MonkeyPatch, ranks: int, nu
 
 
 @pytest.mark.parametrize(("ranks", "num_ids"), [(1, 32000), (2, 127), (8, 500)])
-def test_one_rank_or_few_rows_are_not_split(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, num_ids: int
-) -> None:
+def test_one_rank_or_few_rows_are_not_split(monkeypatch, ranks, num_ids):
     as_rank(monkeypatch, 0, ranks)
     assert sharding.shard_of_rows(num_ids) is None
 
 
-def test_the_target_says_how_wide_its_shards_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_target_says_how_wide_its_shards_are(monkeypatch):
     row = torch.zeros(1, 8)
-    target: Any = SimpleNamespace(compute_logits_local=lambda rows: rows.new_zeros(len(rows), 64))
+    target = SimpleNamespace(compute_logits_local=lambda rows: rows.new_zeros(len(rows), 64))
     as_rank(monkeypatch, 1, 2)
     assert sharding.shard_of_target(target, row, 100) == VocabShard(64, 36, 100)
     assert sharding.shard_of_target(SimpleNamespace(), row, 100) is None  # gathers, as before
@@ -56,7 +51,7 @@ def test_the_target_says_how_wide_its_shards_are(monkeypatch: pytest.MonkeyPatch
     assert sharding.shard_of_target(target, row, 100) is None
 
 
-def test_candidates_travel_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_travel_bit_by_bit(monkeypatch):
     as_rank(monkeypatch, 0, 2)
     keys = torch.randint(NO_CANDIDATE, -NO_CANDIDATE - 1, (3, 4, 5))
     keys[0, 0] = NO_CANDIDATE
