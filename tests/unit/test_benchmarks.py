@@ -1,7 +1,5 @@
 """`python -m benchmarks`: rows are written as they come, none without a right result, --base."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

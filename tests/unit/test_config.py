@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +20,11 @@ TYPICAL = AcceptanceConfig(mode="typical", epsilon=0.5, delta=0.25, greedy_root=
 
 
 class TestAcceptance:
-    def test_default_is_lossless(self) -> None:
+    def test_default_is_lossless(self):
         assert AcceptanceConfig().mode == "lossless"
         assert AcceptanceConfig.parse(None) == AcceptanceConfig.parse("lossless")
 
-    def test_forms(self) -> None:
+    def test_forms(self):
         assert AcceptanceConfig.parse("typical") == AcceptanceConfig(mode="typical")
         assert AcceptanceConfig.parse(TYPICAL) is TYPICAL
         given = {"mode": "typical", "epsilon": 0.5, "delta": 0.25, "greedy_root": True}
@@ -52,26 +51,26 @@ class TestAcceptance:
             ({"mode": "lossless", "greedy_root": True}, "greedy_root is True, which does nothing"),
         ],
     )
-    def test_refusals(self, value: Any, words: str) -> None:
+    def test_refusals(self, value, words):
         with pytest.raises(MedusaConfigError, match=words):
             AcceptanceConfig.parse(value)
 
-    def test_the_constructor_speaks_plainly_too(self) -> None:
+    def test_the_constructor_speaks_plainly_too(self):
         with pytest.raises(MedusaConfigError, match=r"^Medusa acceptance epsilon is 7; give"):
             AcceptanceConfig(mode="typical", epsilon=7)
         with pytest.raises(MedusaConfigError, match=r"'mod' is unknown .did you mean 'mode'"):
-            AcceptanceConfig(mod="typical")  # type: ignore[call-arg]
+            AcceptanceConfig(mod="typical")
 
-    def test_frozen(self) -> None:
+    def test_frozen(self):
         with pytest.raises(ValidationError, match="frozen"):
-            TYPICAL.epsilon = 0.1  # type: ignore[misc]
+            TYPICAL.epsilon = 0.1
         assert hash(TYPICAL) == hash(copy.deepcopy(TYPICAL))
 
 
 class TestRequestArguments:
     @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, {"medusa": None}])
     @pytest.mark.parametrize("default", [AcceptanceConfig(), TYPICAL])
-    def test_silence_keeps_the_default(self, extra: Any, default: AcceptanceConfig) -> None:
+    def test_silence_keeps_the_default(self, extra, default):
         assert AcceptanceConfig.from_extra_args(extra, default) is default
 
     @pytest.mark.parametrize(
@@ -100,9 +99,7 @@ class TestRequestArguments:
             ),
         ],
     )
-    def test_overrides(
-        self, options: dict[str, Any], default: AcceptanceConfig, expected: AcceptanceConfig
-    ) -> None:
+    def test_overrides(self, options, default, expected):
         assert AcceptanceConfig.from_extra_args({"medusa": options}, default) == expected
 
     @pytest.mark.parametrize(
@@ -122,35 +119,35 @@ class TestRequestArguments:
             ({"acceptance": "typical", "epsilon": 5}, "epsilon is 5"),
         ],
     )
-    def test_refusals(self, options: Any, words: str) -> None:
+    def test_refusals(self, options, words):
         with pytest.raises(MedusaConfigError, match=words):
             AcceptanceConfig.from_extra_args({"medusa": options}, AcceptanceConfig())
 
 
 class TestTree:
-    def test_the_user_comes_before_the_heads_and_the_heads_before_the_default(self) -> None:
+    def test_the_user_comes_before_the_heads_and_the_heads_before_the_default(self):
         assert TreeConfig.resolve({"chain": 2}, [[0], [1]], 3, 100) == TokenTree.chain(2)
         assert TreeConfig.resolve(None, [[0], [1]], 3, 100).paths == ((0,), (1,))
         assert TreeConfig.resolve(None, None, 4, 100) == DEFAULT_TREE
         assert TreeConfig.resolve(None) == DEFAULT_TREE
 
-    def test_the_default_is_cut_to_the_heads_and_the_vocabulary(self) -> None:
+    def test_the_default_is_cut_to_the_heads_and_the_vocabulary(self):
         assert TreeConfig.resolve(None, None, 2, 100) == DEFAULT_TREE.cut(max_depth=2)
         assert TreeConfig.resolve(None, None, 1, 2).paths == ((0,), (1,))
 
     @settings(deadline=None)
     @given(st.integers(1, 70))
-    def test_the_cap_is_a_prefix(self, cap: int) -> None:
+    def test_the_cap_is_a_prefix(self, cap):
         tree = load_preset("mc_sim_7b_63")
         capped = TreeConfig.resolve("mc_sim_7b_63", max_draft_tokens=cap)
         assert capped.num_draft_tokens == min(cap, 63)
         assert capped == tree.prefix(cap + 1)
 
-    def test_only_what_the_cap_keeps_must_fit(self) -> None:
+    def test_only_what_the_cap_keeps_must_fit(self):
         assert TreeConfig.resolve({"chain": 9}, None, 3, 100, 3) == TokenTree.chain(3)
 
     @pytest.mark.parametrize("num_heads", [1, 2, 3])
-    def test_too_deep_names_the_path_and_a_tree_that_fits(self, num_heads: int) -> None:
+    def test_too_deep_names_the_path_and_a_tree_that_fits(self, num_heads):
         with pytest.raises(MedusaConfigError) as caught:
             TreeConfig.resolve("mc_sim_7b_63", None, num_heads, 100)
         text = str(caught.value)
@@ -160,7 +157,7 @@ class TestTree:
             assert json.dumps(remedy) in text
             TreeConfig.resolve(remedy, None, num_heads, 100)
 
-    def test_bounds_are_exact(self) -> None:
+    def test_bounds_are_exact(self):
         assert TreeConfig.resolve([[0], [7]], None, 1, 8).num_nodes == 3
         with pytest.raises(MedusaConfigError, match=r"\[7\] takes rank 7, .* 7 tokens.* up to 6"):
             TreeConfig.resolve([[0], [7]], None, 1, 7)
@@ -168,7 +165,7 @@ class TestTree:
         with pytest.raises(MedusaConfigError, match="depth 3, but there are 2 heads"):
             TreeConfig.resolve({"chain": 3}, None, 2)
 
-    def test_a_bad_tree_of_the_heads_says_whose_it_is(self) -> None:
+    def test_a_bad_tree_of_the_heads_says_whose_it_is(self):
         with pytest.raises(MedusaConfigError, match=r"heads' own config can't.*Set the option"):
             TreeConfig.resolve(None, [[0, 0]], 3, 100)
         with pytest.raises(MedusaConfigError, match=r"heads' own config \('zephyr_stage2'\)"):
@@ -184,19 +181,19 @@ class TestTree:
             ((None, None, 0, 100), "0 heads over 100 tokens can't draft"),
         ],
     )
-    def test_refusals(self, arguments: tuple[Any, ...], words: str) -> None:
+    def test_refusals(self, arguments, words):
         with pytest.raises(MedusaConfigError, match=words):
             TreeConfig.resolve(*arguments)
 
 
 class TestMedusaConfig:
-    def test_everything_left_out(self) -> None:
+    def test_everything_left_out(self):
         config = MedusaConfig.from_speculative_config({"method": "medusa"})
         assert config == MedusaConfig()
         assert (config.model, config.tree, config.num_speculative_tokens) == (None, None, None)
         assert config.acceptance == AcceptanceConfig()
 
-    def test_everything_given(self) -> None:
+    def test_everything_given(self):
         config = MedusaConfig.from_speculative_config(
             {
                 "method": "medusa",
@@ -212,7 +209,7 @@ class TestMedusaConfig:
         assert config.acceptance == AcceptanceConfig(mode="typical", epsilon=0.5)
         assert config.num_speculative_tokens == 5
 
-    def test_the_users_dict_is_left_alone(self) -> None:
+    def test_the_users_dict_is_left_alone(self):
         given = {"method": "medusa", "tree": {"chain": 2}}
         MedusaConfig.from_speculative_config(given)
         assert given == {"method": "medusa", "tree": {"chain": 2}}
@@ -238,7 +235,7 @@ class TestMedusaConfig:
             ({"acceptance": {"mode": "typical", "delta": 5}}, "Medusa acceptance delta is 5"),
         ],
     )
-    def test_refusals(self, options: dict[str, Any], words: str) -> None:
+    def test_refusals(self, options, words):
         with pytest.raises(MedusaConfigError, match=words):
             MedusaConfig.from_speculative_config(options)
 
@@ -249,9 +246,7 @@ class TestMedusaConfig:
         acceptance=st.sampled_from([AcceptanceConfig(), TYPICAL, AcceptanceConfig(mode="typical")]),
         tokens=st.none() | st.integers(1, 255),
     )
-    def test_round_trip_through_json_and_pickle(
-        self, model: str | None, tree: Any, acceptance: AcceptanceConfig, tokens: int | None
-    ) -> None:
+    def test_round_trip_through_json_and_pickle(self, model, tree, acceptance, tokens):
         config = MedusaConfig(
             model=model, tree=tree, acceptance=acceptance, num_speculative_tokens=tokens
         )
@@ -259,12 +254,12 @@ class TestMedusaConfig:
         assert MedusaConfig(**travelled) == config
         assert pickle.loads(pickle.dumps(config)) == config
 
-    def test_frozen(self) -> None:
+    def test_frozen(self):
         with pytest.raises(ValidationError, match="frozen"):
-            MedusaConfig().model = "x"  # type: ignore[misc]
+            MedusaConfig().model = "x"
 
 
-def test_options_are_read_without_torch_or_vllm() -> None:
+def test_options_are_read_without_torch_or_vllm():
     """A command line's --help and the plugin's gate must be quick."""
     code = "import sys, vllm_medusa.config; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

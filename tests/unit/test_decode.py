@@ -4,8 +4,6 @@ The models are chaotic (large random weights), since a model that loops hides wr
 of random weights accept next to nothing, so `PlantedHeads` know how the target goes on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable
@@ -48,7 +46,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 WINDOW = 9  # shorter than every sequence here, and cuts between nodes of one tree
-MODELS: dict[str, Callable[[], Any]] = {
+MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "qwen2_sliding": lambda: Qwen2ForCausalLM(
@@ -70,7 +68,7 @@ def build(name: str, attention: str = "sdpa") -> Any:
 
 
 @pytest.fixture(scope="module")
-def llama() -> Any:
+def llama():
     return build("llama")
 
 
@@ -80,15 +78,15 @@ def prompt(seed: int = 0, length: int = 7) -> Tensor:
 
 @torch.inference_mode()
 def plain(
-    model: Any,
-    input_ids: Tensor,
-    steps: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-    draw: sampler.Draw = draw_exponential,
-) -> tuple[list[int], Tensor]:
+    model,
+    input_ids,
+    steps,
+    temperature=0.0,
+    top_k=0,
+    top_p=1.0,
+    generator=None,
+    draw=draw_exponential,
+):
     """Decode token by token: (``steps`` tokens, hidden states [steps, H] that gave them)."""
     cache = DynamicCache(config=model.config)
     step, tokens, states = input_ids[None], [], []
@@ -158,7 +156,7 @@ def check_counts(result: DecodeResult, requested: int, depth: int) -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_equals_plain_greedy(name: str, attention: str) -> None:
+def test_greedy_equals_plain_greedy(name, attention):
     model = build(name, attention)
     tokens, states = plain(model, prompt(), 90)
     assert len(set(tokens[:80])) > 25, "the model loops and would prove nothing"
@@ -175,9 +173,7 @@ def test_greedy_equals_plain_greedy(name: str, attention: str) -> None:
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.3, 20, 1.0), (1.0, 9, 0.6)]
 )
-def test_lossless_sampling_equals_plain_sampling(
-    llama: Any, temperature: float, top_k: int, top_p: float, draw: sampler.Draw
-) -> None:
+def test_lossless_sampling_equals_plain_sampling(llama, temperature, top_k, top_p, draw):
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "draw": draw}
     for seed in range(3):
         tokens, states = plain(
@@ -197,7 +193,7 @@ def test_lossless_sampling_equals_plain_sampling(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_real_heads(llama: Any, shared: bool) -> None:
+def test_real_heads(llama, shared):
     torch.manual_seed(4)
     heads = MedusaHeads(4, 1, HIDDEN, VOCAB, shared_lm_head=shared)
     for parameter in heads.parameters():
@@ -211,14 +207,14 @@ def test_real_heads(llama: Any, shared: bool) -> None:
     [TokenTree.chain(4), TokenTree.chain(1), TokenTree.dense([5]), TREE.prefix(20)],
     ids=["chain", "one", "flat", "sparse"],
 )
-def test_other_trees(llama: Any, tree: TokenTree) -> None:
+def test_other_trees(llama, tree):
     tokens, states = plain(llama, prompt(3), 50)
     result = decode(llama, PlantedHeads(tokens, states), tree, prompt(3), 40)
     assert result.token_ids == tokens[:40]
     check_counts(result, 40, tree.max_depth)
 
 
-def test_length_limits_cut_anywhere(llama: Any) -> None:
+def test_length_limits_cut_anywhere(llama):
     tokens, states = plain(llama, prompt(), 40)
     heads = PlantedHeads(tokens, states, misses=0)
     for limit in range(1, 14):
@@ -230,7 +226,7 @@ def test_length_limits_cut_anywhere(llama: Any) -> None:
         assert late.token_ids == tokens[:limit] or tokens[limit + 1] in tokens[:limit]
 
 
-def test_end_tokens_cut_anywhere_and_the_step_counts_whole(llama: Any) -> None:
+def test_end_tokens_cut_anywhere_and_the_step_counts_whole(llama):
     tokens, states = plain(llama, prompt(), 60)
     heads = PlantedHeads(tokens, states, misses=0)
     free = decode(llama, heads, TREE, prompt(), 40)
@@ -244,10 +240,10 @@ def test_end_tokens_cut_anywhere_and_the_step_counts_whole(llama: Any) -> None:
             assert result.accepted_per_step == free.accepted_per_step[:steps]
 
 
-def test_near_max_model_len_only_drafts_that_fit_are_scored(llama: Any) -> None:
+def test_near_max_model_len_only_drafts_that_fit_are_scored(llama):
     tokens, states = plain(llama, prompt(), 40)
     heads = PlantedHeads(tokens, states, misses=0)
-    seen: list[tuple[int, int]] = []
+    seen = []
     base = Wrapped(
         llama,
         lambda a: seen.append((a["past_key_values"].get_seq_length(), a["position_ids"].shape[1])),
@@ -262,7 +258,7 @@ def test_near_max_model_len_only_drafts_that_fit_are_scored(llama: Any) -> None:
         assert len(result.accepted_per_step) == len(drafting)  # a step without drafts is none
 
 
-def test_no_room_is_an_error(llama: Any) -> None:
+def test_no_room_is_an_error(llama):
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         decode(llama, PlantedHeads([1], torch.zeros(1, HIDDEN)), TREE, prompt(), 0)
     with pytest.raises(ValueError, match="the prompt has 7 tokens; raise"):
@@ -270,22 +266,13 @@ def test_no_room_is_an_error(llama: Any) -> None:
 
 
 @torch.inference_mode()
-def brute_force_typical(
-    model: Any,
-    heads: Any,
-    tree: TokenTree,
-    context: list[int],
-    root: int,
-    config: AcceptanceConfig,
-    temperature: float,
-    generator: torch.Generator,
-) -> tuple[list[int], int]:
+def brute_force_typical(model, heads, tree, context, root, config, temperature, generator):
     """One step without cache, mask or batch: (accepted tokens, final token)."""
     state = model(torch.tensor([context]), output_hidden_states=True).hidden_states[-1][:, -1]
     logits = heads.compute_logits(heads(state, tree.max_depth), model.lm_head)[0]  # [K, V]
     ranked = logits.argsort(-1, True)
-    best: tuple[int, float, list[int]] = (0, 0.0, [])
-    kept: dict[tuple[int, ...], float] = {(): 0.0}
+    best = (0, 0.0, [])
+    kept = {(): 0.0}
     for path in tree.paths:
         if path[:-1] not in kept:
             continue
@@ -304,7 +291,7 @@ def brute_force_typical(
 
 
 @pytest.mark.parametrize("greedy_root", [False, True])
-def test_typical_equals_brute_force(llama: Any, greedy_root: bool) -> None:
+def test_typical_equals_brute_force(llama, greedy_root):
     config = AcceptanceConfig(mode="typical", epsilon=0.03, delta=1.0, greedy_root=greedy_root)
     tree, temperature = TokenTree.dense([3, 2, 2]), 2.5  # flat enough to accept about half
     torch.manual_seed(4)
@@ -339,7 +326,7 @@ def test_typical_equals_brute_force(llama: Any, greedy_root: bool) -> None:
     assert {0, 1, 3} <= set(accepted)
 
 
-def test_typical_at_temperature_zero_is_greedy(llama: Any) -> None:
+def test_typical_at_temperature_zero_is_greedy(llama):
     tokens, states = plain(llama, prompt(), 40)
     config = AcceptanceConfig(mode="typical", epsilon=0.001, delta=0.01)
     result = decode(llama, PlantedHeads(tokens, states), TREE, prompt(), 30, acceptance=config)
@@ -361,17 +348,17 @@ def run_broken(model: Any) -> tuple[int, int]:
     return wrong, steps
 
 
-def test_control_nothing_broken(llama: Any) -> None:
+def test_control_nothing_broken(llama):
     assert run_broken(llama) == (0, 8 * 8)  # 1 token from the prompt, then 5 from every step
 
 
-def test_control_no_compaction(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_no_compaction(llama, monkeypatch):
     monkeypatch.setattr(kv, "copy_slots", lambda *_: None)
     assert run_broken(llama)[0] >= 7
 
 
-def test_control_causal_instead_of_tree_mask(llama: Any) -> None:
-    def causal(arguments: dict) -> None:
+def test_control_causal_instead_of_tree_mask(llama):
+    def causal(arguments):
         mask = arguments["attention_mask"]
         n, length = mask.shape[-2:]
         low = torch.finfo(mask.dtype).min
@@ -380,24 +367,22 @@ def test_control_causal_instead_of_tree_mask(llama: Any) -> None:
     assert run_broken(Wrapped(llama, causal))[0] >= 7
 
 
-def test_control_positions_by_slot(llama: Any) -> None:
-    def by_slot(arguments: dict) -> None:
+def test_control_positions_by_slot(llama):
+    def by_slot(arguments):
         positions = arguments["position_ids"]
         arguments["position_ids"] = positions[:, :1] + torch.arange(positions.shape[1])
 
     assert run_broken(Wrapped(llama, by_slot))[0] >= 7
 
 
-def test_control_hidden_state_of_the_wrong_node(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_hidden_state_of_the_wrong_node(llama, monkeypatch):
     """A chain's rule, last node = number accepted: right tokens, but every other draft is lost.
 
     No worse, since a step that accepts nothing hands on the root, which is the right node.
     """
     judge = sampler.greedy_verdict
 
-    def chain_rule(*arguments: Any) -> sampler.Verdict:
+    def chain_rule(*arguments):
         verdict = judge(*arguments)
         path = dataclasses.replace(verdict.path, last_node=verdict.path.num_accepted)
         return dataclasses.replace(verdict, path=path)
@@ -408,14 +393,14 @@ def test_control_hidden_state_of_the_wrong_node(
     assert steps > 8 * 12
 
 
-def test_control_one_draw_too_many(llama: Any) -> None:
+def test_control_one_draw_too_many(llama):
     """A sampler that draws for rejected levels too leaves the plain run's random stream."""
     options = {"temperature": 1.0}
     tokens, states = plain(
         llama, prompt(), 50, **options, generator=torch.Generator().manual_seed(0)
     )
 
-    def wasteful(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    def wasteful(logits, generator):
         token = draw_exponential(logits, generator)
         torch.rand(1, generator=generator)
         return token

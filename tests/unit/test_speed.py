@@ -1,7 +1,5 @@
 """The benchmarks of engines: what may be reported, and the arithmetic of the parts of a step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def options() -> SpeedOptions:
+def options():
     return SpeedOptions(
         target=ROOT / "demo" / "target",
         heads=ROOT / "demo" / "heads",
@@ -38,7 +36,7 @@ class Process:
 
     def __init__(self, like: Any) -> None:
         self.like = like
-        self.temperatures: list[float] = []
+        self.temperatures = []
 
     def __call__(self, settings: Any, sampling: Any) -> Any:
         self.temperatures.append(sampling.temperature)

@@ -2,7 +2,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ TARGET = Path(__file__).parents[3] / "demo" / "target"
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
+def arguments(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"<s>def f{i}("}) + "\n" for i in range(9)))
     return [
@@ -23,14 +22,12 @@ def arguments(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def refused(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> Any:
+def refused(arguments, tmp_path, monkeypatch, capfd):
     """Run with changes that must be refused before any stage; returns what is said."""
     begun = lambda *_: pytest.fail("it was not refused")  # noqa: E731
     monkeypatch.setattr(job, "WorkFolder", begun)
 
-    def run(*changes: str) -> str:
+    def run(*changes):
         with pytest.raises(SystemExit) as exit:
             cli.main([*arguments, *changes])
         assert exit.value.code == 2
@@ -40,7 +37,7 @@ def refused(
     return run
 
 
-def test_bad_lines_are_told_with_their_numbers(refused: Any, tmp_path: Path) -> None:
+def test_bad_lines_are_told_with_their_numbers(refused, tmp_path):
     with (tmp_path / "prompts.jsonl").open("ab") as file:
         file.write(b'{"promt": "a"}\n{"prompt": "\xff"}\n')
     said = refused()
@@ -49,15 +46,13 @@ def test_bad_lines_are_told_with_their_numbers(refused: Any, tmp_path: Path) -> 
     assert "--on-bad-line skip" in said
 
 
-def test_too_few_prompts(refused: Any, tmp_path: Path) -> None:
+def test_too_few_prompts(refused, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 20)
     assert "1 different prompts; at least 2" in refused()
 
 
 @pytest.mark.parametrize("kind", ["file", "foreign"])
-def test_an_output_that_is_something_else_is_left_alone(
-    refused: Any, tmp_path: Path, kind: str
-) -> None:
+def test_an_output_that_is_something_else_is_left_alone(refused, tmp_path, kind):
     output = tmp_path / "heads"
     if kind == "file":
         output.write_text("mine")
@@ -69,14 +64,14 @@ def test_an_output_that_is_something_else_is_left_alone(
     assert output.exists()
 
 
-def test_heads_of_another_adapt_are_left_alone(refused: Any, tmp_path: Path) -> None:
+def test_heads_of_another_adapt_are_left_alone(refused, tmp_path):
     output = tmp_path / "heads"
     output.mkdir()
     (output / "report.json").write_text('{"key": "another"}')
     assert "--overwrite" in refused()
 
 
-def test_files_of_others_beside_heads_are_not_overwritten(refused: Any, tmp_path: Path) -> None:
+def test_files_of_others_beside_heads_are_not_overwritten(refused, tmp_path):
     output = tmp_path / "heads"
     output.mkdir()
     (output / "report.json").write_text('{"key": "another"}')
@@ -88,9 +83,7 @@ def test_files_of_others_beside_heads_are_not_overwritten(refused: Any, tmp_path
 
 
 @pytest.mark.parametrize("which", ["target", "prompts"])
-def test_what_is_read_is_not_overwritten(
-    arguments: list[str], refused: Any, tmp_path: Path, which: str
-) -> None:
+def test_what_is_read_is_not_overwritten(arguments, refused, tmp_path, which):
     output = tmp_path / "heads"
     (output / "target").mkdir(parents=True)
     (output / "report.json").write_text('{"key": "another"}')
@@ -102,18 +95,12 @@ def test_what_is_read_is_not_overwritten(
     assert "which is read, is in --output" in refused("--overwrite")
 
 
-def test_a_folder_that_is_missing(refused: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_missing(refused, tmp_path):
     assert "no folder nowhere" in refused("--output", "nowhere/heads")
 
 
 @pytest.mark.parametrize("spelling", [".", "..", "/", "../here"])
-def test_the_current_folder_as_the_output(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    refused: Any,
-    spelling: str,
-) -> None:
+def test_the_current_folder_as_the_output(arguments, tmp_path, monkeypatch, refused, spelling):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -125,20 +112,20 @@ def test_the_current_folder_as_the_output(
     assert not list(here.iterdir())
 
 
-def test_a_link_that_leads_nowhere_as_the_output(refused: Any, tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_as_the_output(refused, tmp_path):
     (tmp_path / "heads").symlink_to(tmp_path / "nowhere" / "heads")
     assert f"no folder {tmp_path / 'nowhere'}" in refused()
 
 
 @pytest.mark.parametrize("place", ["heads", "heads/work", "link/work"])
-def test_a_work_folder_in_the_output(refused: Any, tmp_path: Path, place: str) -> None:
+def test_a_work_folder_in_the_output(refused, tmp_path, place):
     (tmp_path / "link").symlink_to(tmp_path / "heads")
     said = refused("--work", str(tmp_path / place))
     assert f"--work {tmp_path / place} is in --output" in said
     assert "Name another --work, or none" in said
 
 
-def test_a_target_that_is_none(refused: Any, arguments: list[str], tmp_path: Path) -> None:
+def test_a_target_that_is_none(refused, arguments, tmp_path):
     broken = tmp_path / "target"
     broken.mkdir()
     arguments[1] = str(broken)
@@ -149,9 +136,7 @@ def test_a_target_that_is_none(refused: Any, arguments: list[str], tmp_path: Pat
     assert "weights" in refused()
 
 
-def test_missing_packages_are_named_with_their_extra(
-    refused: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_packages_are_named_with_their_extra(refused, monkeypatch):
     known = checks.find_spec
     gone = ("matplotlib", "vllm")
     monkeypatch.setattr(checks, "find_spec", lambda n: None if n in gone else known(n))
@@ -160,7 +145,7 @@ def test_missing_packages_are_named_with_their_extra(
     assert "pip install 'vllm-medusa[cpu,train]'" in said
 
 
-def test_a_disk_that_is_too_small(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small(refused, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
     assert "GB free" in refused()
@@ -184,9 +169,7 @@ def test_a_disk_that_is_too_small(refused: Any, monkeypatch: pytest.MonkeyPatch)
         (["--train-args=--keep-cache"], "--keep-cache needs --cache"),
     ],
 )
-def test_options_that_a_later_stage_would_refuse(
-    refused: Any, options: list[str], words: str
-) -> None:
+def test_options_that_a_later_stage_would_refuse(refused, options, words):
     assert words in refused(*options)
 
 
@@ -206,22 +189,18 @@ def test_options_that_a_later_stage_would_refuse(
         ("--overwrite", "overwrite", "leave it out"),
     ],
 )
-def test_train_args_that_adapt_sets_itself(
-    refused: Any, given: str, name: str, remedy: str
-) -> None:
+def test_train_args_that_adapt_sets_itself(refused, given, name, remedy):
     assert f"--train-args has --{name}, which adapt decides: {remedy}" in refused(
         f"--train-args={given}"
     )
 
 
-def test_train_args_that_leave_no_target_to_serve(refused: Any) -> None:
+def test_train_args_that_leave_no_target_to_serve(refused):
     said = refused("--method", "medusa-2", "--train-args=--save adapter")
     assert "--train-args has --save, which adapt decides: leave it out" in said
 
 
-def test_finished_heads_are_not_made_again(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_finished_heads_are_not_made_again(arguments, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(checks.Plan, "key", "the same")
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "report.json").write_text('{"key": "the same"}')

@@ -1,6 +1,5 @@
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,9 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.failing: list[str] = []
-        self.called: list[str] = []
-        self.asked: dict[str, Any] = {}
+        self.failing = []
+        self.called = []
+        self.asked = {}
 
     def plan(self, **more: Any) -> Plan:
         files = AdaptFiles(prompts=Path("prompts.jsonl"), output=self.folder / "heads")
@@ -56,9 +55,7 @@ class Run:
             run_stages(plan, work)
         return {name: stage.folder for name, stage in work.finished.items()}
 
-    def job(
-        self, job: Any, options: Any, progress: Any, *, log: Path, command: Sequence[str] = ()
-    ) -> None:
+    def job(self, job, options, progress, *, log, command=()):
         """Stands in for `run_in_process`."""
         _, options = options
         here = log.parent
@@ -99,7 +96,7 @@ class Run:
 
 
 @pytest.fixture
-def adapt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def adapt(tmp_path, monkeypatch):
     run = Run(tmp_path)
     monkeypatch.setattr(stages, "run_in_process", run.job)
     monkeypatch.setattr(pipeline, "engine_arguments", lambda *_: {"enforce_eager": True})
@@ -110,7 +107,7 @@ ALL = ["check", "distill", "split", "train", "calibrate", "tree", "compare", "fi
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt: Run, name: str) -> None:
+def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
     adapt.failing = [name] * 2
     for begun in (ALL[: ALL.index(name) + 1], [name]):
         with pytest.raises(StageFailed, match=f"^{name}: killed"):
@@ -123,9 +120,7 @@ def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt: Run, name: str)
 
 
 @pytest.mark.parametrize(("name", "source"), [("calibrate", "train"), ("tree", "calibrate")])
-def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(
-    adapt: Run, name: str, source: str
-) -> None:
+def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(adapt, name, source):
     adapt.failing = [name] * 2
     for _ in range(2):
         with pytest.raises(StageFailed, match="killed"):
@@ -154,9 +149,7 @@ def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(
         ({"measuring": MeasuringOptions(num_draft_tokens=3)}, ALL[5:]),
     ],
 )
-def test_other_options_run_the_stages_again_that_they_concern(
-    adapt: Run, more: dict[str, Any], again: list[str]
-) -> None:
+def test_other_options_run_the_stages_again_that_they_concern(adapt, more, again):
     first = adapt.run()
     other = adapt.run(**more)
     assert adapt.called == again
@@ -166,7 +159,7 @@ def test_other_options_run_the_stages_again_that_they_concern(
     assert other != first
 
 
-def test_later_stages_get_what_earlier_ones_left(adapt: Run) -> None:
+def test_later_stages_get_what_earlier_ones_left(adapt):
     folders = adapt.run()
     asked = adapt.asked
     assert asked["train"].files.data == folders["split"] / "train.jsonl"
@@ -180,9 +173,7 @@ def test_later_stages_get_what_earlier_ones_left(adapt: Run) -> None:
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
-def test_the_split_notes_whether_its_halves_share_a_prompt(
-    tmp_path: Path, prompts: int, disjoint: bool
-) -> None:
+def test_the_split_notes_whether_its_halves_share_a_prompt(tmp_path, prompts, disjoint):
     (tmp_path / "records.jsonl").write_text(records(prompts))
     split_texts(SplitOptions(data=tmp_path / "records.jsonl", output=tmp_path, heldout_share=0.1))
     counts = json.loads((tmp_path / split.COUNTS).read_text())

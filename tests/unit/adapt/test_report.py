@@ -74,7 +74,7 @@ class Made:
         (self.folders["compare"] / "compare.json").write_text(json.dumps(measured))
         (folder / "prompts.jsonl").touch()
         self.output = folder / "heads"
-        self.asked: dict[str, Any] = {}
+        self.asked = {}
         self.stages = {
             name: Finished(path, f"vllm-medusa {name}", 12.0) for name, path in self.folders.items()
         }
@@ -97,11 +97,11 @@ class Made:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
+def made(tmp_path):
     return Made(tmp_path, [row(1, 1.2, 1.25), row(3, 1.4, 1.5)], fastest=3)
 
 
-def test_the_output_is_heads_that_know_how_they_fared(made: Made) -> None:
+def test_the_output_is_heads_that_know_how_they_fared(made):
     output = made.publish()
     info = peek_heads(output)
     assert info.tree == TREE
@@ -130,7 +130,7 @@ def test_the_output_is_heads_that_know_how_they_fared(made: Made) -> None:
         assert words in page, words
 
 
-def test_a_second_run_replaces_the_first_whole(made: Made) -> None:
+def test_a_second_run_replaces_the_first_whole(made):
     output = made.publish(key="one")
     (output / "stray").touch()
     made.publish(key="two")
@@ -139,7 +139,7 @@ def test_a_second_run_replaces_the_first_whole(made: Made) -> None:
     assert [path.name for path in output.parent.iterdir() if path.name.startswith(".")] == []
 
 
-def test_all_that_is_written_may_be_overwritten(made: Made) -> None:
+def test_all_that_is_written_may_be_overwritten(made):
     (made.folders["train"] / "heads" / "target").mkdir()
     written = {path.name for path in made.publish().iterdir()}
     assert "target" in written
@@ -147,7 +147,7 @@ def test_all_that_is_written_may_be_overwritten(made: Made) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_an_output_that_is_a_link_stays_one(made: Made, tmp_path: Path, there: bool) -> None:
+def test_an_output_that_is_a_link_stays_one(made, tmp_path, there):
     disk = tmp_path / "disk"
     disk.mkdir()
     if there:
@@ -162,9 +162,7 @@ def test_an_output_that_is_a_link_stays_one(made: Made, tmp_path: Path, there: b
 
 
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
-def test_whose_texts_calibration_used_is_said_where_the_target_was_trained(
-    made: Made, method: str
-) -> None:
+def test_whose_texts_calibration_used_is_said_where_the_target_was_trained(made, method):
     made.asked["training"] = TrainingOptions(method=method)
     page = (made.publish() / "report.md").read_text()
     assert ("written by the original target, not by the one trained" in page) == (
@@ -173,7 +171,7 @@ def test_whose_texts_calibration_used_is_said_where_the_target_was_trained(
 
 
 @pytest.mark.parametrize("disjoint", [True, False])
-def test_one_prompt_each_may_be_two_or_the_same(made: Made, disjoint: bool) -> None:
+def test_one_prompt_each_may_be_two_or_the_same(made, disjoint):
     counts = {"prompts": [2, 1, 1], "tokens": [9, 9, 9], "left_out": 0, "disjoint": disjoint}
     (made.folders["split"] / "counts.json").write_text(json.dumps(counts))
     page = (made.publish() / "report.md").read_text()
@@ -181,7 +179,7 @@ def test_one_prompt_each_may_be_two_or_the_same(made: Made, disjoint: bool) -> N
     assert ("not trained on, but calibrated on" in page) == (not disjoint)
 
 
-def test_no_gain_is_said_and_the_size_asked_for_is_kept(tmp_path: Path) -> None:
+def test_no_gain_is_said_and_the_size_asked_for_is_kept(tmp_path):
     made = Made(tmp_path, [row(3, 0.8, 1.5)], fastest=3)
     made.asked["measuring"] = MeasuringOptions(num_draft_tokens=3)
     said = report.conclusion(made.document())

@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import jobs
@@ -49,21 +48,21 @@ class Work:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Work:
+def work(tmp_path):
     return Work(tmp_path)
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def here(monkeypatch):
     """Jobs run in this process, which is quicker."""
 
-    def run(job: Any, options: Any, progress: Progress, *, log: Path, **more: Any) -> Any:
+    def run(job, options, progress, *, log, **more):
         return job(options, progress, **more)
 
     monkeypatch.setattr("vllm_medusa.adapt.stages.run_in_process", run)
 
 
-def test_a_stage_runs_once_and_is_announced(work: Work) -> None:
+def test_a_stage_runs_once_and_is_announced(work):
     (folder,) = work.run(work.copy())
     assert json.loads((folder / "out.json").read_text()) == {"a": 1}
     command = f"vllm-medusa copy-json --data {work.data} --output {folder}/out.json"
@@ -76,7 +75,7 @@ def test_a_stage_runs_once_and_is_announced(work: Work) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_other_inputs_or_options_are_another_stage_and_nothing_is_lost(work: Work) -> None:
+def test_other_inputs_or_options_are_another_stage_and_nothing_is_lost(work):
     (first,) = work.run(work.copy(data="one"))
     (second,) = work.run(work.copy(data="two"))
     (third,) = work.run(work.copy(compact=True, data="one"))
@@ -86,9 +85,7 @@ def test_other_inputs_or_options_are_another_stage_and_nothing_is_lost(work: Wor
 
 
 @pytest.mark.usefixtures("here")
-def test_a_path_alone_is_no_difference(
-    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_alone_is_no_difference(work, tmp_path, monkeypatch):
     (first,) = work.run(work.copy())
     work.data = work.data.rename(tmp_path / "elsewhere.json")
     monkeypatch.chdir(tmp_path)
@@ -100,7 +97,7 @@ def test_a_path_alone_is_no_difference(
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("damage", ["changed", "removed", "torn marker", "no marker"])
-def test_a_stage_whose_result_is_not_as_noted_runs_again(work: Work, damage: str) -> None:
+def test_a_stage_whose_result_is_not_as_noted_runs_again(work, damage):
     (folder,) = work.run(work.copy())
     if damage == "changed":
         (folder / "out.json").write_text("[]")
@@ -115,7 +112,7 @@ def test_a_stage_whose_result_is_not_as_noted_runs_again(work: Work, damage: str
     assert json.loads((folder / "out.json").read_text()) == {"a": 1}
 
 
-def test_a_refusal_names_the_log_and_is_no_result(work: Work, tmp_path: Path) -> None:
+def test_a_refusal_names_the_log_and_is_no_result(work, tmp_path):
     moved = work.data.rename(tmp_path / "elsewhere.json")
     with pytest.raises(StageFailed, match=r"copy: .*data\.json(.|\n)*log\.txt") as failure:
         work.run(work.copy())
@@ -128,7 +125,7 @@ def test_a_refusal_names_the_log_and_is_no_result(work: Work, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("here")
-def test_a_failure_keeps_its_status(work: Work) -> None:
+def test_a_failure_keeps_its_status(work):
     stage = Stage("fails", jobs.broken, lambda here: CopyOptions(data=here, output=here), {})
     with pytest.raises(StageFailed, match="fails: ") as failure:
         work.run(stage)
@@ -136,7 +133,7 @@ def test_a_failure_keeps_its_status(work: Work) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_job_that_leaves_nothing_has_failed(work: Work) -> None:
+def test_a_job_that_leaves_nothing_has_failed(work):
     options = CopyOptions(data=work.data, output=work.data.parent / "lost.json")
     stage = Stage("copy", jobs.copy, lambda here: options, {}, ["out.json"])
     with pytest.raises(StageFailed, match=r"left no out\.json") as failure:
@@ -145,8 +142,8 @@ def test_a_job_that_leaves_nothing_has_failed(work: Work) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_what_prepares_a_stage_is_called_before_each_attempt_only(work: Work) -> None:
-    called: list[Path] = []
+def test_what_prepares_a_stage_is_called_before_each_attempt_only(work):
+    called = []
     stage = Stage(
         "copy",
         jobs.copy,
@@ -159,7 +156,7 @@ def test_what_prepares_a_stage_is_called_before_each_attempt_only(work: Work) ->
     assert work.run(stage) == called
 
 
-def test_two_at_once_are_refused(work: Work) -> None:
+def test_two_at_once_are_refused(work):
     with (
         WorkFolder(work.folder, 1, SILENT),
         pytest.raises(FileRefused, match="another adapt"),

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.random_heads import HIDDEN, VOCAB, random_heads, write, write_sharded
 
 from vllm_medusa.heads import (
     HeadsError,
@@ -14,7 +15,6 @@ from vllm_medusa.heads import (
 )
 from vllm_medusa.heads.formats import read_layout
 
-HIDDEN, VOCAB = 8, 20
 SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
 
 
@@ -35,7 +35,7 @@ def check(source, plain, hidden, target_lm_head, **options):
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("bias", [True, False])
-def test_v1(file, layers, bias, tmp_path, random_heads, write, hidden, target_lm_head):
+def test_v1(file, layers, bias, tmp_path, hidden, target_lm_head):
     plain = random_heads(5, layers, bias)
     config = {
         "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
@@ -52,14 +52,14 @@ def test_v1(file, layers, bias, tmp_path, random_heads, write, hidden, target_lm
 
 
 @pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads.", "model.medusa_head."])
-def test_v1_behind_a_prefix(prefix, tmp_path, random_heads, write, hidden, target_lm_head):
+def test_v1_behind_a_prefix(prefix, tmp_path, hidden, target_lm_head):
     plain = random_heads(3, 2)
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1", prefix))
     assert check(tmp_path, plain, hidden, target_lm_head)[1].format == "v1"
 
 
 @pytest.mark.parametrize("config", [None, {"version": "2", "base_model_name_or_path": "N/A"}])
-def test_v2_uses_the_targets_lm_head(config, tmp_path, random_heads, write, hidden, target_lm_head):
+def test_v2_uses_the_targets_lm_head(config, tmp_path, hidden, target_lm_head):
     plain = random_heads(3, 1, num_lm_heads=0)
     write(tmp_path / "medusa_lm_head.safetensors", plain.spelled("v1"), config)
     heads, info = check(tmp_path, plain, hidden, target_lm_head)
@@ -73,7 +73,7 @@ def test_v2_uses_the_targets_lm_head(config, tmp_path, random_heads, write, hidd
     )
 
 
-def test_heads_without_layers(tmp_path, random_heads, write, hidden, target_lm_head):
+def test_heads_without_layers(tmp_path, hidden, target_lm_head):
     plain = random_heads(2, 0)
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"), {"medusa_num_layers": 0})
     assert check(tmp_path, plain, hidden, target_lm_head)[1].num_layers == 0
@@ -81,7 +81,7 @@ def test_heads_without_layers(tmp_path, random_heads, write, hidden, target_lm_h
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("lm_bias", [True, False])
-def test_vllm(bias, lm_bias, tmp_path, random_heads, write, hidden, target_lm_head):
+def test_vllm(bias, lm_bias, tmp_path, hidden, target_lm_head):
     plain = random_heads(4, 2, bias, lm_bias=lm_bias)
     write(tmp_path / "model.safetensors", plain.spelled("vllm"), {"num_heads": 9})
     _, info = check(tmp_path, plain, hidden, target_lm_head)
@@ -89,7 +89,7 @@ def test_vllm(bias, lm_bias, tmp_path, random_heads, write, hidden, target_lm_he
 
 
 @pytest.mark.parametrize("num_lm_heads", [3, 1, 0])
-def test_token_map(num_lm_heads, tmp_path, random_heads, write, hidden, target_lm_head):
+def test_token_map(num_lm_heads, tmp_path, hidden, target_lm_head):
     token_map = torch.tensor([5, 0, 19, 7])
     plain = random_heads(3, 1, num_lm_heads=num_lm_heads, rows=4, token_map=token_map)
     config = {"vocab_size": VOCAB, "truncated_vocab_size": 4}
@@ -99,9 +99,7 @@ def test_token_map(num_lm_heads, tmp_path, random_heads, write, hidden, target_l
     assert (info.vocab_size, info.draft_vocab_size, info.token_map) == (VOCAB, 4, True)
 
 
-def test_token_map_over_whole_lm_heads_picks_their_rows(
-    tmp_path, random_heads, write, hidden, target_lm_head
-):
+def test_token_map_over_whole_lm_heads_picks_their_rows(tmp_path, hidden, target_lm_head):
     """As vLLM does: rows beyond the map's length mean that the LM head is not truncated yet."""
     token_map = torch.tensor([5, 0, 19, 7])
     plain = random_heads(2, 1, lm_bias=True, token_map=token_map)
@@ -112,7 +110,7 @@ def test_token_map_over_whole_lm_heads_picks_their_rows(
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_one_lm_head_spelled_as_head_zeros(tmp_path, random_heads, write, hidden, target_lm_head):
+def test_one_lm_head_spelled_as_head_zeros(tmp_path, hidden, target_lm_head):
     plain = random_heads(3, 1, num_lm_heads=1)
     tensors = plain.spelled("vllm")
     tensors["lm_heads.0.weight"] = tensors.pop("lm_head.weight")
@@ -125,9 +123,7 @@ def test_one_lm_head_spelled_as_head_zeros(tmp_path, random_heads, write, hidden
 
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])
 @pytest.mark.parametrize("num_lm_heads", [3, 0])
-def test_full_medusa_2_checkpoints(
-    suffix, num_lm_heads, tmp_path, random_heads, write_sharded, hidden, target_lm_head
-):
+def test_full_medusa_2_checkpoints(suffix, num_lm_heads, tmp_path, hidden, target_lm_head):
     plain = random_heads(3, 1, num_lm_heads=num_lm_heads)
     tensors = plain.spelled("v1", "medusa_head.")
     names = sorted(tensors)
@@ -148,16 +144,14 @@ def test_full_medusa_2_checkpoints(
     assert info.shared_lm_head is (num_lm_heads == 0)
 
 
-def test_full_checkpoint_in_one_file(tmp_path, random_heads, write, hidden, target_lm_head):
+def test_full_checkpoint_in_one_file(tmp_path, hidden, target_lm_head):
     plain = random_heads(2, 1)
     base = {"model.norm.weight": torch.ones(HIDDEN), "lm_head.weight": torch.ones(VOCAB, HIDDEN)}
     write(tmp_path / "pytorch_model.bin", {**plain.spelled("v1", "medusa_head."), **base})
     assert check(tmp_path, plain, hidden, target_lm_head)[1].includes_base
 
 
-def test_heads_alone_come_before_whole_models(
-    tmp_path, random_heads, write, hidden, target_lm_head
-):
+def test_heads_alone_come_before_whole_models(tmp_path, hidden, target_lm_head):
     plain = random_heads(2, 1, seed=3)
     write(tmp_path / "model.safetensors", {"model.norm.weight": torch.ones(HIDDEN)})
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
@@ -165,7 +159,7 @@ def test_heads_alone_come_before_whole_models(
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes(stored, tmp_path, random_heads, write):
+def test_dtypes(stored, tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1, dtype=stored).spelled("v1"))
     heads, info = load_heads(tmp_path, **SIZES)
     assert info.dtype == heads.lm_head_weight.dtype == heads.blocks[0].bias.dtype == stored
@@ -175,23 +169,21 @@ def test_dtypes(stored, tmp_path, random_heads, write):
 
 @pytest.mark.parametrize("num_lm_heads", [4, 1, 0])
 @pytest.mark.parametrize("count", [1, 3, 9])
-def test_only_the_first_heads(
-    count, num_lm_heads, tmp_path, random_heads, write, hidden, target_lm_head
-):
+def test_only_the_first_heads(count, num_lm_heads, tmp_path, hidden, target_lm_head):
     plain = random_heads(4, 1, num_lm_heads=num_lm_heads)
     write(tmp_path / "model.safetensors", plain.spelled("vllm"))
     heads, info = check(tmp_path, plain, hidden, target_lm_head, max_heads=count)
     assert (heads.num_heads, info.num_heads) == (min(count, 4), 4)
 
 
-def test_old_pickles_that_cannot_be_mapped(tmp_path, random_heads, hidden, target_lm_head):
+def test_old_pickles_that_cannot_be_mapped(tmp_path, hidden, target_lm_head):
     plain = random_heads(2, 1)
     path = tmp_path / "medusa_lm_head.pt"
     torch.save(plain.spelled("v1"), path, _use_new_zipfile_serialization=False)
     check(path, plain, hidden, target_lm_head)
 
 
-def test_loaded_heads_are_frozen(tmp_path, random_heads, write):
+def test_loaded_heads_are_frozen(tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
     heads, _ = load_heads(tmp_path, **SIZES)
     assert not any(parameter.requires_grad for parameter in heads.parameters())
@@ -242,7 +234,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
 @pytest.mark.parametrize(("changes", "message"), BROKEN)
-def test_broken_checkpoints_name_the_tensor(file, changes, message, tmp_path, random_heads, write):
+def test_broken_checkpoints_name_the_tensor(file, changes, message, tmp_path):
     write(tmp_path / file, edited(random_heads(3, 1), **changes))
     with pytest.raises(HeadsError, match=message):
         load_heads(tmp_path, **SIZES)
@@ -252,7 +244,7 @@ def test_broken_checkpoints_name_the_tensor(file, changes, message, tmp_path, ra
 @pytest.mark.parametrize(
     "name", ["{}.0.linear.weight", "0.{}.weight", "blocks.0.layers.{}.bias", "lm_heads.{}.weight"]
 )
-def test_a_number_that_none_has_is_refused_at_once(number, name, random_heads):
+def test_a_number_that_none_has_is_refused_at_once(number, name):
     """A tensor for each number below it would be looked for."""
     names = [*random_heads(2, 1).spelled("v1"), name.format(number)]
     with pytest.raises(HeadsError, match=r"names a tensor '.{,80}': heads and layers are numbered"):
@@ -262,7 +254,7 @@ def test_a_number_that_none_has_is_refused_at_once(number, name, random_heads):
         read_layout(names, {}, "heads")
 
 
-def test_names_are_the_files_own(tmp_path, random_heads, write):
+def test_names_are_the_files_own(tmp_path):
     tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
     del tensors["medusa_head.1.0.linear.bias"]
     tensors["medusa_head.0.0.gate.weight"] = torch.zeros(1)
@@ -277,7 +269,7 @@ def test_names_are_the_files_own(tmp_path, random_heads, write):
     assert "norm" not in str(caught.value)
 
 
-def test_another_models_heads(tmp_path, random_heads, write):
+def test_another_models_heads(tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
     with pytest.raises(HeadsError, match="hidden size 8; this one has 16"):
         load_heads(tmp_path, hidden_size=16, vocab_size=VOCAB)
@@ -286,9 +278,7 @@ def test_another_models_heads(tmp_path, random_heads, write):
             load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=vocab)
 
 
-def test_padding_rows_only_where_the_config_states_the_vocabulary(
-    tmp_path, random_heads, write, hidden
-):
+def test_padding_rows_only_where_the_config_states_the_vocabulary(tmp_path, hidden):
     plain = random_heads(2, 1, lm_bias=True)
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"), {"vocab_size": 18})
     heads, info = load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=18)
@@ -299,12 +289,12 @@ def test_padding_rows_only_where_the_config_states_the_vocabulary(
         load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=17)
 
 
-def test_a_config_with_too_large_a_vocabulary_is_not_believed(tmp_path, random_heads, write):
+def test_a_config_with_too_large_a_vocabulary_is_not_believed(tmp_path):
     write(tmp_path / "model.safetensors", random_heads(2, 1).spelled("vllm"), {"vocab_size": 32001})
     assert load_heads(tmp_path, **SIZES)[1].vocab_size == VOCAB
 
 
-def test_values_too_large_for_the_dtype(tmp_path, random_heads, write):
+def test_values_too_large_for_the_dtype(tmp_path):
     plain = random_heads(2, 1)
     plain.layers[1][0][0][0, 0] = 1e5
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
@@ -383,7 +373,7 @@ def test_diverged_heads_are_not_saved(tmp_path):
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_never_beside_files_that_readers_prefer(tmp_path, random_heads, write):
+def test_never_beside_files_that_readers_prefer(tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
     with pytest.raises(HeadsError, match=r"already holds medusa_lm_head\.pt"):
         save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
@@ -413,7 +403,7 @@ def test_update_config_keeps_everything_else(tmp_path):
     assert peek_heads(tmp_path).tree == [[0], [0, 0]]
 
 
-def test_update_config_appends_provenance(tmp_path, random_heads, write):
+def test_update_config_appends_provenance(tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"))  # and no config.json
     for command in ("a", "b"):
         update_config(tmp_path, provenance={"command": [command]})
@@ -423,7 +413,7 @@ def test_update_config_appends_provenance(tmp_path, random_heads, write):
     assert peek_heads(tmp_path).config["medusa"]["provenance"] == entries[:1]
 
 
-def test_a_medusa_object_that_is_null_is_none(tmp_path, random_heads, write):
+def test_a_medusa_object_that_is_null_is_none(tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"), {"medusa": None})
     assert peek_heads(tmp_path).tree is None
     update_config(tmp_path, tree=[[0]])

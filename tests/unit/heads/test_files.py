@@ -5,6 +5,7 @@ import huggingface_hub
 import pytest
 import safetensors
 import torch
+from support.random_heads import random_heads, write, write_sharded
 
 from vllm_medusa.heads import HeadsError, files, load_heads, peek_heads
 
@@ -40,7 +41,7 @@ def test_a_text_is_no_pickle_and_says_more_than_a_number(tmp_path):
         peek_heads(tmp_path / "heads.txt")
 
 
-def test_truncated_safetensors(tmp_path, random_heads, write):
+def test_truncated_safetensors(tmp_path):
     path = write(tmp_path / "model.safetensors", random_heads(2, 1).spelled("vllm"))
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(HeadsError, match="is not a safetensors file"):
@@ -56,7 +57,7 @@ def test_a_pickle_that_is_no_state_dict(tmp_path):
         peek_heads(tmp_path)
 
 
-def test_the_target_itself_holds_no_heads(tmp_path, write):
+def test_the_target_itself_holds_no_heads(tmp_path):
     tensors = {"model.norm.weight": torch.zeros(8), "lm_head.weight": torch.zeros(20, 8)}
     write(tmp_path / "model.safetensors", tensors)
     with pytest.raises(HeadsError, match=r"holds no Medusa head.*Is this the target model\?"):
@@ -76,14 +77,14 @@ def test_neither_path_nor_hub_name(source):
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_config_that_is_none(text, tmp_path, random_heads, write):
+def test_a_config_that_is_none(text, tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(HeadsError, match=r"config\.json .*JSON"):
         peek_heads(tmp_path)
 
 
-def test_indices_that_lie(tmp_path, random_heads, write_sharded):
+def test_indices_that_lie(tmp_path):
     tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
     index = "model.safetensors.index.json"
     write_sharded(tmp_path, {"a.safetensors": tensors}, index)
@@ -103,7 +104,7 @@ def test_indices_that_lie(tmp_path, random_heads, write_sharded):
         peek_heads(tmp_path)
 
 
-def test_peeking_reads_no_weight(tmp_path, random_heads, write, monkeypatch):
+def test_peeking_reads_no_weight(tmp_path, monkeypatch):
     """A header is enough: no safetensors weight is read, and pickles are memory-mapped."""
     write(tmp_path / "st" / "model.safetensors", random_heads(2, 1).spelled("vllm"))
     write(tmp_path / "pt" / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
@@ -154,9 +155,7 @@ class Hub:
         return str(self.cache)
 
 
-def test_hub_names_download_only_what_the_heads_need(
-    tmp_path, random_heads, write_sharded, monkeypatch
-):
+def test_hub_names_download_only_what_the_heads_need(tmp_path, monkeypatch):
     repository, cache = tmp_path / "repository", tmp_path / "cache"
     tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
     shards = {"big-1.bin": {"model.norm.weight": torch.ones(8)}, "big-2.bin": tensors}
@@ -170,7 +169,7 @@ def test_hub_names_download_only_what_the_heads_need(
     assert downloaded == {"config.json", "pytorch_model.bin.index.json", "big-2.bin"}
 
 
-def test_the_heads_alone_are_asked_for_first(tmp_path, random_heads, write, monkeypatch):
+def test_the_heads_alone_are_asked_for_first(tmp_path, monkeypatch):
     tensors = random_heads(2, 1).spelled("v1")
     for name in ("medusa_lm_head.pt", "medusa_lm_head.safetensors", "model.safetensors"):
         write(tmp_path / "repository" / name, tensors)

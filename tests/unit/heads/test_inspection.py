@@ -4,15 +4,14 @@ import json
 
 import pytest
 import torch
+from support.random_heads import HIDDEN, VOCAB, random_heads, write
 
 from vllm_medusa.heads import HeadsError, target_fingerprint, update_config
 from vllm_medusa.heads.inspection import inspect_heads
 
-HIDDEN, VOCAB = 8, 20
-
 
 @pytest.fixture
-def target(tmp_path, write):
+def target(tmp_path):
     """Write a target; ``changes`` are made to its config."""
 
     def make(name="target", **changes):
@@ -31,7 +30,7 @@ def verdicts(found):
     return {check.name: check.verdict for check in found.checks}
 
 
-def test_sizes(tmp_path, random_heads, write):
+def test_sizes(tmp_path):
     plain = random_heads(3, 2, dtype=torch.bfloat16)
     path = write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"), {"medusa_num_heads": 3})
     found = inspect_heads(tmp_path)
@@ -58,21 +57,21 @@ def test_sizes(tmp_path, random_heads, write):
         ({"medusa_fc_bias": True, "truncated_vocab_size": 5}, "truncated_vocab_size 5"),
     ],
 )
-def test_a_config_that_contradicts_the_tensors(config, words, tmp_path, random_heads, write):
+def test_a_config_that_contradicts_the_tensors(config, words, tmp_path):
     write(tmp_path / "model.safetensors", random_heads().spelled("vllm"), config)
     found = inspect_heads(tmp_path)
     assert any(words in text for text in found.suspicions), found.suspicions
     assert found.fits
 
 
-def test_the_config_of_a_full_model_is_the_models(tmp_path, random_heads, write):
+def test_the_config_of_a_full_model_is_the_models(tmp_path):
     tensors = random_heads().spelled("v1", "medusa_head.") | {"model.norm.weight": torch.ones(2)}
     config = {"num_hidden_layers": 32, "hidden_size": HIDDEN, "vocab_size": VOCAB}
     write(tmp_path / "model.safetensors", tensors, config)
     assert inspect_heads(tmp_path).suspicions == []
 
 
-def test_lm_heads_of_zeros(tmp_path, random_heads, write):
+def test_lm_heads_of_zeros(tmp_path):
     plain = random_heads()
     plain.lm_heads[1][0].zero_()
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
@@ -80,7 +79,7 @@ def test_lm_heads_of_zeros(tmp_path, random_heads, write):
     assert "LM heads of zeros" in text and text.endswith(": 1.1.weight")
 
 
-def test_one_layer_repeated(tmp_path, random_heads, write):
+def test_one_layer_repeated(tmp_path):
     plain = random_heads(3, 2)
     plain.layers[1][1] = plain.layers[1][0]
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
@@ -89,7 +88,7 @@ def test_one_layer_repeated(tmp_path, random_heads, write):
 
 
 @pytest.mark.parametrize("num_lm_heads", [3, 1, 0])
-def test_equal_heads(num_lm_heads, tmp_path, random_heads, write):
+def test_equal_heads(num_lm_heads, tmp_path):
     plain = random_heads(3, num_lm_heads=num_lm_heads)
     plain.layers[2] = plain.layers[0]
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
@@ -103,7 +102,7 @@ def test_equal_heads(num_lm_heads, tmp_path, random_heads, write):
     assert text.startswith("heads [0, 2] are equal")
 
 
-def test_untrained_heads(tmp_path, random_heads, write):
+def test_untrained_heads(tmp_path):
     plain = random_heads(3, num_lm_heads=0)
     for head in (1, 2):
         for tensor in plain.layers[head][0]:
@@ -113,7 +112,7 @@ def test_untrained_heads(tmp_path, random_heads, write):
     assert "never trained: heads [1, 2]" in text
 
 
-def test_copies_of_one_lm_head(tmp_path, random_heads, write):
+def test_copies_of_one_lm_head(tmp_path):
     plain = random_heads()
     plain.lm_heads = plain.lm_heads[:1] * 3
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
@@ -124,7 +123,7 @@ def test_copies_of_one_lm_head(tmp_path, random_heads, write):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_damage(value, tmp_path, random_heads, write):
+def test_damage(value, tmp_path):
     plain = random_heads()
     plain.layers[1][0][1][3] = value
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
@@ -133,7 +132,7 @@ def test_damage(value, tmp_path, random_heads, write):
     assert found.damage == ["'1.0.linear.bias' holds NaN or infinity: the training diverged"]
 
 
-def test_its_own_target(tmp_path, random_heads, write, target):
+def test_its_own_target(tmp_path, target):
     write(tmp_path / "heads" / "model.safetensors", random_heads().spelled("vllm"), {})
     heads, folder = tmp_path / "heads", target()
     found = inspect_heads(heads, folder)
@@ -160,7 +159,7 @@ def test_its_own_target(tmp_path, random_heads, write, target):
         ({"vocab_size": 19}, "vocabulary"),
     ],
 )
-def test_a_target_of_other_sizes(changes, name, tmp_path, random_heads, write, target):
+def test_a_target_of_other_sizes(changes, name, tmp_path, target):
     write(tmp_path / "heads" / "medusa_lm_head.pt", random_heads().spelled("v1"))
     found = inspect_heads(tmp_path / "heads", target(**changes))
     assert verdicts(found)[name] == "does not fit"
@@ -182,7 +181,7 @@ def test_a_target_of_other_sizes(changes, name, tmp_path, random_heads, write, t
         ),
     ],
 )
-def test_vocabularies(options, config, verdict, words, tmp_path, random_heads, write, target):
+def test_vocabularies(options, config, verdict, words, tmp_path, target):
     plain = random_heads(**options)
     write(tmp_path / "heads" / "model.safetensors", plain.spelled("vllm"), config)
     (check,) = (
@@ -201,7 +200,7 @@ def test_vocabularies(options, config, verdict, words, tmp_path, random_heads, w
         ("no such preset", "does not fit", "is none"),
     ],
 )
-def test_trees(tree, verdict, words, tmp_path, random_heads, write):
+def test_trees(tree, verdict, words, tmp_path):
     config = {"medusa": {"tree": tree}}
     write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"), config)
     (check,) = inspect_heads(tmp_path).checks

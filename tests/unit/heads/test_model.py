@@ -3,10 +3,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from support.random_heads import HIDDEN, VOCAB
 
 from vllm_medusa.heads import HeadsError, MedusaHeads, ResBlock
-
-HIDDEN, VOCAB = 8, 20
 
 
 def randomize(module):

@@ -1,7 +1,5 @@
 """Packed heads give the logits of the heads they were made from."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 
@@ -41,7 +39,7 @@ def random_heads(num_layers: int, num_lm_heads: int, bias: bool, mapped: bool) -
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_lm_heads", [0, 1, 3])
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
-def test_equal_to_the_heads(num_layers: int, num_lm_heads: int, bias: bool, mapped: bool) -> None:
+def test_equal_to_the_heads(num_layers, num_lm_heads, bias, mapped):
     heads = random_heads(num_layers, num_lm_heads, bias, mapped)
     packed = PackedHeads(heads, torch_linear)
     target = torch.randn(VOCAB + 3, HIDDEN)  # three rows of padding
@@ -60,14 +58,12 @@ def test_equal_to_the_heads(num_layers: int, num_lm_heads: int, bias: bool, mapp
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("num_lm_heads", [1, 3])
-def test_rows_of_stored_lm_heads(num_lm_heads: int, mapped: bool) -> None:
+def test_rows_of_stored_lm_heads(num_lm_heads, mapped):
     heads = random_heads(1, num_lm_heads, True, mapped)
     hidden = torch.randn(5, HIDDEN)
     wanted = heads.compute_logits(heads(hidden))
     ranges = slice(0, 7), slice(7, None)
-    parts: list[MedusaHeads | PackedHeads] = [
-        PackedHeads(heads, torch_linear, rows) for rows in ranges
-    ]
+    parts = [PackedHeads(heads, torch_linear, rows) for rows in ranges]
     whole = [deepcopy(heads) for _ in ranges]
     for copy, rows in zip(whole, ranges, strict=True):
         copy.keep_vocabulary(rows)
@@ -76,7 +72,7 @@ def test_rows_of_stored_lm_heads(num_lm_heads: int, mapped: bool) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_refuses_what_was_not_packed() -> None:
+def test_refuses_what_was_not_packed():
     packed = PackedHeads(random_heads(1, 0, True, False), torch_linear)
     with pytest.raises(HeadsError, match="num_heads is 2; 3 heads were packed"):
         packed(torch.zeros(1, HIDDEN), 2)

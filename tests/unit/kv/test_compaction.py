@@ -11,7 +11,7 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [1, 0, 0], [1, 0, 1]])
 
 
-def test_moves_by_hand() -> None:
+def test_moves_by_hand():
     slots = torch.tensor([[20, 21, 22, 23, 24, 25], [7, 8, 9, 40, 41, 42], [3, -1, -1, -1, -1, -1]])
     nodes = torch.tensor([[0, 2, 5], [0, 3, 3], [0, 0, 0]])
     src, dst = accepted_moves(slots, nodes, torch.tensor([2, 1, 0]))
@@ -19,7 +19,7 @@ def test_moves_by_hand() -> None:
     assert dst.tolist() == [[21, 22], [8, 7], [3, 3]]
 
 
-def test_a_batch_cut_below_the_tree_s_depth() -> None:
+def test_a_batch_cut_below_the_tree_s_depth():
     src, dst = accepted_moves(
         torch.tensor([[5, 6]]), torch.tensor([[0, 1, 1, 1]]), torch.tensor([1])
     )
@@ -32,7 +32,7 @@ def test_a_batch_cut_below_the_tree_s_depth() -> None:
     last=st.lists(st.integers(0, TREE.num_nodes - 1), min_size=1, max_size=5),
     layout=st.sampled_from(["flat", "token_major", "transposed"]),
 )
-def test_paths_close_up_and_nothing_else_changes(seed: int, last: list[int], layout: str) -> None:
+def test_paths_close_up_and_nothing_else_changes(seed, last, layout):
     """Scattered slots, other requests' slots in between; every layout a cache may have."""
     torch.manual_seed(seed)
     batch, n, size = len(last), TREE.num_nodes, 8
@@ -64,7 +64,7 @@ def test_paths_close_up_and_nothing_else_changes(seed: int, last: list[int], lay
     assert torch.equal(after, expected)
 
 
-def test_control_writing_while_reading_would_differ() -> None:
+def test_control_writing_while_reading_would_differ():
     """Depth 1 is read from node 1's slot after it would have been overwritten."""
     slots = torch.arange(4)[None]
     # Not a path of a parents-first tree, but it shows that the copy is simultaneous.
@@ -79,7 +79,7 @@ def test_control_writing_while_reading_would_differ() -> None:
 
 
 @pytest.mark.parametrize("dims", [2, -2])
-def test_a_dimension_counted_from_either_end(dims: int) -> None:
+def test_a_dimension_counted_from_either_end(dims):
     cache = torch.randn(1, 2, 6, 3)
     wanted = cache.clone()
     wanted[:, :, 1] = cache[:, :, 4]

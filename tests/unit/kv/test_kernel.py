@@ -3,8 +3,6 @@
 Whole memories are compared, byte for byte: gaps between layers, padding, other requests' slots.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -75,7 +73,7 @@ class Cases:
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_layouts_and_dtypes(self, layout: str, dtype: torch.dtype):
+    def test_layouts_and_dtypes(self, layout, dtype):
         """Scattered slots, other requests' in between; some requests accept nothing."""
         moved = 0
         for seed in range(4):
@@ -96,7 +94,7 @@ class Cases:
         assert moved > 0
 
     @pytest.mark.parametrize("nodes", [1, 2, 64, 65, 256])
-    def test_boundaries_and_overlap(self, nodes: int):
+    def test_boundaries_and_overlap(self, nodes):
         """Whole chains shifted by one: each slot but two is read and written."""
         torch.manual_seed(nodes)
         columns = nodes
@@ -123,7 +121,7 @@ class Cases:
         self.kernel.compact_layers(LayerCaches.of(caches), *(t.to(self.device) for t in arguments))
         assert caches[0].flatten().tolist() == rising.tolist() != falling.tolist()
 
-    def test_slots_in_many_chunks(self, monkeypatch: pytest.MonkeyPatch):
+    def test_slots_in_many_chunks(self, monkeypatch):
         monkeypatch.setattr(self.kernel, "_CHUNK", 8)
         torch.manual_seed(0)
         for layout in LAYOUTS:
@@ -159,7 +157,7 @@ class TestOnGpu(Cases):
     device = "cuda"
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_serving_sizes(self, dtype: torch.dtype):
+    def test_serving_sizes(self, dtype):
         """Sixteen requests of 64 nodes, eight layers, blocks of 16."""
         torch.manual_seed(0)
         rng = random.Random(0)
@@ -193,7 +191,7 @@ def test_in_a_process_that_interprets():
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
 @pytest.mark.parametrize("capability", GENERATIONS)
-def test_it_compiles_without_a_gpu(capability: int):
+def test_it_compiles_without_a_gpu(capability):
     pytest.importorskip("triton")
     from vllm_medusa.kv import kernel
 

@@ -14,7 +14,7 @@ def numbered(start: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
-def test_all_layers_are_moved_once(isa: str) -> None:
+def test_all_layers_are_moved_once(isa):
     """A cache that two layers share, too; 22 -> 21, 25 -> 22 and 96 -> 98."""
     caches = [numbered(), numbered(7)]
     layout = CacheLayout.of(caches[0], isa)
@@ -30,7 +30,7 @@ def test_all_layers_are_moved_once(isa: str) -> None:
             assert torch.equal(found, wanted)
 
 
-def test_nothing_is_asked_of_caches_when_no_token_moves() -> None:
+def test_nothing_is_asked_of_caches_when_no_token_moves():
     def never():
         raise AssertionError
         yield

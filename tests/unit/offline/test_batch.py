@@ -14,7 +14,7 @@ def by_index(results: list[Result]) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 64])
-def test_every_prompt_once_and_never_more_at_a_time(concurrency: int) -> None:
+def test_every_prompt_once_and_never_more_at_a_time(concurrency):
     engine = FakeEngine()
     results = list(run_batch(PROMPTS, engine, concurrency=concurrency, seed=4))
     assert sorted(r.prompt.index for r in results) == list(range(20))
@@ -23,7 +23,7 @@ def test_every_prompt_once_and_never_more_at_a_time(concurrency: int) -> None:
     assert by_index(results) == by_index(alone)
 
 
-def test_a_seed_belongs_to_the_prompt_and_not_to_the_order() -> None:
+def test_a_seed_belongs_to_the_prompt_and_not_to_the_order():
     whole = by_index(list(run_batch(PROMPTS, FakeEngine(), concurrency=4, seed=9)))
     rest = by_index(list(run_batch(PROMPTS[7:], FakeEngine(), concurrency=4, seed=9)))
     assert rest == {i: whole[i] for i in range(7, 20)}
@@ -34,10 +34,10 @@ def test_a_seed_belongs_to_the_prompt_and_not_to_the_order() -> None:
     assert other != whole
 
 
-def test_prompts_are_read_only_as_they_are_needed() -> None:
+def test_prompts_are_read_only_as_they_are_needed():
     taken = []
 
-    def source():  # type: ignore[no-untyped-def]
+    def source():
         for prompt in PROMPTS:
             taken.append(prompt.index)
             yield prompt
@@ -47,9 +47,9 @@ def test_prompts_are_read_only_as_they_are_needed() -> None:
     assert len(taken) <= 2
 
 
-def test_acceptance_comes_from_the_steps() -> None:
+def test_acceptance_comes_from_the_steps():
     engine = FakeEngine(max_tokens=1, step_sizes=(3,))
-    engine.submit = lambda key, prompt, seed: (  # type: ignore[method-assign]
+    engine.submit = lambda key, prompt, seed: (
         engine.active.update({key: list(range(8))}),
         engine.done.update({key: 0}),
         engine.steps.update({key: 0}),
@@ -68,7 +68,7 @@ def test_acceptance_comes_from_the_steps() -> None:
     assert "turns" not in record
 
 
-def test_without_a_chat_template_turns_are_joined_as_they_are() -> None:
+def test_without_a_chat_template_turns_are_joined_as_they_are():
     engine = FakeEngine()
     prompt = Prompt(0, 1, "c", turns=("Say. ", " More. ", " Again."))
     (result,) = run_batch([prompt], engine, concurrency=4, seed=1)
@@ -81,7 +81,7 @@ def test_without_a_chat_template_turns_are_joined_as_they_are() -> None:
     assert record["text"] == result.answers[-1].text
 
 
-def test_with_a_chat_template_the_conversation_is_rendered() -> None:
+def test_with_a_chat_template_the_conversation_is_rendered():
     engine = FakeEngine(chat=True)
     system = {"role": "system", "content": "S"}
     prompt = Prompt(0, 1, "c", history=(system,), turns=("A", "B"))
@@ -92,7 +92,7 @@ def test_with_a_chat_template_the_conversation_is_rendered() -> None:
     assert bytes(last).decode() == f"[system]S[user]A[assistant]{answer}[user]B"
 
 
-def test_a_refused_prompt_is_a_result_and_the_others_go_on() -> None:
+def test_a_refused_prompt_is_a_result_and_the_others_go_on():
     prompts = [*PROMPTS[:3], Prompt(3, 4, "long", text="x" * 50), *PROMPTS[4:6]]
     results = list(run_batch(prompts, FakeEngine(longest_prompt=20), concurrency=2))
     errors = {r.prompt.request_id: r.to_dict().get("error") for r in results if r.error}
@@ -100,7 +100,7 @@ def test_a_refused_prompt_is_a_result_and_the_others_go_on() -> None:
     assert len(results) == 6
 
 
-def test_a_refused_turn_keeps_the_answers_before_it() -> None:
+def test_a_refused_turn_keeps_the_answers_before_it():
     engine = FakeEngine(longest_prompt=60)
     prompt = Prompt(0, 1, "c", turns=("Say.", "x" * 80))
     (result,) = run_batch([prompt], engine, concurrency=1)
@@ -110,6 +110,6 @@ def test_a_refused_turn_keeps_the_answers_before_it() -> None:
     assert turn["token_ids"] and turn["acceptance"]["steps"] > 0
 
 
-def test_concurrency_has_a_lower_bound() -> None:
+def test_concurrency_has_a_lower_bound():
     with pytest.raises(ValueError, match="concurrency is 0"):
         next(run_batch(PROMPTS, FakeEngine(), concurrency=0))

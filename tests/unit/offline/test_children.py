@@ -3,7 +3,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,7 +27,7 @@ except KeyboardInterrupt:
 
 class Heard(Progress):
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.said = []
 
     def note(self, text: str) -> None:
         self.said.append(text)
@@ -42,7 +41,7 @@ class Heard(Progress):
 
 def wait_for(condition: object, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
 
@@ -52,12 +51,12 @@ def gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
+def log(tmp_path):
     return tmp_path / "log"
 
 
 @pytest.fixture
-def running(tmp_path: Path, log: Path) -> tuple[subprocess.Popen[bytes], int]:
+def running(tmp_path, log):
     """A process that runs a job that sleeps, and the job's process id."""
     told = tmp_path / "pid"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -66,7 +65,7 @@ def running(tmp_path: Path, log: Path) -> tuple[subprocess.Popen[bytes], int]:
     return process, int(told.read_text())
 
 
-def test_a_job_gets_options_and_gives_its_result_back(log: Path) -> None:
+def test_a_job_gets_options_and_gives_its_result_back(log):
     heard = Heard()
     options, command, pid = run_in_process(jobs.tell, {"a": 1}, heard, log=log, command=["b"])
     assert (options, command) == ({"a": 1}, ["b"])
@@ -74,7 +73,7 @@ def test_a_job_gets_options_and_gives_its_result_back(log: Path) -> None:
     assert heard.said == ["noted", "warned", ("texts", 1, 2, "half")]
 
 
-def test_all_that_it_says_is_behind_what_the_log_had(log: Path) -> None:
+def test_all_that_it_says_is_behind_what_the_log_had(log):
     log.write_text("before\n")
     run_in_process(jobs.tell, None, log=log)
     lines = log.read_text().splitlines()
@@ -84,50 +83,45 @@ def test_all_that_it_says_is_behind_what_the_log_had(log: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"),
-    [(ValueError("no"), ValueError), (FileNotFoundError(2, "no", "x"), OSError)],
+    ("error", "kind"), [(ValueError("no"), ValueError), (FileNotFoundError(2, "no", "x"), OSError)]
 )
-def test_errors_keep_kind_and_text(log: Path, error: Exception, kind: type[Exception]) -> None:
+def test_errors_keep_kind_and_text(log, error, kind):
     with pytest.raises(kind) as raised:
         run_in_process(jobs.fail, error, log=log)
     assert str(raised.value) == str(error)
     assert str(error) in log.read_text()
 
 
-def test_a_failure_keeps_its_status(log: Path) -> None:
+def test_a_failure_keeps_its_status(log):
     with pytest.raises(JobFailed, match="mend it") as raised:
         run_in_process(jobs.broken, "mend it", log=log)
     assert raised.value.status == 3
 
 
-def test_a_fault_is_told_and_its_place_is_in_the_log(log: Path) -> None:
+def test_a_fault_is_told_and_its_place_is_in_the_log(log):
     with pytest.raises(JobFailed, match="the job failed: RuntimeError: a fault"):
         run_in_process(jobs.fail, RuntimeError("a fault"), log=log)
     assert "in fail\n" in log.read_text()
 
 
-def test_a_process_that_dies_is_told_with_its_last_words(log: Path) -> None:
+def test_a_process_that_dies_is_told_with_its_last_words(log):
     with pytest.raises(JobFailed, match=r"the job ended with status -9;[^$]*the last words"):
         run_in_process(jobs.die, signal.SIGKILL, log=log)
 
 
-def test_an_interrupted_job_interrupts_who_waits(log: Path) -> None:
+def test_an_interrupted_job_interrupts_who_waits(log):
     with pytest.raises(KeyboardInterrupt):
         run_in_process(jobs.die, signal.SIGINT, log=log)
 
 
-def test_a_killed_command_takes_its_child_along(
-    running: tuple[subprocess.Popen[bytes], int],
-) -> None:
+def test_a_killed_command_takes_its_child_along(running):
     process, child = running
     process.kill()
     process.wait(10)
     wait_for(lambda: gone(child), 10)
 
 
-def test_an_interruption_reaches_the_child_which_may_end_well(
-    running: tuple[subprocess.Popen[bytes], int], tmp_path: Path
-) -> None:
+def test_an_interruption_reaches_the_child_which_may_end_well(running, tmp_path):
     process, child = running
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130

@@ -33,9 +33,7 @@ def encode(messages: Any, template: str | None, key: str = "messages") -> tuple[
 
 
 @pytest.mark.parametrize(("template", "written"), STYLES)
-def test_spans_are_what_the_assistant_writes_and_nothing_else(
-    template: str, written: list[str]
-) -> None:
+def test_spans_are_what_the_assistant_writes_and_nothing_else(template, written):
     text, spans = encode(TALK, template)
     assert spans == written
     tokenizer = chat.tokenizer(template)
@@ -48,7 +46,7 @@ def test_spans_are_what_the_assistant_writes_and_nothing_else(
         assert list(ids[:start]) == served
 
 
-def test_words_that_begin_with_a_blank_after_the_header() -> None:
+def test_words_that_begin_with_a_blank_after_the_header():
     """Vicuna's header has no blank at its end: the model writes it with its first word."""
     talk = [SYSTEM, *({**m, "content": m["content"].strip()} for m in TALK[1:])]
     talk[2] |= {"content": " " + TRIMMED}
@@ -57,14 +55,14 @@ def test_words_that_begin_with_a_blank_after_the_header() -> None:
     assert encode(talk, spaced)[1] == [f" {TRIMMED}</s>", " Yes.</s>"]
 
 
-def test_a_blank_of_the_template_belongs_to_the_answer() -> None:
+def test_a_blank_of_the_template_belongs_to_the_answer():
     talk = [SYSTEM, *({**m, "content": m["content"].strip()} for m in TALK[1:])]
     text, spans = encode(talk, chat.VICUNA)
     assert spans == [f" {TRIMMED}</s>", " Yes.</s>"]
     assert text.startswith("Be brief. USER: What is assistant? ASSISTANT: A role.")
 
 
-def test_share_gpt() -> None:
+def test_share_gpt():
     talk = [
         {"from": "human", "value": "Hi"},
         {"from": "gpt", "value": "Hello!"},
@@ -108,7 +106,7 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
         (chat.CHATML, [USER, {"role": "assistant", "content": "\ud800"}], "surrogate"),
     ],
 )
-def test_what_can_not_be_masked_is_refused(template: str, talk: Any, reason: str) -> None:
+def test_what_can_not_be_masked_is_refused(template, talk, reason):
     with pytest.raises(PromptError) as error:
         encode(talk, template)
     assert reason in str(error.value)
@@ -121,13 +119,13 @@ def test_what_can_not_be_masked_is_refused(template: str, talk: Any, reason: str
         ([{"role": "user", "content": "x"}], "use {'from': speaker, 'value': text}"),
     ],
 )
-def test_bad_share_gpt(talk: Any, reason: str) -> None:
+def test_bad_share_gpt(talk, reason):
     with pytest.raises(PromptError) as error:
         encode(talk, chat.CHATML, "conversations")
     assert reason in str(error.value)
 
 
-def test_a_mask_by_speaker_or_place_would_be_noticed() -> None:
+def test_a_mask_by_speaker_or_place_would_be_noticed():
     """The reference joins its two conditions by `or`, which trains prompts too."""
     tokenizer = chat.tokenizer(chat.CHATML)
     ids, spans = encode_conversation(TALK, "messages", tokenizer)
@@ -140,7 +138,7 @@ def test_a_mask_by_speaker_or_place_would_be_noticed() -> None:
     )
 
 
-def test_plain_text_is_trained_from_its_second_token() -> None:
+def test_plain_text_is_trained_from_its_second_token():
     tokenizer = chat.tokenizer(None)
     ids, spans = encode_text("<s>import os\n", tokenizer)
     assert list(ids) == tokenizer("<s>import os\n")["input_ids"]
@@ -150,7 +148,7 @@ def test_plain_text_is_trained_from_its_second_token() -> None:
             encode_text(text, tokenizer)
 
 
-def test_a_tokenizer_that_begins_every_text_with_a_blank() -> None:
+def test_a_tokenizer_that_begins_every_text_with_a_blank():
     """Pieces of a text encode otherwise than the text does: as in Llama 2's tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

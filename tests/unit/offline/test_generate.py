@@ -1,7 +1,6 @@
 """The job without a command around it: what it returns, tells and reads."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +22,9 @@ class Engine(FakeEngine):
 
 class Told(Progress):
     def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.warnings: list[str] = []
-        self.counts: list[tuple[float, float | None]] = []
+        self.notes = []
+        self.warnings = []
+        self.counts = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -38,9 +37,9 @@ class Told(Progress):
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def reads(monkeypatch):
     """The files of prompts that are parsed, an engine that needs no model."""
-    read: list[Path] = []
+    read = []
     real = prompts.read_prompts
     monkeypatch.setattr(
         prompts, "read_prompts", lambda path, *rest: read.append(path) or real(path, *rest)
@@ -51,7 +50,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return read
 
 
-def test_what_was_done_is_returned_and_told(tmp_path: Path, reads: list[Path]) -> None:
+def test_what_was_done_is_returned_and_told(tmp_path, reads):
     path = tmp_path / "p.txt"
     path.write_text("one\n" + "x" * 30 + "\nthree\n")
     options = GenerateOptions(
@@ -71,7 +70,7 @@ def test_what_was_done_is_returned_and_told(tmp_path: Path, reads: list[Path]) -
     assert again.notes == ["resuming: 3 of 3 are done", "nothing to do"]
 
 
-def test_heads_in_the_targets_own_checkpoint_need_no_name() -> None:
+def test_heads_in_the_targets_own_checkpoint_need_no_name():
     assert medusa_config(None) == {"method": "medusa"}
     assert medusa_config("h", "mc_sim_7b_63", '{"mode": "typical", "epsilon": 0.1}') == {
         "method": "medusa",

@@ -13,7 +13,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_text_lines_are_completions_and_blank_lines_only_count_as_lines(tmp_path: Path) -> None:
+def test_text_lines_are_completions_and_blank_lines_only_count_as_lines(tmp_path):
     path = write(tmp_path / "p.txt", "first\n\n   \n  second \r\nlast")
     assert list(read_prompts(path)) == [
         Prompt(0, 1, "0", text="first"),
@@ -22,13 +22,13 @@ def test_text_lines_are_completions_and_blank_lines_only_count_as_lines(tmp_path
     ]
 
 
-def test_a_byte_order_mark_is_not_part_of_the_first_prompt(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_prompt(tmp_path):
     path = tmp_path / "p.txt"
     path.write_bytes(b"\xef\xbb\xbfhello\n")
     assert next(iter(read_prompts(path))) == Prompt(0, 1, "0", text="hello")
 
 
-def test_json_lines_of_all_three_kinds(tmp_path: Path) -> None:
+def test_json_lines_of_all_three_kinds(tmp_path):
     system = {"role": "system", "content": "Be brief."}
     rows = [
         {"prompt": "def f(", "id": "a"},
@@ -59,7 +59,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD)
-def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path: Path, line: str, reason: str) -> None:
+def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
     path = write(tmp_path / "p.jsonl", f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "b"}}\n')
     first, bad, last = read_prompts(path)
     assert isinstance(bad, BadLine)
@@ -68,14 +68,14 @@ def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path: Path, line: str, rea
     assert (first, last) == (Prompt(0, 1, "0", text="a"), Prompt(2, 4, "2", text="b"))
 
 
-def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path) -> None:
+def test_bytes_that_are_no_text_are_a_bad_line(tmp_path):
     path = tmp_path / "p.txt"
     path.write_bytes(b"ok\n\xff\xfe\nok\n")
     kinds = [type(record) for record in read_prompts(path)]
     assert kinds == [Prompt, BadLine, Prompt]
 
 
-def test_parquet_reads_as_json_lines_do(tmp_path: Path) -> None:
+def test_parquet_reads_as_json_lines_do(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"id": f"r{i}", "turns": [f"q{i}", "and?"], "note": "x"} for i in range(3)]
@@ -84,7 +84,7 @@ def test_parquet_reads_as_json_lines_do(tmp_path: Path) -> None:
     assert list(read_prompts(tmp_path / "p.parquet")) == list(read_prompts(jsonl))
 
 
-def test_a_column_is_chosen_by_name_in_both_formats(tmp_path: Path) -> None:
+def test_a_column_is_chosen_by_name_in_both_formats(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"prompt": "no", "body": "yes"}, {"prompt": "no", "body": None}]
@@ -98,7 +98,7 @@ def test_a_column_is_chosen_by_name_in_both_formats(tmp_path: Path) -> None:
         list(read_prompts(tmp_path / "p.parquet", column="nope"))
 
 
-def test_files_that_can_not_be_read_say_what_to_do(tmp_path: Path) -> None:
+def test_files_that_can_not_be_read_say_what_to_do(tmp_path):
     with pytest.raises(PromptError, match="no such file"):
         list(read_prompts(tmp_path / "missing.txt"))
     with pytest.raises(PromptError, match="--format"):
@@ -111,9 +111,7 @@ def test_files_that_can_not_be_read_say_what_to_do(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=8))
-def test_any_text_survives_json_lines(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
-) -> None:
+def test_any_text_survives_json_lines(tmp_path_factory, texts):
     path = tmp_path_factory.mktemp("any") / "p.jsonl"
     write(path, "".join(json.dumps({"prompt": t}, ensure_ascii=False) + "\n" for t in texts))
     read = list(read_prompts(path))
@@ -129,7 +127,7 @@ def test_any_text_survives_json_lines(
         r'{"messages": [{"role": "user", "content": "\ud800"}]}',
     ],
 )
-def test_half_a_surrogate_pair_is_a_bad_line(tmp_path: Path, row: str) -> None:
+def test_half_a_surrogate_pair_is_a_bad_line(tmp_path, row):
     path = tmp_path / "prompts.jsonl"
     path.write_text(row + '\n{"prompt": "good"}\n')
     bad, good = read_prompts(path)

@@ -1,14 +1,13 @@
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
 from vllm_medusa.offline.quiet import stderr_to_log
 
 
-def test_noise_goes_to_the_log_and_comes_back_on_failure(capfd: Any) -> None:
+def test_noise_goes_to_the_log_and_comes_back_on_failure(capfd):
     with stderr_to_log():
         make_noise()
     assert capfd.readouterr().err == ""
@@ -29,13 +28,13 @@ def fail_loudly() -> None:
         raise RuntimeError
 
 
-def test_disabled_it_changes_nothing(capfd: Any) -> None:
+def test_disabled_it_changes_nothing(capfd):
     with stderr_to_log(enabled=False):
         os.write(2, b"seen\n")
     assert capfd.readouterr().err == "seen\n"
 
 
-def test_errors_that_explain_themselves_bring_no_log(capfd: Any) -> None:
+def test_errors_that_explain_themselves_bring_no_log(capfd):
     with pytest.raises(ValueError, match="the tree"):
         refuse()
     assert "noise" not in capfd.readouterr().err

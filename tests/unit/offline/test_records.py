@@ -27,7 +27,7 @@ def write(path: Path, *rows: Any) -> Path:
 GOOD = {"index": 4, "request_id": "a", "token_ids": [5, 6, 7, 8], "generated": [[1, 2], [2, 4]]}
 
 
-def test_the_native_form(tmp_path: Path) -> None:
+def test_the_native_form(tmp_path):
     more = {"temperature": 1, "seed": 3, "finish_reason": "stop", "text": "x"}
     path = write(tmp_path / "r.jsonl", GOOD | more, {**GOOD, "index": 0, "temperature": None})
     first, second = read_records(path, vocab_size=9)
@@ -37,7 +37,7 @@ def test_the_native_form(tmp_path: Path) -> None:
     assert second == Record(0, 2, "a", (5, 6, 7, 8), ((1, 2), (2, 4)), None)
 
 
-def test_what_was_read_is_written_again(tmp_path: Path) -> None:
+def test_what_was_read_is_written_again(tmp_path):
     cut = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "group": "a1"}
     path = write(tmp_path / "r.jsonl", GOOD | cut, {**GOOD, "index": 5, "temperature": None})
     records, bad = load_records(path)
@@ -46,7 +46,7 @@ def test_what_was_read_is_written_again(tmp_path: Path) -> None:
     assert load_records(tmp_path / "again.jsonl") == (records, [])
 
 
-def test_the_digest_knows_everything_that_is_trained() -> None:
+def test_the_digest_knows_everything_that_is_trained():
     one = Record(0, 1, "a", (1, 2, 3, 4, 5), ((1, 2), (3, 5)), None)
     changes = (
         {},
@@ -57,13 +57,13 @@ def test_the_digest_knows_everything_that_is_trained() -> None:
         {"temperature": 0.7},
     )
     two = Record(1, 2, "b", (7, 8), ((1, 2),), None)
-    digests = {digest_of([replace(one, **change), two]) for change in changes}  # type: ignore[arg-type]
+    digests = {digest_of([replace(one, **change), two]) for change in changes}
     assert len(digests) == len(changes)
     assert digest_of([replace(one, line=9, index=4), two]) in digests
     assert digest_of([two, one]) not in digests
 
 
-def test_all_forms_in_one_file(tmp_path: Path) -> None:
+def test_all_forms_in_one_file(tmp_path):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
     path = write(
         tmp_path / "r.jsonl",
@@ -125,7 +125,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD)
-def test_bad_lines_say_where_and_why(tmp_path: Path, row: Any, reason: str) -> None:
+def test_bad_lines_say_where_and_why(tmp_path, row, reason):
     path = write(tmp_path / "r.jsonl", GOOD, b"", row, GOOD)
     good, bad, last = read_records(path, vocab_size=9, max_tokens=6, min_generated=2)
     assert isinstance(bad, BadLine)
@@ -134,7 +134,7 @@ def test_bad_lines_say_where_and_why(tmp_path: Path, row: Any, reason: str) -> N
     assert isinstance(good, Record) and isinstance(last, Record)
 
 
-def test_the_tokenizer_bounds_the_vocabulary(tmp_path: Path) -> None:
+def test_the_tokenizer_bounds_the_vocabulary(tmp_path):
     tokenizer = chat.tokenizer(None)
     path = write(tmp_path / "r.jsonl", GOOD | {"token_ids": [1, 2, 3, len(tokenizer)]})
     (bad,) = read_records(path, tokenizer)
@@ -143,13 +143,13 @@ def test_the_tokenizer_bounds_the_vocabulary(tmp_path: Path) -> None:
     assert isinstance(good, Record)
 
 
-def test_no_vocabulary_is_boundless(tmp_path: Path) -> None:
+def test_no_vocabulary_is_boundless(tmp_path):
     path = write(tmp_path / "r.jsonl", GOOD | {"token_ids": [1, 2, 3, 1 << 63]})
     (bad,) = read_records(path)
     assert isinstance(bad, BadLine) and "outside the vocabulary" in bad.reason
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(PromptError, match=r"none\.jsonl: no such file"):
         list(read_records(tmp_path / "none.jsonl"))
 
@@ -167,7 +167,7 @@ def rows(prompts: int, samples: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_order_of_the_lines_makes_no_difference(tmp_path: Path) -> None:
+def test_the_order_of_the_lines_makes_no_difference(tmp_path):
     made = rows(20, 3)
     tidy, _ = load_records(write(tmp_path / "a.jsonl", *made))
     random.Random(1).shuffle(made)
@@ -183,7 +183,7 @@ def test_the_order_of_the_lines_makes_no_difference(tmp_path: Path) -> None:
     assert sides[0][0] == sorted(sides[0][0])
 
 
-def test_all_samples_of_a_prompt_are_on_one_side(tmp_path: Path) -> None:
+def test_all_samples_of_a_prompt_are_on_one_side(tmp_path):
     records, _ = load_records(write(tmp_path / "a.jsonl", *rows(20, 3)))
     for share, prompts in ((0.01, 1), (0.3, 6), (0.99, 19)):
         train, heldout = split_heldout(records, share)
@@ -195,7 +195,7 @@ def test_all_samples_of_a_prompt_are_on_one_side(tmp_path: Path) -> None:
     assert third < {r.index for r in split_heldout(records, 0.5)[1]}
 
 
-def test_records_of_one_group_are_on_one_side(tmp_path: Path) -> None:
+def test_records_of_one_group_are_on_one_side(tmp_path):
     """Pieces of a conversation begin differently; only their group says that they belong to it."""
     made = [row | {"group": f"{row['index'] % 10:064x}"} for row in rows(20, 3)]
     records, _ = load_records(write(tmp_path / "a.jsonl", *made))
@@ -205,13 +205,13 @@ def test_records_of_one_group_are_on_one_side(tmp_path: Path) -> None:
         assert not {r.index % 10 for r in train} & {r.index % 10 for r in heldout}
 
 
-def test_texts_without_a_prompt_are_told_apart_by_their_content(tmp_path: Path) -> None:
+def test_texts_without_a_prompt_are_told_apart_by_their_content(tmp_path):
     made = [row | {"generated": [[1, 7]]} for row in rows(20, 1)]
     records, _ = load_records(write(tmp_path / "a.jsonl", *made))
     assert len(split_heldout(records, 0.25)[1]) == 5
 
 
-def test_a_split_that_leaves_a_side_empty_is_refused(tmp_path: Path) -> None:
+def test_a_split_that_leaves_a_side_empty_is_refused(tmp_path):
     records, _ = load_records(write(tmp_path / "a.jsonl", *rows(1, 3)))
     with pytest.raises(ValueError, match="3 records of 1 prompts"):
         split_heldout(records, 0.1)

@@ -11,11 +11,7 @@ from support.fake_engine import FakeEngine
 from vllm_medusa.files import FileRefused
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.prompts import Prompt
-from vllm_medusa.offline.results import (
-    ResultLog,
-    fingerprint,
-    manifest_path,
-)
+from vllm_medusa.offline.results import ResultLog, fingerprint, manifest_path
 
 SETTINGS = {"model": "m", "sampling": {"temperature": 0.5, "stop": ("a", "b")}}
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt number {i} " * 20) for i in range(60)]
@@ -33,7 +29,7 @@ def generate(path: Path, step_seconds: float = 0.0) -> None:
             log.append(result.to_dict())
 
 
-def test_what_was_written_is_found_again(tmp_path: Path) -> None:
+def test_what_was_written_is_found_again(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultLog(path, SETTINGS) as log:
         assert log.done == set()
@@ -47,7 +43,7 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
     assert lines(path) == [{"index": 4, "text": "é\n\u2028"}, {"index": 1}]
 
 
-def test_every_cut_of_the_last_line_is_repaired(tmp_path: Path) -> None:
+def test_every_cut_of_the_last_line_is_repaired(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultLog(path, SETTINGS) as log:
         log.append({"index": 0, "text": "whole"})
@@ -62,7 +58,7 @@ def test_every_cut_of_the_last_line_is_repaired(tmp_path: Path) -> None:
             assert log.torn_bytes == (size - first if size >= first else size)
 
 
-def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
+def test_other_settings_are_refused_and_named(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultLog(path, SETTINGS) as log:
         log.append({"index": 0})
@@ -79,7 +75,7 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_of_unknown_origin_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_of_unknown_origin_is_left_alone(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"index": 0}\n')
     with pytest.raises(FileRefused, match="not written by this command"):
@@ -93,7 +89,7 @@ def test_a_file_of_unknown_origin_is_left_alone(tmp_path: Path) -> None:
     assert path.read_text() == '{"index": 0}\n'
 
 
-def test_damage_in_the_middle_is_refused(tmp_path: Path) -> None:
+def test_damage_in_the_middle_is_refused(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultLog(path, SETTINGS) as log:
         log.append({"index": 0})
@@ -103,7 +99,7 @@ def test_damage_in_the_middle_is_refused(tmp_path: Path) -> None:
         ResultLog(path, SETTINGS)
 
 
-def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
+def test_two_writers_exclude_each_other(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultLog(path, SETTINGS), pytest.raises(FileRefused, match="another process"):
         ResultLog(path, SETTINGS)
@@ -111,14 +107,14 @@ def test_two_writers_exclude_each_other(tmp_path: Path) -> None:
         pass
 
 
-def test_places_that_can_not_hold_results(tmp_path: Path) -> None:
+def test_places_that_can_not_hold_results(tmp_path):
     with pytest.raises(FileRefused, match="no folder"):
         ResultLog(tmp_path / "none" / "out.jsonl", SETTINGS)
     with pytest.raises(FileRefused, match="not a regular file"):
         ResultLog(tmp_path, SETTINGS)
 
 
-def test_a_fingerprint_sees_both_ends_of_every_file(tmp_path: Path) -> None:
+def test_a_fingerprint_sees_both_ends_of_every_file(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"h" * 200_000 + b"t")
     before = fingerprint(tmp_path)
@@ -133,7 +129,7 @@ def test_a_fingerprint_sees_both_ends_of_every_file(tmp_path: Path) -> None:
     assert fingerprint(tmp_path) != before
 
 
-def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path: Path) -> None:
+def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path):
     path, unbroken = tmp_path / "killed.jsonl", tmp_path / "unbroken.jsonl"
     generate(unbroken)
     moments = random.Random(7)
@@ -145,7 +141,7 @@ def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path: Path) -> N
         # ever later: starting a process takes long on a busy machine or from a large one
         process.join(moments.uniform(0.005, 0.06) * (1 + attempt / 4))
         if process.is_alive():
-            os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            os.kill(process.pid, signal.SIGKILL)
             kills += 1
         process.join()
         if process.exitcode == 0:
@@ -153,13 +149,12 @@ def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path: Path) -> N
     else:
         pytest.fail("the job never finished")
     assert kills >= 2, "the kills came too late to test anything"
-    assert sorted(lines(path), key=lambda r: r["index"]) == sorted(  # type: ignore[arg-type,return-value]
-        lines(unbroken),
-        key=lambda r: r["index"],  # type: ignore[arg-type,return-value]
+    assert sorted(lines(path), key=lambda r: r["index"]) == sorted(
+        lines(unbroken), key=lambda r: r["index"]
     )
 
 
-def test_the_writing_survives_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writing_survives_short_writes(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
     path = tmp_path / "out.jsonl"
@@ -168,7 +163,7 @@ def test_the_writing_survives_short_writes(tmp_path: Path, monkeypatch: pytest.M
     assert lines(path) == [{"index": 0, "text": "long enough to need many writes"}]
 
 
-def test_overwrite_spares_what_is_no_result_file(tmp_path: Path) -> None:
+def test_overwrite_spares_what_is_no_result_file(tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("precious\n")
     with pytest.raises(FileRefused, match="not written by this command"):

@@ -1,7 +1,5 @@
 """The proposer's kernels against torch, bit for bit; interpreted here and compiled on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.ahead_of_time import GENERATIONS, compiling
@@ -98,7 +96,7 @@ class Cases:
 
     @pytest.mark.parametrize("name", TREES)
     @pytest.mark.parametrize("mapped", [False, True])
-    def test_proposals(self, name: str, mapped: bool, monkeypatch: pytest.MonkeyPatch):
+    def test_proposals(self, name, mapped, monkeypatch):
         monkeypatch.setattr(self.kernel, "_PARTS", (64,))
         tree = TREES[name]
         cpu, device = (TreeTensors.from_tree(tree, d) for d in ("cpu", self.device))
@@ -114,7 +112,7 @@ class Cases:
         assert (memory[:, tree.num_nodes :] == -7).all()
 
     @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-    def test_ranks_together(self, ranks: int):
+    def test_ranks_together(self, ranks):
         """Each rank runs its kernels; the all-gather is a list."""
         tree = TREES["64 nodes"]
         tensors = TreeTensors.from_tree(tree, self.device)
@@ -133,7 +131,7 @@ class Cases:
         expected = proposer.propose(logits, TreeTensors.from_tree(tree))
         for rank, (own, shard) in enumerate(shards):
 
-            def all_gather(keys: Tensor, rank: int = rank) -> Tensor:
+            def all_gather(keys, rank=rank):
                 assert torch.equal(keys, sent[rank])
                 return sent
 
@@ -171,7 +169,7 @@ class TestOnGpu(Cases):
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("vocab", [32_000, 128_256])
-    def test_serving_sizes(self, vocab: int, dtype: torch.dtype):
+    def test_serving_sizes(self, vocab, dtype):
         """A batch of 32, whole and from shards; half types are full of ties."""
         tree = TokenTree.dense((5, 4, 3)).prefix(64)
         generator = torch.Generator().manual_seed(4)
@@ -212,7 +210,7 @@ def test_in_a_process_that_interprets():
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
 @pytest.mark.parametrize("capability", GENERATIONS)
-def test_it_compiles_without_a_gpu(capability: int):
+def test_it_compiles_without_a_gpu(capability):
     pytest.importorskip("triton")
     from vllm_medusa.proposer import kernel
 

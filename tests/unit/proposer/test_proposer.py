@@ -37,7 +37,7 @@ def test_siblings_differ_even_in_bfloat16():
     logits = torch.randn(8, 2, 500, generator=torch.Generator().manual_seed(2)).bfloat16()
     tree = TokenTree.dense([4, 3])
     tokens = propose(logits, TreeTensors.from_tree(tree))
-    children: dict[int, list[int]] = {}
+    children = {}
     for node, parent in enumerate(tree.parents):
         children.setdefault(parent, []).append(node)
     for siblings in children.values():

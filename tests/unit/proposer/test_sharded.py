@@ -49,7 +49,7 @@ def heads(draw) -> tuple[Tensor, list[int], int]:
 
 @settings(max_examples=200, deadline=None)
 @given(case=heads(), padding=st.integers(0, 3))
-def test_shards_equal_the_whole(case: tuple[Tensor, list[int], int], padding: int):
+def test_shards_equal_the_whole(case, padding):
     logits, widths, k = case
     expected = stable_topk(logits, k)
     keys = torch.stack([local_topk(own, k, shard) for own, shard in cut(logits, widths, padding)])
@@ -62,7 +62,7 @@ def test_shards_equal_the_whole(case: tuple[Tensor, list[int], int], padding: in
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_large_vocabularies(ranks: int, dtype: torch.dtype):
+def test_large_vocabularies(ranks, dtype):
     """Where `stable_topk` goes by groups: as it is with all of it, or with a shard of it."""
     vocab = 40_003
     logits = torch.randn(2, 2, vocab, generator=torch.Generator().manual_seed(ranks)).to(dtype)
@@ -99,7 +99,7 @@ def test_the_shards_of_vllm():
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_every_rank_proposes_what_one_rank_would(mapped: bool):
+def test_every_rank_proposes_what_one_rank_would(mapped):
     tree = TreeTensors.from_tree(TokenTree.dense([4, 3, 2]))
     logits = torch.randn(3, 5, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
     token_map = torch.arange(50).flip(0) * 3 if mapped else None
@@ -107,7 +107,7 @@ def test_every_rank_proposes_what_one_rank_would(mapped: bool):
     sent = torch.stack([local_topk(own[:, :3], 4, shard) for own, shard in shards])
     for rank, (own, shard) in enumerate(shards):
 
-        def all_gather(keys: Tensor, rank: int = rank) -> Tensor:
+        def all_gather(keys, rank=rank):
             assert torch.equal(keys, sent[rank])
             return sent
 

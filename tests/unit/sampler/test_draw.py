@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.sampler import Draw, draw_exponential, draw_splitmix, truncate_logits
+from vllm_medusa.sampler import draw_exponential, draw_splitmix, truncate_logits
 
 
 @pytest.mark.parametrize("draw", [draw_exponential, draw_splitmix])
-def test_draws_follow_the_softmax(draw: Draw) -> None:
+def test_draws_follow_the_softmax(draw):
     logits = torch.tensor([0.5, -1.0, -torch.inf, 2.0, 0.0])
     generator = torch.Generator().manual_seed(3)
     samples = 3_000
@@ -23,14 +23,14 @@ def test_draws_follow_the_softmax(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("draw", [draw_exponential, draw_splitmix])
-def test_a_draw_costs_the_generator_the_same_whatever_the_logits(draw: Draw) -> None:
+def test_a_draw_costs_the_generator_the_same_whatever_the_logits(draw):
     one, two = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
     draw(torch.randn(64), one)
     draw(torch.full((64,), -torch.inf).index_fill(0, torch.tensor([3]), 0.0), two)
     assert torch.equal(torch.rand(4, generator=one), torch.rand(4, generator=two))
 
 
-def test_splitmix_known_bits() -> None:
+def test_splitmix_known_bits():
     """SplitMix64 from seed 1234567 starts 6457827717110365317, 3203168211198807973 (published)."""
     from vllm_medusa.sampler import draw as module
 
@@ -44,7 +44,7 @@ def test_splitmix_known_bits() -> None:
     top_k=st.integers(-1, 14),
     top_p=st.floats(0.05, 1.0),
 )
-def test_truncation_by_hand(logits: list[int], top_k: int, top_p: float) -> None:
+def test_truncation_by_hand(logits, top_k, top_p):
     row = torch.tensor([logits], dtype=torch.float32) / 2
     kept = truncate_logits(row, top_k, top_p)[0].isfinite()
     alive = torch.ones(len(logits), dtype=torch.bool)
@@ -63,7 +63,7 @@ def test_truncation_by_hand(logits: list[int], top_k: int, top_p: float) -> None
     assert bool(kept.any())
 
 
-def test_truncation_leaves_its_input_alone() -> None:
+def test_truncation_leaves_its_input_alone():
     row = torch.randn(2, 9)
     before = row.clone()
     truncate_logits(row, 3, 0.5)

@@ -1,8 +1,7 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_trees import Case, cases, padded
-from torch import Tensor
+from support.random_trees import cases, padded
 
 from vllm_medusa.sampler import greedy_verdict, lossless_walk
 from vllm_medusa.tree import TokenTree
@@ -11,11 +10,11 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
 @settings(max_examples=300, deadline=None)
 @given(case=cases, seed=st.integers(0, 2**31))
-def test_equals_the_walk_with_an_argmax_sampler(case: Case, seed: int) -> None:
+def test_equals_the_walk_with_an_argmax_sampler(case, seed):
     torch.manual_seed(seed)
     argmax = torch.randint(0, case.vocab_size, case.tree.parents.shape)
 
-    def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:
+    def sample(level, nodes, active):
         return argmax.gather(1, nodes.unsqueeze(1)).squeeze(1)
 
     one_shot = greedy_verdict(case.tree, case.token_ids, argmax)
@@ -31,7 +30,7 @@ def test_equals_the_walk_with_an_argmax_sampler(case: Case, seed: int) -> None:
         assert walked.output_token_ids[b].tolist() == padded(emitted, width, -1)
 
 
-def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second() -> None:
+def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second():
     #      0            tokens: both children are 5; only the second has a child that matches
     #     / \
     #    1   2          The walk stands at node 1 and must stop there.
@@ -44,7 +43,7 @@ def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second() -> None:
     assert verdict.output_token_ids.tolist() == [[5, 6, -1]]
 
 
-def test_absent_drafts_and_cut_nodes_are_never_accepted() -> None:
+def test_absent_drafts_and_cut_nodes_are_never_accepted():
     batch = TreeBatch.from_static(
         TreeTensors.from_tree(TokenTree.chain(3)), torch.tensor([4, 2, 1], dtype=torch.int32)
     )

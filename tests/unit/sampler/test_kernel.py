@@ -5,8 +5,6 @@ have no node so near the bar that rounding (about 1e-6) could move it across, an
 be the same as in fp64. How near it gets is tested on its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 
@@ -122,7 +120,7 @@ class Cases:
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("nodes", SIZES)
-    def test_boundaries_walk(self, nodes: int, shape: str):
+    def test_boundaries_walk(self, nodes, shape):
         """Everything is accepted; the last node is cut off; nothing fits."""
         tree = static(SHAPES[shape](nodes), [nodes, max(1, nodes - 1), nodes], torch.int32)
         parents = tree.parents[0].clamp(min=0)
@@ -193,7 +191,7 @@ class Cases:
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("nodes", SIZES)
-    def test_boundaries_accept(self, nodes: int, shape: str):
+    def test_boundaries_accept(self, nodes, shape):
         """One node refused, first, last or at the edge of a word; then the best of a tie."""
         tree = static(SHAPES[shape](nodes), [nodes, max(1, nodes - 1)], torch.int32)
         score = torch.randn(2, nodes, generator=generator(nodes))
@@ -248,7 +246,7 @@ class Cases:
         return path
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-    def test_random_batches_typical(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    def test_random_batches_typical(self, dtype, monkeypatch):
         """Ragged logits in several parts, truncated rows with whole parts of -inf, NaN rows."""
         monkeypatch.setattr(self.kernel, "_SPLIT", 16)
         accepted = 0
@@ -279,7 +277,7 @@ class Cases:
         assert accepted > 5
 
     @pytest.mark.parametrize("nodes", [1, 2, 64, 65, 256])
-    def test_boundaries_typical(self, nodes: int):
+    def test_boundaries_typical(self, nodes):
         vocab = 11
         for shape, paths in SHAPES.items():
             tree = static(paths(nodes), [nodes, max(1, nodes - 1)], torch.int32)
@@ -301,7 +299,7 @@ class Cases:
         deepest = [i for i in range(nodes) if tree.depths[0, i] == 3]
         assert path.last_node.tolist() == [deepest[0]] * 2
 
-    def test_how_near_the_bar_a_node_may_be(self, monkeypatch: pytest.MonkeyPatch):
+    def test_how_near_the_bar_a_node_may_be(self, monkeypatch):
         """The bar set to the probability, a ten-thousandth above and below it."""
         monkeypatch.setattr(self.kernel, "_SPLIT", 128)
         count, vocab = 12, 1000
@@ -376,7 +374,7 @@ class TestOnGpu(Cases):
     device = "cuda"
 
     @pytest.mark.parametrize("nodes", [16, 64, 256])
-    def test_serving_sizes(self, nodes: int):
+    def test_serving_sizes(self, nodes):
         """A batch of 32 and a vocabulary of 32,000; its bars are far from every probability."""
         case = make_case(nodes, 32, nodes, 3)
         targets = torch.randint(0, 3, case.token_ids.shape, generator=generator(1))
@@ -401,7 +399,7 @@ class TestOnGpu(Cases):
         scratch = self.kernel.TypicalScratch.empty(tree, logits)
         drafts, scores = torch.zeros_like(tokens), torch.zeros_like(logits)
 
-        def step() -> None:
+        def step():
             self.kernel.target_verdict(tree, drafts, drafts, out[0])
             self.kernel.typical_path(tree, drafts, scores, rows, *bounds, out[1].path, scratch)
 
@@ -423,7 +421,7 @@ def test_in_a_process_that_interprets():
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
 @pytest.mark.parametrize("capability", GENERATIONS)
-def test_it_compiles_without_a_gpu(capability: int):
+def test_it_compiles_without_a_gpu(capability):
     pytest.importorskip("triton")
     from vllm_medusa.sampler import launch as kernel
 

@@ -1,14 +1,12 @@
 """The walk emits the target's distribution: chi-square at 1e-6, seeds fixed; broken walks fail."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_trees import Case, cases, padded
+from support.random_trees import cases, padded
 from torch import Tensor
 
 from vllm_medusa.sampler import lossless_walk
@@ -78,7 +76,7 @@ def histogram(tokens: Tensor) -> Tensor:
     return torch.bincount((tokens * places).sum(1), minlength=VOCAB ** tokens.shape[1])
 
 
-def test_marginal_and_joints_are_the_target_s() -> None:
+def test_marginal_and_joints_are_the_target_s():
     target = Target()
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
@@ -89,7 +87,7 @@ def test_marginal_and_joints_are_the_target_s() -> None:
     assert excess(histogram(out), joint.permute(2, 1, 0)) < LIMIT
 
 
-def test_control_a_wrong_parent_is_noticed() -> None:
+def test_control_a_wrong_parent_is_noticed():
     """Node 6 (token 3 under node 2) accepted as a child of node 3, node 7 as one of node 2."""
     target = Target()
     torch.manual_seed(1)
@@ -100,7 +98,7 @@ def test_control_a_wrong_parent_is_noticed() -> None:
     assert excess(histogram(out), target.joint().permute(2, 1, 0)) > 2 * LIMIT
 
 
-def test_control_drafts_taken_unchecked_are_noticed() -> None:
+def test_control_drafts_taken_unchecked_are_noticed():
     """Accepting the first draft unless the sample is another child: a draft gets extra mass."""
     target = Target()
     torch.manual_seed(1)
@@ -111,14 +109,14 @@ def test_control_drafts_taken_unchecked_are_noticed() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(case=cases, seed=st.integers(0, 2**31), early_exit=st.booleans())
-def test_follows_the_samples(case: Case, seed: int, early_exit: bool) -> None:
+def test_follows_the_samples(case, seed, early_exit):
     """Any samples, different at every visit: the walk is the plain loop, with early exit or not."""
     torch.manual_seed(seed)
     levels = case.tree.max_depth + 1
     samples = torch.randint(0, case.vocab_size, (levels, case.batch_size))
     calls = []
 
-    def sample(level: int, nodes: Tensor, active: Tensor) -> Tensor:
+    def sample(level, nodes, active):
         calls.append(active.clone())
         return torch.where(active, samples[level], 0)  # a token that may match: must be ignored
 
@@ -138,7 +136,7 @@ def test_follows_the_samples(case: Case, seed: int, early_exit: bool) -> None:
 
 
 @pytest.mark.parametrize("early_exit", [False, True])
-def test_no_draft_at_all_is_plain_decoding(early_exit: bool) -> None:
+def test_no_draft_at_all_is_plain_decoding(early_exit):
     tree = TreeBatch.from_static(TreeTensors.from_tree(TREE), torch.tensor([1, 1]))
     verdict = lossless_walk(
         tree, TOKENS.expand(2, -1), lambda *_: torch.tensor([2, 1]), early_exit=early_exit

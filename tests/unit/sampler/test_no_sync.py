@@ -1,14 +1,9 @@
 """The hot path never asks the device for a value: on fake tensors, which have none, it runs."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from vllm_medusa import kv, sampler
 from vllm_medusa.tree import TokenTree
@@ -18,7 +13,7 @@ VOCAB = 11
 
 
 @pytest.fixture
-def fake() -> Iterator[tuple[TreeBatch, Tensor]]:
+def fake():
     tensors = TreeTensors.from_tree(TokenTree.dense([3, 2, 2]))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
@@ -30,7 +25,7 @@ def argmax(level: int, nodes: Tensor, active: Tensor) -> Tensor:
     return nodes % VOCAB
 
 
-def test_rules_and_compaction(fake: tuple[TreeBatch, Tensor]) -> None:
+def test_rules_and_compaction(fake):
     tree, tokens = fake
     greedy = sampler.greedy_verdict(tree, tokens, tokens)
     walked = sampler.lossless_walk(tree, tokens, argmax)
@@ -45,7 +40,7 @@ def test_rules_and_compaction(fake: tuple[TreeBatch, Tensor]) -> None:
         kv.copy_slots(torch.rand(5, 3, 4, 10), src, dst, (0, 3))
 
 
-def test_control_early_exit_asks(fake: tuple[TreeBatch, Tensor]) -> None:
+def test_control_early_exit_asks(fake):
     tree, tokens = fake
     with pytest.raises(DataDependentOutputException):
         sampler.lossless_walk(tree, tokens, argmax, early_exit=True)

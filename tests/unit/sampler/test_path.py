@@ -19,7 +19,7 @@ def expected_path(case: Case, b: int, accepted: list[bool], score: list[float]) 
 
 @settings(max_examples=150, deadline=None)
 @given(case=cases, seed=st.integers(0, 2**31), scored=st.booleans())
-def test_longest_then_best_then_first(case: Case, seed: int, scored: bool) -> None:
+def test_longest_then_best_then_first(case, seed, scored):
     torch.manual_seed(seed)
     shape = case.tree.parents.shape
     accepted = torch.rand(shape) < 0.7
@@ -33,7 +33,7 @@ def test_longest_then_best_then_first(case: Case, seed: int, scored: bool) -> No
         assert int(path.last_node[b]) == nodes[-1]
 
 
-def test_nan_and_infinite_scores_still_give_a_deepest_path() -> None:
+def test_nan_and_infinite_scores_still_give_a_deepest_path():
     tensors = TreeTensors.from_tree(TokenTree.dense([3]))
     tree = TreeBatch.from_static(tensors, torch.tensor([4, 4, 4]))
     nan, inf = torch.nan, torch.inf
@@ -42,7 +42,7 @@ def test_nan_and_infinite_scores_still_give_a_deepest_path() -> None:
     assert path.last_node.tolist() == [1, 3, 1]
 
 
-def test_a_tree_cut_to_its_root_accepts_nothing() -> None:
+def test_a_tree_cut_to_its_root_accepts_nothing():
     tensors = TreeTensors.from_tree(TokenTree.chain(3))
     tree = TreeBatch.from_static(tensors, torch.tensor([1]))
     path = accept_path(tree, torch.ones(1, 4, dtype=torch.bool))
@@ -50,7 +50,7 @@ def test_a_tree_cut_to_its_root_accepts_nothing() -> None:
     assert path.num_accepted.tolist() == [0]
 
 
-def test_emitted_tokens_and_final_token() -> None:
+def test_emitted_tokens_and_final_token():
     tree = TreeBatch.from_static(
         TreeTensors.from_tree(TokenTree.from_paths([[0], [1], [1, 0]])), torch.tensor([4, 4, 4])
     )
@@ -62,7 +62,7 @@ def test_emitted_tokens_and_final_token() -> None:
     assert verdict.final_token.tolist() == [50, 51, 52]
 
 
-def test_select_verdict_mixes_requests() -> None:
+def test_select_verdict_mixes_requests():
     case = make_case(seed=1, batch=4, max_nodes=8, vocab=2)
     every = torch.ones(4, 8, dtype=torch.bool)
     first = close_path(accept_path(case.tree, every), case.token_ids, torch.full((4,), 7))

@@ -29,14 +29,9 @@ def expected_path(case: Case, b: int, probs: list, epsilon: float, delta: float)
 
 @settings(max_examples=200, deadline=None)
 @given(
-    case=cases,
-    seed=st.integers(0, 2**31),
-    epsilon=st.floats(0.01, 1.0),
-    delta=st.floats(0.05, 1.0),
+    case=cases, seed=st.integers(0, 2**31), epsilon=st.floats(0.01, 1.0), delta=st.floats(0.05, 1.0)
 )
-def test_longest_then_likeliest_then_first(
-    case: Case, seed: int, epsilon: float, delta: float
-) -> None:
+def test_longest_then_likeliest_then_first(case, seed, epsilon, delta):
     torch.manual_seed(seed)
     # Few distinct rows, some with zeros, so that ties and impossible tokens happen.
     rows = torch.softmax(2 * torch.randn(3, case.vocab_size + 1), -1)
@@ -52,7 +47,7 @@ def test_longest_then_likeliest_then_first(
         assert path.nodes[b].tolist() == padded(nodes, case.tree.max_depth + 1, nodes[-1])
 
 
-def test_threshold_by_hand() -> None:
+def test_threshold_by_hand():
     flat, peaked, certain = [0.25] * 4, [0.97, 0.01, 0.01, 0.01], [1.0, 0, 0, 0]
     probs = torch.tensor([flat, peaked, certain])
     got = typical_threshold(probs, 0.09, 0.3)
@@ -65,7 +60,7 @@ def test_threshold_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_comparison_is_strict(dtype: torch.dtype) -> None:
+def test_the_comparison_is_strict(dtype):
     tree = TreeBatch.from_static(TreeTensors.from_tree(TokenTree.chain(1)), torch.tensor([2, 2]))
     probs = torch.tensor([[[0.5, 0.5, 0.0, 0.0]] * 2] * 2, dtype=dtype)
     tokens = torch.tensor([[0, 1], [0, 1]])
@@ -74,7 +69,7 @@ def test_the_comparison_is_strict(dtype: torch.dtype) -> None:
     assert path.num_accepted.tolist() == [0, 1]
 
 
-def test_absent_draft_is_rejected_and_the_final_token_is_the_caller_s() -> None:
+def test_absent_draft_is_rejected_and_the_final_token_is_the_caller_s():
     tree = TreeBatch.from_static(TreeTensors.from_tree(TokenTree.chain(2)), torch.tensor([3]))
     probs = torch.full((1, 3, 2), 0.5)
     tokens = torch.tensor([[0, 1, -1]])

@@ -1,7 +1,5 @@
 """Root paths laid out as chains, against the paths themselves."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,7 +20,7 @@ def root_path(tree: TokenTree, node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.num_nodes}_nodes")
-def test_every_node_ends_a_chain_of_its_own(tree: TokenTree) -> None:
+def test_every_node_ends_a_chain_of_its_own(tree):
     chains = PathChains.of(tree)
     assert len(chains.last) == tree.num_nodes and len(chains.nodes) == len(chains.local)
     assert len(chains.nodes) == sum(depth + 1 for depth in tree.depths)
@@ -40,7 +38,7 @@ requests = st.lists(
 
 @given(requests)
 @settings(deadline=None)
-def test_rows_of_a_batch(shape: list[tuple[int, bool]]) -> None:
+def test_rows_of_a_batch(shape):
     num_nodes, by_path = (np.array(column) for column in zip(*shape, strict=True))
     layout = PathChains.of(BUSHY).lay_out(by_path, num_nodes)
     assert len(layout.rows) == len(layout.local) == layout.first[-1]

@@ -8,8 +8,6 @@ output is rounded once more, so the error stays under u * max|value| of about 4.
 truncates to bf16 instead of rounding, which doubles it. fp8 is exact in each of them.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from dataclasses import replace
@@ -336,7 +334,7 @@ def test_splits_follow_the_device(monkeypatch):
     pytest.importorskip("triton")
     from vllm_medusa.scorer import launch
 
-    def splits(batch_size: int, heads: int, kv_heads: int, nodes: int) -> int:
+    def splits(batch_size, heads, kv_heads, nodes):
         shape = (batch_size, heads, kv_heads, 128, nodes, 32768)
         return launch.choose_splits(*shape, F16, F16, torch.device("cpu"))
 

@@ -1,7 +1,5 @@
 """The layout of a step against the same thing written as loops."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -37,7 +35,7 @@ def build(shape: list[tuple[int, int]]) -> tuple[TreeStep, list[list[int]], torc
 
 @given(requests)
 @settings(deadline=None)
-def test_every_node_finds_its_row(shape: list[tuple[int, int]]) -> None:
+def test_every_node_finds_its_row(shape):
     step, rows_of, ids = build(shape)
     assert step.batch_size == len(shape)
     assert step.has_trees == any(nodes > 1 for _, nodes in shape)
@@ -53,7 +51,7 @@ def test_every_node_finds_its_row(shape: list[tuple[int, int]]) -> None:
 
 @given(requests)
 @settings(deadline=None)
-def test_slots_are_where_the_runner_put_the_rows(shape: list[tuple[int, int]]) -> None:
+def test_slots_are_where_the_runner_put_the_rows(shape):
     step, rows_of, ids = build(shape)
     mapping = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1)) + 1000
     step.slot_mappings = {0: mapping, 1: mapping + 5000}
@@ -63,7 +61,7 @@ def test_slots_are_where_the_runner_put_the_rows(shape: list[tuple[int, int]]) -
             assert slots[b, : len(rows)].tolist() == step.slot_mappings[group][rows].tolist()
 
 
-def test_dtypes() -> None:
+def test_dtypes():
     step, _, _ = build([(2, 4), (0, 1)])
     for tensor in (step.cu_nodes, step.rows, step.row_of_node, step.token_ids):
         assert tensor.dtype == torch.int64

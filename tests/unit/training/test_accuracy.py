@@ -21,13 +21,13 @@ def make_heads(token_map: torch.Tensor | None) -> MedusaHeads:
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_rank_is_the_place_in_the_proposers_list(mapped: bool) -> None:
+def test_a_rank_is_the_place_in_the_proposers_list(mapped):
     token_map = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:12]
     heads = make_heads(token_map if mapped else None)
     matrix = torch.randn(V, H).round()  # many equal logits
     states = torch.randn(17, H).round()
 
-    def lm_head(x: torch.Tensor) -> torch.Tensor:
+    def lm_head(x):
         logits = (x @ matrix.T).round(decimals=0)
         return logits[:, token_map] if mapped else logits
 
@@ -45,7 +45,7 @@ def test_a_rank_is_the_place_in_the_proposers_list(mapped: bool) -> None:
     assert bool((ranks[:3] == count).any()) == mapped
 
 
-def test_batches_and_processes_add_up() -> None:
+def test_batches_and_processes_add_up():
     ranks = torch.tensor([[0, 2], [1, 0], [0, TOP], [30, 1]])
     labels = torch.tensor([[5, 6], [7, 8], [9, 3], [4, IGNORED]])
     whole, parts = Measurement.empty(K), Measurement.empty(K)
@@ -61,7 +61,7 @@ def test_batches_and_processes_add_up() -> None:
 
 
 @pytest.mark.parametrize("count", [4, 12], ids=["below TOP", "above TOP"])
-def test_labels_outside_the_draft_vocabulary_are_missed_and_have_no_loss(count: int) -> None:
+def test_labels_outside_the_draft_vocabulary_are_missed_and_have_no_loss(count):
     """The mean loss is over the labels that have one; top k is over all labels."""
     token_map = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:count]
     heads = make_heads(token_map)
@@ -70,7 +70,7 @@ def test_labels_outside_the_draft_vocabulary_are_missed_and_have_no_loss(count: 
     labels = torch.randint(V, (200, K), generator=torch.Generator().manual_seed(2))
     labels[::3, 1] = IGNORED
 
-    def lm_head(x: torch.Tensor) -> torch.Tensor:
+    def lm_head(x):
         return (x @ matrix.T)[..., token_map]
 
     measured = Measurement.empty(K)

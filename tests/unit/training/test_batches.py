@@ -12,9 +12,7 @@ LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 100), st.integers(0, 1 << 40))
-def test_every_epoch_has_every_text_once(
-    lengths: list[int], epochs: int, step_tokens: int, seed: int
-) -> None:
+def test_every_epoch_has_every_text_once(lengths, epochs, step_tokens, seed):
     steps = plan_steps(lengths, epochs=epochs, step_tokens=step_tokens, seed=seed)
     assert Counter(t for step in steps for t in step) == dict.fromkeys(range(len(lengths)), epochs)
     for step in steps:
@@ -24,7 +22,7 @@ def test_every_epoch_has_every_text_once(
 
 
 @given(LENGTHS, st.integers(1, 100))
-def test_passes_are_the_step_and_fit(lengths: list[int], pass_tokens: int) -> None:
+def test_passes_are_the_step_and_fit(lengths, pass_tokens):
     texts = list(range(0, len(lengths), 2))
     passes = split_passes(texts, lengths, pass_tokens)
     assert sorted(t for part in passes for t in part) == texts
@@ -32,7 +30,7 @@ def test_passes_are_the_step_and_fit(lengths: list[int], pass_tokens: int) -> No
         assert len(part) == 1 or len(part) * max(lengths[t] for t in part) <= pass_tokens
 
 
-def test_orders_differ_by_epoch_and_seed_alone() -> None:
+def test_orders_differ_by_epoch_and_seed_alone():
     lengths = [10] * 30
     one = plan_steps(lengths, epochs=2, step_tokens=100, seed=1)
     assert one == plan_steps(lengths, epochs=2, step_tokens=100, seed=1)
@@ -41,6 +39,6 @@ def test_orders_differ_by_epoch_and_seed_alone() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3, 4, 100])
-def test_at_most_so_many_steps(steps: int) -> None:
+def test_at_most_so_many_steps(steps):
     whole = plan_steps([10] * 30, epochs=2, step_tokens=100, seed=1)
     assert plan_steps([10] * 30, epochs=2, step_tokens=100, seed=1, steps=steps) == whole[:steps]

@@ -30,7 +30,7 @@ def parts(folder: Path) -> list[list[Record]]:
 @pytest.mark.parametrize(
     ("prompts", "heldout"), [(2, 1), (3, 1), (4, 2), (8, 4), (32, 8), (200, 20)]
 )
-def test_no_prompt_is_on_two_sides(tmp_path: Path, prompts: int, heldout: int) -> None:
+def test_no_prompt_is_on_two_sides(tmp_path, prompts, heldout):
     split = split_records(write(tmp_path / "r.jsonl", prompts), tmp_path, 0.1)
     counts, tokens, bad, disjoint = split
     train, calibration, measurement = parts(tmp_path)
@@ -49,7 +49,7 @@ def test_no_prompt_is_on_two_sides(tmp_path: Path, prompts: int, heldout: int) -
     assert all(record.temperature == 0.7 for record in train)
 
 
-def test_a_group_is_on_one_side_and_what_a_record_says_is_kept(tmp_path: Path) -> None:
+def test_a_group_is_on_one_side_and_what_a_record_says_is_kept(tmp_path):
     path = tmp_path / "r.jsonl"
     made = [json.loads(line) for line in write(path, 40).read_text().splitlines()]
     more = {"top_p": 0.9, "top_k": 7}
@@ -64,7 +64,7 @@ def test_a_group_is_on_one_side_and_what_a_record_says_is_kept(tmp_path: Path) -
     assert kept == {replace(record, line=0) for record in load_records(path)[0]}
 
 
-def test_the_files_do_not_depend_on_the_order_of_the_lines(tmp_path: Path) -> None:
+def test_the_files_do_not_depend_on_the_order_of_the_lines(tmp_path):
     written = []
     for seed in (None, 1, 2):
         split_records(write(tmp_path / "r.jsonl", 30, shuffled=seed), tmp_path, 0.2)
@@ -72,7 +72,7 @@ def test_the_files_do_not_depend_on_the_order_of_the_lines(tmp_path: Path) -> No
     assert written[0] == written[1] == written[2]
 
 
-def test_bad_lines_are_left_out_and_told(tmp_path: Path) -> None:
+def test_bad_lines_are_left_out_and_told(tmp_path):
     path = write(tmp_path / "r.jsonl", 10)
     with path.open("a") as file:
         file.write('{"index": 99, "error": "too long"}\n')
@@ -81,6 +81,6 @@ def test_bad_lines_are_left_out_and_told(tmp_path: Path) -> None:
     assert [line.line for line in bad] == [21]
 
 
-def test_one_prompt_is_too_few(tmp_path: Path) -> None:
+def test_one_prompt_is_too_few(tmp_path):
     with pytest.raises(ValueError, match="prompts"):
         split_records(write(tmp_path / "r.jsonl", 1, samples=5), tmp_path, 0.1)

@@ -2,7 +2,6 @@
 
 import fcntl
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,17 @@ ROW = 64 * 4  # bytes
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def target(tmp_path_factory):
     return Target.load(save_model(tmp_path_factory.mktemp("target"), "Llama"))
 
 
 @pytest.fixture
-def texts() -> Texts:
+def texts():
     return Texts.of(random_records(20))
 
 
 def states(target: Target, texts: Texts, folder: Path, **options: Any) -> HiddenStates:
-    settings: dict[str, Any] = {
+    settings = {
         "dtype": torch.float32,
         "max_bytes": 1 << 30,
         "shard_bytes": 40 * ROW,
@@ -57,9 +56,7 @@ def straight(target: Target, texts: Texts) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
-def test_states_are_the_targets_cached_or_not(
-    share: float, target: Target, texts: Texts, tmp_path: Path
-) -> None:
+def test_states_are_the_targets_cached_or_not(share, target, texts, tmp_path):
     bound = int(share * texts.num_rows * ROW)
     kept = states(target, texts, tmp_path, max_bytes=bound)
     kept.build()
@@ -81,8 +78,8 @@ def test_states_are_the_targets_cached_or_not(
 
 
 def test_cached_and_computed_states_meet_where_the_target_computes(
-    target: Target, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    target, texts, tmp_path, monkeypatch
+):
     """ "meta" stands for a GPU: torch refuses to put its tensors behind one of the CPU."""
     kept = states(target, texts, tmp_path, max_bytes=texts.num_rows * ROW // 2)
     kept.build()
@@ -97,9 +94,7 @@ def test_cached_and_computed_states_meet_where_the_target_computes(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_once(
-    dtype: torch.dtype, target: Target, texts: Texts, tmp_path: Path
-) -> None:
+def test_half_precision_rounds_once(dtype, target, texts, tmp_path):
     """Shards of as many rows: passes of other shapes may differ in the last bit of fp32."""
     full = states(target, texts, tmp_path, shard_bytes=40 * ROW)
     half = states(target, texts, tmp_path, shard_bytes=40 * ROW // 2, dtype=dtype)
@@ -111,7 +106,7 @@ def test_half_precision_rounds_once(
     assert torch.equal(half.read(everything(texts)), wanted.to(dtype).float())
 
 
-def test_building_goes_on_with_what_lacks(target: Target, texts: Texts, tmp_path: Path) -> None:
+def test_building_goes_on_with_what_lacks(target, texts, tmp_path):
     kept = states(target, texts, tmp_path)
     kept.build()
     wanted = kept.read(everything(texts)).clone()
@@ -122,7 +117,7 @@ def test_building_goes_on_with_what_lacks(target: Target, texts: Texts, tmp_path
     (kept.folder / "000000.part-1").write_bytes(b"killed here")
     again = states(target, texts, tmp_path)
     assert again.missing() == [1, 2]
-    reports: list[tuple[int, int]] = []
+    reports = []
     again.build(lambda done, total: reports.append((done, total)))
     assert torch.equal(again.read(everything(texts)), wanted)  # bit for bit
     rebuilt = {shard for shard in shards if shard.stat().st_mtime_ns != times[shard]}
@@ -130,7 +125,7 @@ def test_building_goes_on_with_what_lacks(target: Target, texts: Texts, tmp_path
     assert reports[-1][0] == reports[-1][1] < texts.num_rows
 
 
-def test_two_processes_build_half_each(target: Target, texts: Texts, tmp_path: Path) -> None:
+def test_two_processes_build_half_each(target, texts, tmp_path):
     alone = states(target, texts, tmp_path / "alone")
     alone.build()
     first = states(target, texts, tmp_path / "both")
@@ -141,7 +136,7 @@ def test_two_processes_build_half_each(target: Target, texts: Texts, tmp_path: P
     assert torch.equal(first.read(everything(texts)), alone.read(everything(texts)))
 
 
-def test_a_cache_in_use_is_not_removed(target: Target, texts: Texts, tmp_path: Path) -> None:
+def test_a_cache_in_use_is_not_removed(target, texts, tmp_path):
     first, second = (states(target, texts, tmp_path) for _ in range(2))
     first.build()
     second.build()
@@ -155,9 +150,7 @@ def test_a_cache_in_use_is_not_removed(target: Target, texts: Texts, tmp_path: P
     assert torch.equal(first.read(everything(texts)), wanted)
 
 
-def test_a_folder_removed_while_another_run_waits_for_it_is_made_anew(
-    target: Target, texts: Texts, tmp_path: Path
-) -> None:
+def test_a_folder_removed_while_another_run_waits_for_it_is_made_anew(target, texts, tmp_path):
     first, second = (states(target, texts, tmp_path) for _ in range(2))
     first.build()
     with (first.folder / "lock").open("ab") as removing:
@@ -174,9 +167,7 @@ def test_a_folder_removed_while_another_run_waits_for_it_is_made_anew(
     assert [path.name for path in tmp_path.iterdir()] == ["aside"]
 
 
-def test_what_killed_runs_left_goes_when_nobody_else_is_there(
-    target: Target, texts: Texts, tmp_path: Path
-) -> None:
+def test_what_killed_runs_left_goes_when_nobody_else_is_there(target, texts, tmp_path):
     first = states(target, texts, tmp_path)
     first.build()
     torn, removed = first.folder / "000000.part-1", tmp_path / f"{first.folder.name}.removed-1"
@@ -191,9 +182,7 @@ def test_what_killed_runs_left_goes_when_nobody_else_is_there(
     assert not torn.exists() and not removed.exists()
 
 
-def test_another_target_text_or_plan_is_another_cache(
-    target: Target, texts: Texts, tmp_path: Path
-) -> None:
+def test_another_target_text_or_plan_is_another_cache(target, texts, tmp_path):
     kept = states(target, texts, tmp_path)
     kept.build()
     others = [
@@ -205,9 +194,7 @@ def test_another_target_text_or_plan_is_another_cache(
     assert not states(target, texts, tmp_path).missing()
 
 
-def test_pieces_of_what_is_not_cached_stay_together(
-    target: Target, texts: Texts, tmp_path: Path
-) -> None:
+def test_pieces_of_what_is_not_cached_stay_together(target, texts, tmp_path):
     pieces = texts.pieces(4)
     assert states(target, texts, tmp_path).groups(pieces) == list(range(len(pieces)))
     groups = states(target, texts, tmp_path, max_bytes=0).groups(pieces)
@@ -215,9 +202,7 @@ def test_pieces_of_what_is_not_cached_stay_together(
     assert len(set(groups)) == len(set(records)) == len(set(zip(groups, records, strict=True)))
 
 
-def test_refused_when_the_disk_is_full(
-    target: Target, texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_when_the_disk_is_full(target, texts, tmp_path, monkeypatch):
     kept = states(target, texts, tmp_path)
     free = type("Usage", (), {"free": kept.cached_bytes})
     monkeypatch.setattr("shutil.disk_usage", lambda _: free)
@@ -230,7 +215,7 @@ def test_refused_when_the_disk_is_full(
 
 
 @pytest.fixture
-def broken(target: Target) -> Iterator[Target]:
+def broken(target):
     weight = target.model.get_input_embeddings().weight
     before = weight[77].clone()
     weight[77] = float("nan")
@@ -238,7 +223,7 @@ def broken(target: Target) -> Iterator[Target]:
     weight[77] = before
 
 
-def test_states_that_are_not_finite_name_their_line(broken: Target, tmp_path: Path) -> None:
+def test_states_that_are_not_finite_name_their_line(broken, tmp_path):
     spans = ((1, 6),)
     good = Record(0, 4, "a", (3, 4, 5, 6, 7, 8), spans, None)
     bad = Record(1, 9, "b", (3, 77, 5, 6, 7, 8), spans, None)

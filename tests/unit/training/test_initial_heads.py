@@ -1,7 +1,5 @@
 """The draft vocabulary, and the LM head over it."""
 
-from pathlib import Path
-
 import torch
 from support.models import save_model
 
@@ -14,7 +12,7 @@ def record(ids: tuple[int, ...], *spans: tuple[int, int]) -> Record:
     return Record(0, 1, "a", ids, spans)
 
 
-def test_the_commonest_generated_tokens_are_kept() -> None:
+def test_the_commonest_generated_tokens_are_kept():
     records = [record((9, 9, 9, 9, 3, 3, 5), (4, 7)), record((7, 5, 6), (1, 2), (2, 3))]
     assert frequent_tokens(records, 1, 12).tolist() == [3]  # of 3 and 5, twice each
     assert frequent_tokens(records, 3, 12).tolist() == [3, 5, 6]
@@ -22,7 +20,7 @@ def test_the_commonest_generated_tokens_are_kept() -> None:
     assert len(frequent_tokens(records, 50, 12)) == 12
 
 
-def test_the_draft_lm_head_is_the_targets_rows(tmp_path: Path) -> None:
+def test_the_draft_lm_head_is_the_targets_rows(tmp_path):
     path = save_model(tmp_path, "Gemma2", final_logit_softcapping=5.0, initializer_range=0.1)
     target = Target.load(path)
     states = torch.randn(3, 64)
@@ -36,7 +34,7 @@ def test_the_draft_lm_head_is_the_targets_rows(tmp_path: Path) -> None:
         torch.testing.assert_close(half.float(), wanted, rtol=0.05, atol=0.05)
 
 
-def test_own_lm_heads_carry_the_scale(tmp_path: Path) -> None:
+def test_own_lm_heads_carry_the_scale(tmp_path):
     path = save_model(tmp_path, "Granite", logits_scaling=8.0, head_dim=None)
     target = Target.load(path)
     heads, states = new_heads(target, 2, 1, lm_heads="own"), torch.randn(3, 64)

@@ -4,7 +4,6 @@ The models are random with large weights, so that no two of student, teacher and
 """
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,8 @@ class Joint:
 
     def plain(self, soft: bool, distill: bool, lambda_0: float) -> Tensor:
         """The formula, text by text and with whole logits."""
-        lm: list[Tensor] = []
-        per_head: list[list[Tensor]] = [[] for _ in range(K)]
+        lm = []
+        per_head = [[] for _ in range(K)]
         for text in RECORDS:
             ids = torch.tensor([text.token_ids])
             student = self.target.model(ids, output_hidden_states=True)
@@ -92,9 +91,7 @@ class Joint:
         ]
         return torch.stack(lm).mean() + lambda_0 * torch.stack(medusa).sum()
 
-    def ours(
-        self, soft: bool, distill: bool, lambda_0: float, parts: int = 1, chunk: int = 5
-    ) -> Tensor:
+    def ours(self, soft, distill, lambda_0, parts=1, chunk=5):
         batches = [JointBatch.of(RECORDS[i::parts], K, soft=soft) for i in reversed(range(parts))]
         tokens = sum(batch.counts[0] for batch in batches)
         labels = sum(batch.counts[1] for batch in batches)
@@ -116,12 +113,12 @@ class Joint:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Joint:
+def llama(tmp_path_factory):
     return Joint(tmp_path_factory.mktemp("joint"), "Llama")
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES)[1:])
-def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Joint:
+def other(request, tmp_path_factory):
     architecture, changes = FAMILIES[request.param]
     return Joint(tmp_path_factory.mktemp("joint"), architecture, **changes)
 
@@ -139,26 +136,24 @@ def compare(joint: Joint, soft: bool = False, distill: bool = True, **options: A
 
 @pytest.mark.parametrize("distill", [True, False], ids=["kl", "cross-entropy"])
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
-def test_loss_and_gradients_are_those_of_the_formula(
-    llama: Joint, soft: bool, distill: bool
-) -> None:
+def test_loss_and_gradients_are_those_of_the_formula(llama, soft, distill):
     compare(llama, soft, distill)
 
 
-def test_on_other_architectures(other: Joint) -> None:
+def test_on_other_architectures(other):
     compare(other)
 
 
 @pytest.mark.parametrize(("parts", "chunk"), [(2, 3), (3, 1000)])
-def test_parts_add_up_to_the_step(llama: Joint, parts: int, chunk: int) -> None:
+def test_parts_add_up_to_the_step(llama, parts, chunk):
     compare(llama, parts=parts, chunk=chunk)
 
 
-def test_the_formula_tells_impostors(llama: Joint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_formula_tells_impostors(llama, monkeypatch):
     """Negative controls: the comparison above fails where the teacher isn't the original model."""
 
     @contextlib.contextmanager
-    def left_on(_: Any) -> Iterator[None]:
+    def left_on(_):
         with torch.no_grad():
             yield
 
@@ -174,7 +169,7 @@ def test_the_formula_tells_impostors(llama: Joint, monkeypatch: pytest.MonkeyPat
     compare(llama)
 
 
-def test_a_fresh_adapter_has_lost_exactly_nothing(tmp_path: Path) -> None:
+def test_a_fresh_adapter_has_lost_exactly_nothing(tmp_path):
     target = Target.load(save_model(tmp_path, "Llama"))
     adapted = lora.attach(target.model, LoraSettings(rank=4), seed=0)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
@@ -186,7 +181,7 @@ def test_a_fresh_adapter_has_lost_exactly_nothing(tmp_path: Path) -> None:
     assert float(found.head_sums.min()) > 0.0
 
 
-def test_only_adapter_and_heads_get_gradients(llama: Joint) -> None:
+def test_only_adapter_and_heads_get_gradients(llama):
     for parameter in llama.target.model.parameters():
         assert parameter.grad is None
     llama.ours(False, True, 0.2).backward()
@@ -197,7 +192,7 @@ def test_only_adapter_and_heads_get_gradients(llama: Joint) -> None:
         parameter.grad = None
 
 
-def test_what_a_prompt_says_changes_no_label_of_its_own() -> None:
+def test_what_a_prompt_says_changes_no_label_of_its_own():
     batch = JointBatch.of(RECORDS, K)
     assert batch.ids.shape == (3, 19) and len(batch.following) == 19 + 12 + 9
     tokens, labels = batch.counts
@@ -208,16 +203,14 @@ def test_what_a_prompt_says_changes_no_label_of_its_own() -> None:
     assert second == [*ids[1:4], IGNORED, *ids[5:12], IGNORED]
 
 
-def test_text_that_nobody_sampled_has_soft_labels_of_temperature_one() -> None:
+def test_text_that_nobody_sampled_has_soft_labels_of_temperature_one():
     plain = Record(0, 7, "plain", (3, 4, 5), ((1, 3),), None)
     sampled_at = JointBatch.of([RECORDS[0], plain], K, soft=True).temperatures
     assert sampled_at is not None and sampled_at.tolist() == pytest.approx([0.7] * 19 + [1.0] * 3)
 
 
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
-def test_a_half_precision_target_and_fp32_heads_without_autocast(
-    soft: bool, llama: Joint, tmp_path: Path
-) -> None:
+def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tmp_path):
     target = Target.load(save_model(tmp_path, "Llama", initializer_range=0.1), dtype=torch.bfloat16)
     adapted = lora.attach(target.model, LoraSettings(rank=4), seed=0)
     found = []
@@ -238,7 +231,7 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(
     torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.0)
 
 
-def test_what_is_counted_is_what_has_a_loss() -> None:
+def test_what_is_counted_is_what_has_a_loss():
     """With a draft vocabulary and tokens as labels; soft labels all have one."""
     token_map = torch.arange(0, VOCAB, 2)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
@@ -262,7 +255,7 @@ def test_what_is_counted_is_what_has_a_loss() -> None:
     assert torch.equal(counts[1], JointBatch.of(RECORDS, K).counts[1])
 
 
-def test_without_a_counted_token_there_is_no_loss() -> None:
+def test_without_a_counted_token_there_is_no_loss():
     states = torch.randn(4, HIDDEN, requires_grad=True)
     loss = lm_loss(states, torch.full((4,), IGNORED), torch.nn.Linear(HIDDEN, VOCAB))
     loss.backward()

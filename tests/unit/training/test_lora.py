@@ -1,6 +1,5 @@
 """The adapter: which layers it takes, that nothing else trains, switching it off, merging it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ IDS = torch.arange(3, 35).view(2, 16) * 7 % VOCAB
 
 
 @pytest.fixture(params=FAMILIES)
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def model(request, tmp_path):
     architecture, changes = FAMILIES[request.param]
     return AutoModelForCausalLM.from_pretrained(
         save_model(tmp_path, architecture, **changes)
@@ -32,7 +31,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def llama(chaotic_llama: str) -> Any:
+def llama(chaotic_llama):
     return AutoModelForCausalLM.from_pretrained(chaotic_llama).eval()
 
 
@@ -48,7 +47,7 @@ def disturb(adapted: Any, scale: float = 0.02) -> None:
             parameter.add_(torch.randn_like(parameter) * scale)
 
 
-def test_a_fresh_adapter_changes_no_bit_and_alone_trains(model: Any) -> None:
+def test_a_fresh_adapter_changes_no_bit_and_alone_trains(model):
     own, before = weights(model), model(IDS).logits
     adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
     trained = lora.adapter_parameters(adapted)
@@ -66,7 +65,7 @@ def test_a_fresh_adapter_changes_no_bit_and_alone_trains(model: Any) -> None:
     assert not torch.equal(model(IDS).logits, before)
 
 
-def test_off_is_the_original_and_on_again_is_not(model: Any) -> None:
+def test_off_is_the_original_and_on_again_is_not(model):
     with torch.no_grad():
         before = model(IDS).logits
     adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
@@ -79,7 +78,7 @@ def test_off_is_the_original_and_on_again_is_not(model: Any) -> None:
     assert changed.requires_grad and lora.adapter_parameters(adapted)
 
 
-def test_merging_gives_the_adapted_model_as_a_plain_one(model: Any) -> None:
+def test_merging_gives_the_adapted_model_as_a_plain_one(model):
     names = set(model.state_dict())
     head = model.get_output_embeddings().weight.clone()
     adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
@@ -92,7 +91,7 @@ def test_merging_gives_the_adapted_model_as_a_plain_one(model: Any) -> None:
     torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_a_merged_bf16_weight_is_rounded_once(llama: Any) -> None:
+def test_a_merged_bf16_weight_is_rounded_once(llama):
     """Rounding the product first and the sum again would lose most of a small change."""
     model = llama.to(torch.bfloat16)
     adapted = lora.attach(model, LoraSettings(rank=4, alpha=8), seed=0)
@@ -105,7 +104,7 @@ def test_a_merged_bf16_weight_is_rounded_once(llama: Any) -> None:
     assert torch.equal(merged.model.layers[0].self_attn.q_proj.weight, expected)
 
 
-def test_layers_by_choice(llama: Any) -> None:
+def test_layers_by_choice(llama):
     names = lora.adaptable_modules(llama, ["q_proj", "model.layers.1.mlp.up_proj"])
     assert names == [
         "model.layers.0.self_attn.q_proj",
@@ -115,12 +114,12 @@ def test_layers_by_choice(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["lm_head", "embed_tokens", "proj", "query"])
-def test_layers_that_are_not_there_are_refused(llama: Any, wanted: str) -> None:
+def test_layers_that_are_not_there_are_refused(llama, wanted):
     with pytest.raises(LoraError, match=rf"'{wanted}' is not a linear layer.*q_proj"):
         lora.adaptable_modules(llama, ["q_proj", wanted])
 
 
-def test_what_cannot_be_adapted_is_refused(llama: Any) -> None:
+def test_what_cannot_be_adapted_is_refused(llama):
     lora.attach(llama, LoraSettings(rank=4), seed=0)
     with pytest.raises(LoraError, match="carries an adapter already"):
         lora.attach(llama, LoraSettings(), seed=0)
@@ -133,7 +132,7 @@ def test_what_cannot_be_adapted_is_refused(llama: Any) -> None:
         lora.attach(llama, LoraSettings(), seed=0)
 
 
-def test_the_same_seed_gives_the_same_adapter_and_leaves_the_caller_s_numbers(llama: Any) -> None:
+def test_the_same_seed_gives_the_same_adapter_and_leaves_the_caller_s_numbers(llama):
     import copy
 
     torch.manual_seed(5)
@@ -146,7 +145,7 @@ def test_the_same_seed_gives_the_same_adapter_and_leaves_the_caller_s_numbers(ll
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_dropout_is_drawn_from_its_seed_and_only_inside(llama: Any) -> None:
+def test_dropout_is_drawn_from_its_seed_and_only_inside(llama):
     adapted = lora.attach(llama, LoraSettings(rank=4, dropout=0.5), seed=0)
     disturb(adapted)
     plain = llama(IDS).logits

@@ -1,11 +1,9 @@
 """The chunked losses against a plain-torch implementation, and which labels count."""
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.training import losses
@@ -15,7 +13,7 @@ H, V, K = 16, 40, 3
 DECAY = 0.8
 
 
-def test_the_mask_by_its_definition_on_two_turns() -> None:
+def test_the_mask_by_its_definition_on_two_turns():
     spans, length = [(0, 3), (5, 9), (9, 12), (14, 15)], 16
     mask = label_mask(spans, length, K)
     for t, h in itertools.product(range(length), range(K)):
@@ -27,12 +25,12 @@ def test_the_mask_by_its_definition_on_two_turns() -> None:
     assert own.nonzero().flatten().tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10, 13]
 
 
-def test_a_span_beyond_the_text_has_no_labels_there() -> None:
+def test_a_span_beyond_the_text_has_no_labels_there():
     assert not label_mask([(2, 9)], 4, K)[2:].any()
     assert lm_mask([(2, 9)], 4).tolist() == [False, True, True, False]
 
 
-def test_labels_are_the_tokens_behind() -> None:
+def test_labels_are_the_tokens_behind():
     ids = torch.arange(100, 108)
     labels = head_labels(ids, label_mask([(1, 8)], 8, K))
     assert labels[0].tolist() == [102, 103, 104]
@@ -40,7 +38,7 @@ def test_labels_are_the_tokens_behind() -> None:
     assert labels[6].tolist() == [IGNORED] * K
 
 
-def test_head_weights_count_from_one() -> None:
+def test_head_weights_count_from_one():
     torch.testing.assert_close(losses.head_weights(3), torch.tensor([0.8, 0.64, 0.512]))
 
 
@@ -65,13 +63,13 @@ def make_heads(kind: str) -> MedusaHeads:
 
 
 def naive(
-    heads: MedusaHeads,
-    hidden: Tensor,
-    tokens: Tensor,  # int64 [N, K] the tokens themselves
-    weights: Tensor,
-    lm_head: Callable[[Tensor], Tensor],  # over the whole vocabulary
-    temperatures: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    heads,
+    hidden,
+    tokens,  # int64 [N, K] the tokens themselves
+    weights,
+    lm_head,  # over the whole vocabulary
+    temperatures,
+):
     """One position, head and label at a time."""
     allowed = torch.arange(V) if heads.token_map is None else heads.token_map
     x, sums, counts = heads(hidden), [torch.zeros(()) for _ in range(K)], [0] * K
@@ -101,7 +99,7 @@ def naive(
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
 @pytest.mark.parametrize("kind", ["shared", "own", "single", "shared+map", "own+map"])
 @pytest.mark.parametrize("chunk", [1, 7, 256])
-def test_losses_and_gradients_are_those_of_plain_torch(kind: str, soft: bool, chunk: int) -> None:
+def test_losses_and_gradients_are_those_of_plain_torch(kind, soft, chunk):
     heads, length = make_heads(kind), 23
     matrix, bias = torch.randn(V, H), torch.randn(V)
     ids = torch.randint(V, (length,))
@@ -110,10 +108,10 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, soft: bool, ch
     weights = losses.head_weights(K) / 10
     sampled_at = torch.where(torch.arange(length) < 11, 0.7, 0.0) if soft else None
 
-    def whole(x: Tensor) -> Tensor:
+    def whole(x):
         return x @ matrix.T + bias
 
-    def drafted(x: Tensor) -> Tensor:
+    def drafted(x):
         return whole(x) if heads.token_map is None else whole(x)[..., heads.token_map]
 
     results = []
@@ -143,7 +141,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind: str, soft: bool, ch
     assert results[0][2][0] > 0 and all(bool(g.abs().sum() > 0) for g in results[0][3])
 
 
-def test_soft_labels_are_the_mean_of_the_tokens_losses_with_a_draft_vocabulary_too() -> None:
+def test_soft_labels_are_the_mean_of_the_tokens_losses_with_a_draft_vocabulary_too():
     """Tokens drawn from the teacher; those outside the draft vocabulary have no loss."""
     heads, rows, draws = make_heads("shared+map"), 6, 20_000
     assert heads.token_map is not None
@@ -153,10 +151,10 @@ def test_soft_labels_are_the_mean_of_the_tokens_losses_with_a_draft_vocabulary_t
     every[-1] = IGNORED  # the last row has no state behind it
     sampled_at = torch.full((rows,), 0.8)
 
-    def whole(x: Tensor) -> Tensor:
+    def whole(x):
         return x @ matrix.T
 
-    def drafted(x: Tensor) -> Tensor:
+    def drafted(x):
         return whole(x)[..., heads.token_map]
 
     with torch.no_grad():
@@ -178,11 +176,11 @@ def test_soft_labels_are_the_mean_of_the_tokens_losses_with_a_draft_vocabulary_t
     assert float(soft) == pytest.approx(float(hard), rel=0.02)
 
 
-def test_the_logits_of_all_positions_never_exist_at_once() -> None:
+def test_the_logits_of_all_positions_never_exist_at_once():
     heads, rows = make_heads("shared"), 200
     seen = []
 
-    def lm_head(x: Tensor) -> Tensor:
+    def lm_head(x):
         seen.append(len(x))
         return torch.nn.functional.linear(x, torch.ones(V, H))
 
@@ -191,21 +189,21 @@ def test_the_logits_of_all_positions_never_exist_at_once() -> None:
     assert max(seen) == 16 and sum(seen) == rows * K
 
 
-def test_nothing_is_computed_for_a_prompt() -> None:
+def test_nothing_is_computed_for_a_prompt():
     heads = make_heads("shared")
     labels = torch.full((64, K), IGNORED)
     labels[40, 0] = 3
 
-    def lm_head(x: Tensor) -> Tensor:
+    def lm_head(x):
         seen.append(len(x))
         return torch.nn.functional.linear(x, torch.ones(V, H))
 
-    seen: list[int] = []
+    seen = []
     out = head_losses(heads, torch.randn(64, H), labels, torch.ones(K), lm_head, chunk=16)
     assert sum(seen) == 16 * K and out.counts.tolist() == [1, 0, 0]
 
 
-def test_measuring_needs_no_gradient() -> None:
+def test_measuring_needs_no_gradient():
     heads = make_heads("own")
     labels = torch.zeros(8, K, dtype=torch.int64)
     with torch.no_grad():
@@ -213,17 +211,13 @@ def test_measuring_needs_no_gradient() -> None:
     assert not out.loss.requires_grad and bool(out.sums.isfinite().all())
 
 
-def test_what_is_missing_is_said() -> None:
+def test_what_is_missing_is_said():
     labels = torch.zeros(4, K, dtype=torch.int64)
     with pytest.raises(ValueError, match="need lm_head"):
         head_losses(make_heads("shared"), torch.randn(4, H), labels, torch.ones(K))
     with pytest.raises(ValueError, match="soft labels need"):
         head_losses(
-            make_heads("own"),
-            torch.randn(4, H),
-            labels,
-            torch.ones(K),
-            temperatures=torch.ones(4),
+            make_heads("own"), torch.randn(4, H), labels, torch.ones(K), temperatures=torch.ones(4)
         )
     with pytest.raises(ValueError, match="soft labels need"):  # the whole vocabulary's
         head_losses(

@@ -1,9 +1,7 @@
 """Heads learn, nothing else changes, and a run that was cut ends as if it hadn't been."""
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ from support.models import save_model
 from support.overfit import OVERFIT, PROMPT, K, greedy_record, overfit, trainer
 
 from vllm_medusa.decode import decode
-from vllm_medusa.offline.records import Record
 from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.medusa1 import Medusa1
 from vllm_medusa.training.optimisation import Optimisation
@@ -24,13 +21,13 @@ SHORT = replace(OVERFIT, epochs=6, batch_rows=40, measure_every=5)
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     return Target.load(save_model(folder, "Llama", tie_word_embeddings=True))
 
 
 @pytest.fixture(scope="module")
-def records(target: Target) -> list[Record]:
+def records(target):
     return [greedy_record(target, 40, index) for index in range(3)]
 
 
@@ -42,9 +39,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(
-    target: Target, tmp_path: Path
-) -> None:
+def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path):
     before = copy.deepcopy(target.model.state_dict())
     record, made = overfit(target, tmp_path / "heads")
     summary = made.measure()
@@ -72,9 +67,7 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(
 
 
 @pytest.mark.parametrize("labels", ["tokens", "soft"])
-def test_a_cut_run_ends_with_the_same_weights(
-    labels: str, target: Target, records: list[Record], tmp_path: Path
-) -> None:
+def test_a_cut_run_ends_with_the_same_weights(labels, target, records, tmp_path):
     warm = [replace(record, temperature=0.7) for record in records]
     recipe = replace(SHORT, labels=labels)
     with TrainingRun(tmp_path / "whole", {}) as run:
@@ -89,7 +82,7 @@ def test_a_cut_run_ends_with_the_same_weights(
             with TrainingRun(tmp_path / "cut", {}) as run:
                 made = trainer(target, warm, run, recipe)
 
-                def stop(step: int, *_: object, cut: int = cut) -> None:
+                def stop(step, *_, cut=cut):
                     if step == cut:
                         raise KeyboardInterrupt
 
@@ -102,9 +95,7 @@ def test_a_cut_run_ends_with_the_same_weights(
         assert list(run.entries()) == log
 
 
-def test_micro_batches_and_uncached_states_change_nothing(
-    target: Target, records: list[Record], tmp_path: Path
-) -> None:
+def test_micro_batches_and_uncached_states_change_nothing(target, records, tmp_path):
     results = []
     for name, cached, accumulate in (("a", True, 1), ("b", True, 3), ("c", False, 1)):
         with TrainingRun(tmp_path / name, {}) as run:
@@ -119,9 +110,7 @@ def test_micro_batches_and_uncached_states_change_nothing(
         assert losses == pytest.approx(results[0][1], rel=1e-4)
 
 
-def test_soft_labels_of_greedy_text_are_its_tokens(
-    target: Target, records: list[Record], tmp_path: Path
-) -> None:
+def test_soft_labels_of_greedy_text_are_its_tokens(target, records, tmp_path):
     found = []
     for labels in ("tokens", "soft"):
         with TrainingRun(tmp_path / labels, {}) as run:
@@ -131,7 +120,7 @@ def test_soft_labels_of_greedy_text_are_its_tokens(
 
 
 @pytest.mark.parametrize("lm_heads", ["shared", "own"])
-def test_untrained_heads_give_the_targets_own_logits(lm_heads: str, tmp_path: Path) -> None:
+def test_untrained_heads_give_the_targets_own_logits(lm_heads, tmp_path):
     path = save_model(tmp_path, "Phi", head_dim=None, tune=lambda m: m.lm_head.bias.normal_())
     target = Target.load(path)
     token_map = torch.tensor([4, 9, 300])
@@ -144,9 +133,7 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads: str, tmp_path: Pa
         torch.testing.assert_close(logits, wanted[:, None].expand(-1, 2, -1), rtol=1e-4, atol=1e-4)
 
 
-def test_own_lm_heads_and_a_small_vocabulary_train_too(
-    target: Target, records: list[Record], tmp_path: Path
-) -> None:
+def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, tmp_path):
     seen = torch.tensor(sorted({t for record in records for t in record.token_ids[4:20]}))
     heads = new_heads(target, K, 1, lm_heads="own", token_map=seen)
     first = heads.lm_head_weight.detach().clone()
@@ -159,9 +146,7 @@ def test_own_lm_heads_and_a_small_vocabulary_train_too(
     assert made.measure()["top"][0][-1] < 1  # tokens outside the draft vocabulary are missed
 
 
-def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(
-    target: Target, records: list[Record], tmp_path: Path
-) -> None:
+def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, tmp_path):
     seen = torch.tensor(sorted({t for record in records for t in record.token_ids[4:20]}))
     warm = [replace(record, temperature=0.7) for record in records]
     heads = new_heads(target, K, 1, token_map=seen)
@@ -184,15 +169,15 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(
 
 
 @pytest.fixture
-def poisoned(target: Target, records: list[Record], tmp_path: Path) -> Iterator[Medusa1]:
+def poisoned(target, records, tmp_path):
     with TrainingRun(tmp_path / "bad", {}) as run:
         yield trainer(target, records, run, replace(SHORT, batch_rows=3 * 39, epochs=12))
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_its_line(poisoned: Medusa1) -> None:
+def test_a_loss_that_is_not_finite_stops_and_names_its_line(poisoned):
     read = poisoned.train_states.read
 
-    def spoilt(wanted: list[tuple[int, int, int]]) -> torch.Tensor:
+    def spoilt(wanted):
         states = read(wanted)
         at = 0
         for span, start, stop in wanted:
@@ -201,7 +186,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_its_line(poisoned: Medusa1) -
             at += stop - start
         return states
 
-    poisoned.train_states.read = spoilt  # type: ignore[method-assign]
+    poisoned.train_states.read = spoilt
     with pytest.raises(NotFiniteError, match=r"by themselves: 2\. The heads of step 7"):
         poisoned.train()
     state = poisoned.run.load()
@@ -210,9 +195,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_its_line(poisoned: Medusa1) -
     assert (poisoned.run.folder / "last_good" / "model.safetensors").exists()
 
 
-def test_a_rate_that_explodes_stops_too(
-    target: Target, records: list[Record], tmp_path: Path
-) -> None:
+def test_a_rate_that_explodes_stops_too(target, records, tmp_path):
     recipe = replace(SHORT, optimisation=Optimisation(learning_rate=1e36, warmup_steps=0))
     with (
         TrainingRun(tmp_path / "bad", {}) as run,
@@ -221,9 +204,7 @@ def test_a_rate_that_explodes_stops_too(
         trainer(target, records, run, recipe).train()
 
 
-def test_bfloat16_trains_about_as_well(
-    target: Target, records: list[Record], tmp_path: Path
-) -> None:
+def test_bfloat16_trains_about_as_well(target, records, tmp_path):
     with TrainingRun(tmp_path / "bf16", {}) as run:
         made = trainer(target, records, run, replace(SHORT, bf16=True))
         made.train()

@@ -40,12 +40,12 @@ def make(folder: Path, architecture: str, **changes: Any) -> tuple[str, Path, to
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_merged_folder_is_the_adapted_model(tmp_path: Path, family: str) -> None:
+def test_a_merged_folder_is_the_adapted_model(tmp_path, family):
     architecture, changes = FAMILIES[family]
     source, adapter, logits = make(tmp_path, architecture, **changes)
     merged = merging.merge_adapter(source, adapter, tmp_path / "merged")
 
-    def tensors(folder: str | Path) -> dict[str, tuple[Any, Any]]:
+    def tensors(folder):
         with safe_open(Path(folder) / "model.safetensors", "pt") as file:
             names = list(file.keys())
             return {n: (file.get_tensor(n).dtype, file.get_tensor(n).shape) for n in names}
@@ -70,13 +70,11 @@ def test_a_merged_folder_is_the_adapted_model(tmp_path: Path, family: str) -> No
     assert one.pop("sha256") != two.pop("sha256") and one == two
 
 
-def test_killed_while_writing_leaves_nothing_by_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_while_writing_leaves_nothing_by_the_name(tmp_path, monkeypatch):
     source, adapter, _ = make(tmp_path, "Llama")
     output = tmp_path / "merged"
 
-    def killed(*_: object) -> None:
+    def killed(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -92,7 +90,7 @@ def test_killed_while_writing_leaves_nothing_by_the_name(
     assert not (output / "left over").exists() and not (tmp_path / "merged.part").exists()
 
 
-def test_no_target_no_merging(tmp_path: Path) -> None:
+def test_no_target_no_merging(tmp_path):
     _, adapter, _ = make(tmp_path, "Llama")
     with pytest.raises(lora.LoraError, match="can't be loaded to be merged"):
         merging.merge_adapter(tmp_path / "absent", adapter, tmp_path / "merged")

@@ -16,7 +16,7 @@ from vllm_medusa.training.optimisation import (
 )
 
 
-def test_a_line_up_and_a_cosine_down() -> None:
+def test_a_line_up_and_a_cosine_down():
     rates = [rate_at(step, 100, 10) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5)
@@ -26,7 +26,7 @@ def test_a_line_up_and_a_cosine_down() -> None:
     assert rate_at(0, 100, 0) == 1.0
 
 
-def test_groups_have_their_own_rate_and_vectors_no_decay() -> None:
+def test_groups_have_their_own_rate_and_vectors_no_decay():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.bias.requires_grad_(False)
     how = Optimisation(learning_rate=0.5, warmup_steps=0, weight_decay=0.1)
@@ -41,7 +41,7 @@ def test_groups_have_their_own_rate_and_vectors_no_decay() -> None:
 
 
 @pytest.mark.parametrize("size", [0.1, 10.0])
-def test_clipping_bounds_the_norm_of_all(size: float) -> None:
+def test_clipping_bounds_the_norm_of_all(size):
     parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))]
     optimizer = make_optimizer([(parameters, 1.0)], Optimisation())
     for parameter in parameters:
@@ -52,7 +52,7 @@ def test_clipping_bounds_the_norm_of_all(size: float) -> None:
     assert after == pytest.approx(min(1.0, size * math.sqrt(8)), rel=1e-4)
 
 
-def test_a_norm_that_is_not_finite_is_only_reported() -> None:
+def test_a_norm_that_is_not_finite_is_only_reported():
     parameter = nn.Parameter(torch.zeros(2))
     optimizer = make_optimizer([([parameter], 1.0)], Optimisation())
     parameter.grad = torch.tensor([float("inf"), 1.0])

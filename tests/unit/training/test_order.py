@@ -10,7 +10,7 @@ from vllm_medusa.training.order import Order, split
 
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("batch", [16, 50, 10_000])
-def test_all_steps_together_have_every_piece_once_an_epoch(epochs: int, batch: int) -> None:
+def test_all_steps_together_have_every_piece_once_an_epoch(epochs, batch):
     rows = np.random.default_rng(0).integers(1, 17, 200).tolist()
     order = Order(rows, list(range(200)), batch_rows=batch, epochs=epochs, seed=1)
     steps = [order.pieces(step) for step in range(order.steps)]
@@ -25,7 +25,7 @@ def test_all_steps_together_have_every_piece_once_an_epoch(epochs: int, batch: i
     assert other.pieces(0) != steps[0]
 
 
-def test_groups_stay_neighbours() -> None:
+def test_groups_stay_neighbours():
     groups = [0, 0, 0, 1, 2, 2, 3, 4, 4, 4]
     order = Order([2] * 10, groups, batch_rows=2, epochs=2, seed=0)
     stream = [groups[piece] for step in range(order.steps) for piece in order.pieces(step)]
@@ -35,7 +35,7 @@ def test_groups_stay_neighbours() -> None:
     assert stream[:10] != stream[10:]  # every epoch in an order of its own
 
 
-def test_split_is_even_and_complete() -> None:
+def test_split_is_even_and_complete():
     rows = [5, 1, 1, 9, 4, 4, 2, 2]
     parts = split(rows, 4)
     assert sorted(i for part in parts for i in part) == list(range(8))

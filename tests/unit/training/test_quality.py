@@ -30,7 +30,7 @@ def heads() -> tuple[torch.nn.Linear, torch.nn.Linear]:
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 1000])
-def test_equals_the_definition_position_by_position(chunk: int) -> None:
+def test_equals_the_definition_position_by_position(chunk):
     old_head, new_head = heads()
     meter = QualityMeter(old_head, new_head, chunk)
     old_nats = new_nats = kl = reverse = 0.0
@@ -57,7 +57,7 @@ def test_equals_the_definition_position_by_position(chunk: int) -> None:
     assert quality.kl != pytest.approx(quality.reverse_kl, rel=1e-3)  # the two can be told apart
 
 
-def test_an_unchanged_model_loses_exactly_nothing() -> None:
+def test_an_unchanged_model_loses_exactly_nothing():
     head, _ = heads()
     meter = QualityMeter(head, head)
     for following, before, _ in texts():
@@ -68,7 +68,7 @@ def test_an_unchanged_model_loses_exactly_nothing() -> None:
     assert quality.shortfalls(QualityBounds(max_kl=0.0, max_perplexity_ratio=1.0)) == []
 
 
-def test_kl_is_of_teacher_over_student_in_nats() -> None:
+def test_kl_is_of_teacher_over_student_in_nats():
     teacher = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
     student = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]])
     half = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
@@ -88,14 +88,14 @@ def test_kl_is_of_teacher_over_student_in_nats() -> None:
         (math.inf, math.inf, ["--max-kl", "--max-perplexity-ratio"]),
     ],
 )
-def test_bounds(kl: float, after: float, words: list[str]) -> None:
+def test_bounds(kl, after, words):
     quality = Quality(100, 10.0, after, kl, kl, 0.9)
     found = quality.shortfalls(QualityBounds(max_kl=0.025, max_perplexity_ratio=1.05))
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found, strict=True))
 
 
-def test_a_diverged_model_is_measured_not_hidden() -> None:
+def test_a_diverged_model_is_measured_not_hidden():
     head, _ = heads()
     meter = QualityMeter(head, head)
     following, before, after = texts()[0]
@@ -104,7 +104,7 @@ def test_a_diverged_model_is_measured_not_hidden() -> None:
     assert len(meter.result().shortfalls(QualityBounds())) == 2
 
 
-def test_nothing_to_measure_is_an_error() -> None:
+def test_nothing_to_measure_is_an_error():
     head, _ = heads()
     meter = QualityMeter(head, head)
     following, before, after = texts()[0]

@@ -1,7 +1,6 @@
 """What recipes take from the options, and lambda_0 over the steps."""
 
 import math
-from typing import Any
 
 import pytest
 
@@ -13,16 +12,10 @@ from vllm_medusa.training.options import (
     QualityBounds,
     StepOptions,
 )
-from vllm_medusa.training.recipe import (
-    HeadsWeight,
-    JointRecipe,
-    Recipe,
-    usual_batch,
-    usual_rate,
-)
+from vllm_medusa.training.recipe import HeadsWeight, JointRecipe, Recipe, usual_batch, usual_rate
 
 
-def test_sine_and_linear_grow_to_the_peak() -> None:
+def test_sine_and_linear_grow_to_the_peak():
     sine, linear = HeadsWeight(0.2, "sine"), HeadsWeight(0.2, "linear")
     assert [linear.at(step, 4) for step in range(4)] == pytest.approx([0.05, 0.1, 0.15, 0.2])
     assert [sine.at(step, 4) for step in range(4)] == pytest.approx(
@@ -32,7 +25,7 @@ def test_sine_and_linear_grow_to_the_peak() -> None:
 
 
 @pytest.mark.parametrize("growth", ["sine", "linear"])
-def test_a_share_of_the_steps_then_the_peak(growth: str) -> None:
+def test_a_share_of_the_steps_then_the_peak(growth):
     weight = HeadsWeight(0.3, growth, share=0.5)
     values = [weight.at(step, 10) for step in range(10)]
     assert values == sorted(values) and 0 < values[0] < values[3] < 0.3
@@ -59,25 +52,25 @@ def test_a_share_of_the_steps_then_the_peak(growth: str) -> None:
         (QualityBounds, {"max_perplexity_ratio": 0.9}),
     ],
 )
-def test_a_value_out_of_bounds_is_named_and_the_bounds_too(kind: Any, bad: dict[str, Any]) -> None:
+def test_a_value_out_of_bounds_is_named_and_the_bounds_too(kind, bad):
     ((name, value),) = bad.items()
     with pytest.raises(ValueError, match=rf"{name}.* {value!r}; use "):
         kind(**bad)
 
 
 @pytest.mark.parametrize("growth", ["sine", "linear", "constant"])
-def test_one_step_has_the_peak(growth: str) -> None:
+def test_one_step_has_the_peak(growth):
     assert HeadsWeight(0.2, growth).at(0, 1) == pytest.approx(0.2)
 
 
-def test_what_isnt_given_follows_from_the_width_and_the_rows() -> None:
+def test_what_isnt_given_follows_from_the_width_and_the_rows():
     rates = [usual_rate(width) for width in (64, 256, 1024, 4096)]
     assert rates == [5e-3, 5e-3, 1.25e-3, 1e-3]
     rows = (10, 600_000, 3_000_000, 60_000_000)
     assert [usual_batch(count) for count in rows] == [256, 384, 1920, 4096]
 
 
-def test_the_recipes_defaults_are_the_options() -> None:
+def test_the_recipes_defaults_are_the_options():
     steps, joint = StepOptions(), JointOptions()
     given = Recipe(optimisation=Optimisation(5e-3), batch_rows=256)
     assert Recipe.of(steps, bf16=False, hidden_size=64, num_labels=10) == given

@@ -1,7 +1,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +25,7 @@ class Scripted:
     asked: dict[str, list[int]] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
 
-    def submit(
-        self,
-        key: str,
-        prompt: str | list[int],
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def submit(self, key, prompt, seed, options=None):
         if len(prompt) > self.longest:
             raise RequestRefused("too long")
         self.asked[key] = list(prompt.encode()) if isinstance(prompt, str) else prompt
@@ -45,7 +38,7 @@ class Scripted:
         return [Delta(key, text, ids, reason, prompt_token_ids=self.asked[key])]
 
     def render(self, messages: list[Message]) -> list[int]:
-        ids: list[int] = []
+        ids = []
         for message in messages:
             words = message["content"]
             if self.rewrite and message["role"] == "assistant":
@@ -71,7 +64,7 @@ def lines_of(engine: Any, plan: Plan, *prompts: Prompt) -> list[dict[str, Any]]:
     return [line for result in results for line in plan.records(result)]
 
 
-def test_a_conversation_is_one_record_with_a_span_for_each_answer() -> None:
+def test_a_conversation_is_one_record_with_a_span_for_each_answer():
     (line,) = lines_of(Scripted(ANSWERS), Plan(turns=3, temperatures=(0.5,), seed=7), TALK)
     text = bytes(line["token_ids"]).decode().replace(chr(EOT), "|")
     assert text == "[u]x|[a]one|[u]y|[a]two|[u]z|[a]three"
@@ -81,7 +74,7 @@ def test_a_conversation_is_one_record_with_a_span_for_each_answer() -> None:
     assert (line["temperature"], line["finish_reason"], line["text"]) == (0.5, "length", "three")
 
 
-def test_answers_that_are_rendered_otherwise_are_records_of_their_own() -> None:
+def test_answers_that_are_rendered_otherwise_are_records_of_their_own():
     plan = Plan(turns=3)
     lines = lines_of(Scripted(ANSWERS, rewrite=True), plan, TALK)
     assert [line["index"] for line in lines] == [1, 2, 0], "the slot's own index comes last"
@@ -92,7 +85,7 @@ def test_answers_that_are_rendered_otherwise_are_records_of_their_own() -> None:
     assert bytes(lines[2]["token_ids"]).startswith(b"[u]x\x03[a]ONE\x03[u]y\x03[a]TWO")
 
 
-def test_no_split_divides_a_conversation_that_falls_into_records(tmp_path: Path) -> None:
+def test_no_split_divides_a_conversation_that_falls_into_records(tmp_path):
     """Records of one prompt, the second's samples too; old files, without groups, still load."""
     plan = Plan(samples=2, temperatures=(0.7,), turns=3)
     prompts = [Prompt(i, i + 1, f"t{i}", turns=(chr(97 + i), "y", "z")) for i in range(6)]
@@ -116,19 +109,19 @@ def test_no_split_divides_a_conversation_that_falls_into_records(tmp_path: Path)
     assert not bad and {r.prompt_key for r in firsts} == set(of.values()), "keys are the same"
 
 
-def test_an_end_of_turn_that_the_template_does_not_write_divides_too() -> None:
+def test_an_end_of_turn_that_the_template_does_not_write_divides_too():
     lines = lines_of(Scripted(ANSWERS, end=4), Plan(turns=3), TALK)
     assert [len(line["generated"]) for line in lines] == [1, 1, 1]
 
 
-def test_a_truncated_answer_ends_its_conversation() -> None:
+def test_a_truncated_answer_ends_its_conversation():
     script = ANSWERS | {"0.1": (ids("tw"), "length")}
     (line,) = lines_of(Scripted(script), Plan(turns=3), TALK)
     assert bytes(line["token_ids"]).endswith(b"[u]y\x03[a]tw")
     assert len(line["generated"]) == 2
 
 
-def test_what_was_answered_before_a_refusal_is_kept() -> None:
+def test_what_was_answered_before_a_refusal_is_kept():
     engine = Scripted(ANSWERS, longest=10)
     plan = Plan(turns=3)
     (result,) = run_batch([TALK], engine, concurrency=1, session=plan.session)
@@ -137,13 +130,13 @@ def test_what_was_answered_before_a_refusal_is_kept() -> None:
     assert len(line["generated"]) == 1 and "error" not in line
 
 
-def test_a_refused_prompt_is_an_error_in_its_slot() -> None:
+def test_a_refused_prompt_is_an_error_in_its_slot():
     engine = FakeEngine(longest_prompt=3)
     (line,) = lines_of(engine, Plan(turns=2), Prompt(5, 6, "p", text="too long"))
     assert line == {"index": 10, "request_id": "p", "error": "the prompt has 8 tokens"}
 
 
-def test_samples_have_names_seeds_and_temperatures_of_their_own() -> None:
+def test_samples_have_names_seeds_and_temperatures_of_their_own():
     engine = FakeEngine()
     plan = Plan(samples=3, temperatures=(0.5, 1.0), seed=100)
     prompts = [Prompt(i, i + 1, f"p{i}", text=f"text {i}") for i in (0, 2)]  # line 2 is bad
@@ -160,7 +153,7 @@ def test_samples_have_names_seeds_and_temperatures_of_their_own() -> None:
     assert [s.request_id for s in Plan().slots(prompts, set())] == ["p0", "p2"]
 
 
-def test_a_slot_is_done_when_its_last_record_stands() -> None:
+def test_a_slot_is_done_when_its_last_record_stands():
     plan = Plan(samples=2, turns=3)
     prompts = [Prompt(0, 1, "p", turns=("a", "b", "c"))]
     assert [s.index for s in plan.slots(prompts, {1, 2})] == [0, 1], "only its first records"
@@ -168,7 +161,7 @@ def test_a_slot_is_done_when_its_last_record_stands() -> None:
     assert [s.index for s in plan.slots(prompts, {0, 3})] == []
 
 
-def test_every_line_can_be_read(tmp_path: Path) -> None:
+def test_every_line_can_be_read(tmp_path):
     source = tmp_path / "p.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"text {i}"}) + "\n" for i in range(9)))
     prompts = [p for p in read_prompts(source) if isinstance(p, Prompt)]
@@ -187,7 +180,7 @@ def line(tokens: Sequence[int], start: int, text: str = "x", reason: str = "stop
     return {"token_ids": tokens, "generated": spans, "text": text, "finish_reason": reason}
 
 
-def test_the_summary_counts() -> None:
+def test_the_summary_counts():
     summary = Summary()
     for entry in (
         line([1, 2, 3], 1),
@@ -203,11 +196,11 @@ def test_the_summary_counts() -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 7])
-def test_texts_do_not_depend_on_the_batch_or_on_what_is_done(concurrency: int) -> None:
+def test_texts_do_not_depend_on_the_batch_or_on_what_is_done(concurrency):
     plan = Plan(samples=3, temperatures=(0.5, 1.0), seed=5)
     prompts = [Prompt(i, i + 1, f"p{i}", text=f"text {i}") for i in range(6)]
 
-    def made(done: set[int]) -> dict[int, Any]:
+    def made(done):
         results = run_batch(
             plan.slots(prompts, done),
             FakeEngine(),

@@ -1,4 +1,3 @@
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +9,7 @@ from vllm_medusa.offline.prompts import Message, Prompt, PromptError
 from vllm_medusa.training.self_distillation import Plan
 from vllm_medusa.training.self_talk import require_self_talk, user_turn
 
-TALK: list[Message] = [
-    {"role": "user", "content": "Is it user?"},
-    {"role": "assistant", "content": "It is."},
-]
+TALK = [{"role": "user", "content": "Is it user?"}, {"role": "assistant", "content": "It is."}]
 
 
 @pytest.mark.parametrize(
@@ -27,7 +23,7 @@ TALK: list[Message] = [
          "</turn>"),
     ],
 )  # fmt: skip
-def test_the_user_is_asked_to_speak(template: str, opening: str, end: str) -> None:
+def test_the_user_is_asked_to_speak(template, opening, end):
     tokenizer = chat.tokenizer(template)
     turn = user_turn(TALK, tokenizer)
     assert tokenizer.decode(turn.prompt) == opening
@@ -49,7 +45,7 @@ DEAF = chat.CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'user' 
         (None, "needs a chat template"),
     ],
 )
-def test_templates_that_only_let_one_side_speak_are_refused(template: str, reason: str) -> None:
+def test_templates_that_only_let_one_side_speak_are_refused(template, reason):
     with pytest.raises(PromptError) as error:
         require_self_talk(chat.tokenizer(template))
     assert reason in str(error.value)
@@ -64,13 +60,7 @@ class Talker:
     asked: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
 
-    def submit(
-        self,
-        key: str,
-        prompt: str | list[int],
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def submit(self, key, prompt, seed, options=None):
         self.key, self.prompt = key, prompt
         self.asked.append(self.tokenizer.decode(prompt))
         self.options.append(dict(options or {}))
@@ -79,7 +69,7 @@ class Talker:
         text, reason = self.script[len(self.asked) - 1]
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         said = text.removesuffix("<|im_end|>")
-        return [Delta(self.key, said, ids, reason, prompt_token_ids=self.prompt)]  # type: ignore[arg-type]
+        return [Delta(self.key, said, ids, reason, prompt_token_ids=self.prompt)]
 
     def render(self, messages: list[Message]) -> list[int]:
         raise AssertionError("self-talk renders with its own tokenizer")
@@ -99,7 +89,7 @@ DONE = "stop"
 PROMPT = Prompt(0, 1, "p", turns=("Hi",))
 
 
-def test_both_sides_are_written_and_only_the_assistants_is_trained() -> None:
+def test_both_sides_are_written_and_only_the_assistants_is_trained():
     script = [("Hello.<|im_end|>", DONE), ("Why?<|im_end|>", DONE), ("So.<|im_end|>", DONE)]
     engine, (line, spans, text) = talk(script, PROMPT, 2)
     assert spans == ["Hello.<|im_end|>", "So.<|im_end|>"]
@@ -116,14 +106,14 @@ def test_both_sides_are_written_and_only_the_assistants_is_trained() -> None:
 @pytest.mark.parametrize(
     "user", [("Why", "length"), ("<|im_end|>", DONE), ("Why?</s>", DONE), (" \n<|im_end|>", DONE)]
 )
-def test_a_user_who_says_nothing_whole_ends_it(user: tuple[str, str]) -> None:
+def test_a_user_who_says_nothing_whole_ends_it(user):
     engine, (_, spans, text) = talk([("Hello.<|im_end|>", DONE), user], PROMPT, 3)
     assert spans == ["Hello.<|im_end|>"]
     assert text.endswith("assistant\nHello.<|im_end|>"), "the user's turn is cut off"
     assert len(engine.asked) == 2
 
 
-def test_the_prompts_own_turns_come_first() -> None:
+def test_the_prompts_own_turns_come_first():
     said = Prompt(0, 1, "p", history=({"role": "system", "content": "S"},), turns=("A", "B"))
     script = [(f"{word}<|im_end|>", DONE) for word in ("one", "two", "C", "three")]
     _, (_, spans, text) = talk(script, said, 3)
@@ -134,6 +124,6 @@ def test_the_prompts_own_turns_come_first() -> None:
     assert text.startswith("<|im_start|>user\nHey<|im_end|>") and len(spans) == 1
 
 
-def test_a_truncated_answer_ends_it() -> None:
+def test_a_truncated_answer_ends_it():
     _, (line, spans, _) = talk([("Hel", "length")], PROMPT, 3)
     assert spans == ["Hel"] and line["finish_reason"] == "length"

@@ -1,7 +1,5 @@
 """State and log tell of the same steps after any cut, and foreign folders are left alone."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ def steps(run: TrainingRun) -> list[int]:
     return [entry["step"] for entry in run.entries()]
 
 
-def test_log_and_state_are_of_the_same_step(tmp_path: Path) -> None:
+def test_log_and_state_are_of_the_same_step(tmp_path):
     output = tmp_path / "heads"
     with TrainingRun(output, {"a": 1}) as run:
         assert run.load() is None
@@ -36,7 +34,7 @@ def test_log_and_state_are_of_the_same_step(tmp_path: Path) -> None:
         assert steps(run) == [0, 1, 2]
 
 
-def test_another_run_is_refused_and_says_what_changed(tmp_path: Path) -> None:
+def test_another_run_is_refused_and_says_what_changed(tmp_path):
     output = tmp_path / "heads"
     with TrainingRun(output, {"recipe": {"epochs": 3, "seed": 0}, "x": (1, 2)}):
         pass
@@ -46,7 +44,7 @@ def test_another_run_is_refused_and_says_what_changed(tmp_path: Path) -> None:
         TrainingRun(output, {"recipe": {"epochs": 4, "seed": 0}, "x": [1, 2]})
 
 
-def test_overwrite_throws_away_heads_state_and_caches(tmp_path: Path) -> None:
+def test_overwrite_throws_away_heads_state_and_caches(tmp_path):
     output = tmp_path / "heads"
     with TrainingRun(output, {"a": 1}) as run:
         run.load()
@@ -62,9 +60,7 @@ def test_overwrite_throws_away_heads_state_and_caches(tmp_path: Path) -> None:
         assert not (run.folder / "last_good").exists()
 
 
-def test_overwriting_that_is_killed_continues_no_old_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overwriting_that_is_killed_continues_no_old_state(tmp_path, monkeypatch):
     output = tmp_path / "heads"
     with TrainingRun(output, {"a": 1}) as run:
         run.load()
@@ -74,7 +70,7 @@ def test_overwriting_that_is_killed_continues_no_old_state(
             earlier.load()
             earlier.save({"step": 1})
 
-    def die(*_: object, **__: object) -> None:
+    def die(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -92,7 +88,7 @@ def test_overwriting_that_is_killed_continues_no_old_state(
         pass
 
 
-def test_a_complete_run_has_nothing_to_do(tmp_path: Path) -> None:
+def test_a_complete_run_has_nothing_to_do(tmp_path):
     output = tmp_path / "heads"
     with TrainingRun(output, {}) as run:
         run.load()
@@ -106,7 +102,7 @@ def test_a_complete_run_has_nothing_to_do(tmp_path: Path) -> None:
     assert not (output / "training/work").exists()
 
 
-def test_one_process_at_a_time(tmp_path: Path) -> None:
+def test_one_process_at_a_time(tmp_path):
     with (
         TrainingRun(tmp_path / "heads", {}),
         pytest.raises(FileRefused, match="another process is training"),
@@ -114,7 +110,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         TrainingRun(tmp_path / "heads", {})
 
 
-def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_folders_are_left_alone(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/thesis.tex").write_text("x")
     (tmp_path / "file").write_text("x")
@@ -128,7 +124,7 @@ def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "full/thesis.tex").exists() and not (tmp_path / "full/training").exists()
 
 
-def test_a_folder_named_training_makes_no_run(tmp_path: Path) -> None:
+def test_a_folder_named_training_makes_no_run(tmp_path):
     project = tmp_path / "project"
     (project / "training" / "work").mkdir(parents=True)
     for name in ("config.json", "training/notes.txt", "training/work/data.bin"):
@@ -143,7 +139,7 @@ def test_a_folder_named_training_makes_no_run(tmp_path: Path) -> None:
         assert not run.complete
 
 
-def test_other_processes_do_not_judge_what_the_main_one_is_making(tmp_path: Path) -> None:
+def test_other_processes_do_not_judge_what_the_main_one_is_making(tmp_path):
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "new").touch()
     with TrainingRun(tmp_path / "heads", {}, main=False) as run:

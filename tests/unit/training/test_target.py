@@ -1,7 +1,6 @@
 """What the LM head sees and what it makes of it, against the model's own logits."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from support.models import save_model
 
 from vllm_medusa.training.target import Target, TargetError
 
-NARROW: dict[str, Any] = {"initializer_range": 0.1}  # states near 1: no cap saturates
+NARROW = {"initializer_range": 0.1}  # states near 1: no cap saturates
 
 
 def cohere(**changes: Any) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def bias(model: Any) -> None:
     model.get_output_embeddings().bias.normal_(std=2.0)
 
 
-TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+TARGETS = {
     "llama": ("Llama", {}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True}),
     "mistral": ("Mistral", {}),
@@ -38,17 +37,14 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite, scaled": ("Granite", {"logits_scaling": 8.0, "head_dim": None}),
     "cohere, scaled": ("Cohere", cohere(tie_word_embeddings=True)),
     "phi, bias": ("Phi", {"head_dim": None, "tune": bias}),
-    "gpt2, tied": (
-        "GPT2",
-        gpt(model_name="GPT2LMHeadModel", tie_word_embeddings=True),
-    ),
+    "gpt2, tied": ("GPT2", gpt(model_name="GPT2LMHeadModel", tie_word_embeddings=True)),
     "gpt-j, bias": ("GPTJ", gpt(rotary_dim=8, tune=bias)),
     "gpt-neox": ("GPTNeoX", gpt()),
 }
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_states_and_lm_head_give_the_models_own_logits(name: str, tmp_path: Path) -> None:
+def test_states_and_lm_head_give_the_models_own_logits(name, tmp_path):
     architecture, options = TARGETS[name]
     target = Target.load(save_model(tmp_path, architecture, **NARROW | options))
     assert (target.hidden_size, target.vocab_size) == (64, 512)
@@ -69,7 +65,7 @@ def test_states_and_lm_head_give_the_models_own_logits(name: str, tmp_path: Path
     assert not target.model.training
 
 
-def test_bfloat16(tmp_path: Path) -> None:
+def test_bfloat16(tmp_path):
     path = save_model(tmp_path, "Gemma2", final_logit_softcapping=5.0, **NARROW)
     target = Target.load(path, dtype=torch.bfloat16)
     ids = torch.arange(3, 20)[None]
@@ -79,7 +75,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     )
 
 
-def test_padding_on_the_right_changes_nothing(tmp_path: Path) -> None:
+def test_padding_on_the_right_changes_nothing(tmp_path):
     target = Target.load(save_model(tmp_path, "Qwen3"))
     ids = torch.arange(3, 23)[None]
     padded = torch.cat([ids, torch.full((1, 7), 2)], 1)
@@ -89,13 +85,13 @@ def test_padding_on_the_right_changes_nothing(tmp_path: Path) -> None:
     )
 
 
-def test_refused_where_the_logits_are_something_else(tmp_path: Path) -> None:
+def test_refused_where_the_logits_are_something_else(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "Llama"))
     forward = model.forward
 
-    def doubled(**options: Any) -> Any:
+    def doubled(**options):
         out = forward(**options)
         out.logits = out.logits * 2
         return out
@@ -105,7 +101,7 @@ def test_refused_where_the_logits_are_something_else(tmp_path: Path) -> None:
         Target(model)
 
 
-def test_refused_without_an_lm_head(tmp_path: Path) -> None:
+def test_refused_without_an_lm_head(tmp_path):
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(save_model(tmp_path, "Llama"))
@@ -113,15 +109,13 @@ def test_refused_without_an_lm_head(tmp_path: Path) -> None:
         Target(model)
 
 
-def test_refused_where_there_is_no_model(tmp_path: Path) -> None:
+def test_refused_where_there_is_no_model(tmp_path):
     with pytest.raises(TargetError, match="can't be loaded as a causal LM"):
         Target.load(tmp_path)
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
-def test_quantisation_needs_bitsandbytes(
-    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantisation_needs_bitsandbytes(quantization, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(TargetError, match="pip install bitsandbytes"):
         Target.load(tmp_path, quantization=quantization)

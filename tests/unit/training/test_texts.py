@@ -14,7 +14,7 @@ K = 3
 
 @pytest.mark.parametrize("soft", [False, True])
 @pytest.mark.parametrize("size", [1, 4, 128])
-def test_pieces_have_exactly_the_labels_of_the_definition(size: int, soft: bool) -> None:
+def test_pieces_have_exactly_the_labels_of_the_definition(size, soft):
     records = random_records()
     texts = Texts.of(records)
     found = set()
@@ -38,7 +38,7 @@ def test_pieces_have_exactly_the_labels_of_the_definition(size: int, soft: bool)
     assert found == wanted and len(wanted) > 50
 
 
-def test_two_turns_by_hand() -> None:
+def test_two_turns_by_hand():
     record = Record(0, 1, "a", (90, 91, 1, 2, 3, 92, 4, 5, 6, 7), ((2, 5), (6, 10)), 0.5)
     texts = Texts.of([record])
     assert texts.span_position.tolist() == [1, 5] and texts.first_row.tolist() == [0, 3, 7]
@@ -51,12 +51,12 @@ def test_two_turns_by_hand() -> None:
     assert texts.num_labels == 5 and texts.token_ids(0).tolist() == list(record.token_ids[:9])
 
 
-def test_spans_too_short_for_a_label_are_left_out() -> None:
+def test_spans_too_short_for_a_label_are_left_out():
     texts = Texts.of([Record(0, 1, "a", (1, 2, 3, 4), ((1, 2), (2, 3)), None)])
     assert texts.num_rows == 0 and texts.pieces(8) == [] and len(texts.token_ids(0)) == 0
 
 
-def test_the_digest_knows_everything_that_is_trained() -> None:
+def test_the_digest_knows_everything_that_is_trained():
     records = random_records()
     digests = {Texts.of(records).digest()}
     one = records[3]

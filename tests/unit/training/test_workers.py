@@ -2,19 +2,17 @@
 
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import accelerate
-import pytest
 import torch
 
 from vllm_medusa.training.workers import Workers
 
 
-def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch):
+    asked = {}
 
-    def state(**options: Any) -> SimpleNamespace:
+    def state(**options):
         asked.update(options)
         return SimpleNamespace(process_index=0, num_processes=2, device=torch.device("cpu"))
 

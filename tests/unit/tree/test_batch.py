@@ -14,7 +14,7 @@ from vllm_medusa.tree.topology import TokenTree
     [TokenTree.chain(1), TokenTree.dense([3, 2]), load_preset("mc_sim_7b_63"), TokenTree.chain(64)],
     ids=lambda tree: f"{tree.num_nodes} nodes",
 )
-def test_tensors_hold_the_tree(tree: TokenTree) -> None:
+def test_tensors_hold_the_tree(tree):
     tensors = TreeTensors.from_tree(tree, "cpu")
     assert tensors.num_nodes == tree.num_nodes
     assert tensors.parents.tolist() == list(tree.parents)
@@ -28,7 +28,7 @@ def test_tensors_hold_the_tree(tree: TokenTree) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_batch_shares_the_memory_of_the_tree(dtype: torch.dtype) -> None:
+def test_batch_shares_the_memory_of_the_tree(dtype):
     tensors = TreeTensors.from_tree(TokenTree.dense([3, 2]))
     batch = TreeBatch.from_static(tensors, torch.tensor([10, 1, 4], dtype=dtype))
     assert (batch.batch_size, batch.max_nodes, batch.max_depth) == (3, 10, 2)
@@ -43,14 +43,14 @@ def test_batch_shares_the_memory_of_the_tree(dtype: torch.dtype) -> None:
     assert batch.cu_num_nodes.dtype == dtype
 
 
-def test_existing_nodes_never_attend_padding() -> None:
+def test_existing_nodes_never_attend_padding():
     tensors = TreeTensors.from_tree(load_preset("vicuna_7b_stage2"))
     batch = TreeBatch.from_static(tensors, torch.arange(1, 65))
     rows = batch.ancestors & batch.valid.unsqueeze(2)
     assert not (rows & ~batch.valid.unsqueeze(1)).any()
 
 
-def test_an_empty_batch() -> None:
+def test_an_empty_batch():
     tensors = TreeTensors.from_tree(TokenTree.chain(2))
     batch = TreeBatch.from_static(tensors, torch.empty(0, dtype=torch.int64))
     assert batch.batch_size == 0
@@ -58,7 +58,7 @@ def test_an_empty_batch() -> None:
     assert batch.cu_num_nodes.tolist() == [0]
 
 
-def test_per_request_trees_have_a_place() -> None:
+def test_per_request_trees_have_a_place():
     parents = torch.tensor([[-1, 0, 1], [-1, 0, -1]])
     ancestors = dense_ancestors(parents)
     batch = TreeBatch(
@@ -73,7 +73,7 @@ def test_per_request_trees_have_a_place() -> None:
     assert batch.valid.tolist() == [[True] * 3, [True, True, False]]
 
 
-def test_num_nodes_may_change_in_place() -> None:
+def test_num_nodes_may_change_in_place():
     tensors = TreeTensors.from_tree(TokenTree.chain(2))
     num_nodes = torch.tensor([1])  # a persistent buffer, as graph capture needs
     batch = TreeBatch.from_static(tensors, num_nodes)
@@ -84,7 +84,7 @@ def test_num_nodes_may_change_in_place() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 128, 129])
-def test_a_prefix_of_the_tensors_is_the_tree_of_the_prefix(size: int) -> None:
+def test_a_prefix_of_the_tensors_is_the_tree_of_the_prefix(size):
     tree = TokenTree.dense([4, 4, 3, 1])  # 4 + 16 + 48 + 48 drafts, and the root
     tree = TokenTree.from_paths([*tree.paths, *[(rank,) for rank in range(4, 20)]])
     tensors = TreeTensors.from_tree(tree).prefix(size)
@@ -95,7 +95,7 @@ def test_a_prefix_of_the_tensors_is_the_tree_of_the_prefix(size: int) -> None:
     assert tensors.max_depth == tree.max_depth  # still a bound
 
 
-def test_select_takes_whole_trees_in_the_order_asked() -> None:
+def test_select_takes_whole_trees_in_the_order_asked():
     tensors = TreeTensors.from_tree(TokenTree.dense([3, 2]))
     batch = TreeBatch.from_static(tensors, torch.tensor([10, 1, 4]))
     picked = batch.select(torch.tensor([2, 0]))

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ SMALL = TokenTree.from_paths([[0], [0, 0], [1]])
         ("[[0], [0, 0], [1]]", SMALL),
     ],
 )
-def test_forms(value: Any, tree: TokenTree) -> None:
+def test_forms(value, tree):
     assert read_tree(value) == tree
 
 
@@ -41,14 +40,14 @@ def test_forms(value: Any, tree: TokenTree) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["tree.json", "tree.txt"])
-def test_files(tmp_path: Path, content: object, name: str) -> None:
+def test_files(tmp_path, content, name):
     file = tmp_path / name
     file.write_text(json.dumps(content))
     assert read_tree(file) == SMALL
     assert read_tree(str(file)) == SMALL
 
 
-def test_the_preset_files_can_be_read_as_files(tmp_path: Path) -> None:
+def test_the_preset_files_can_be_read_as_files(tmp_path):
     """Someone copies a preset to change it."""
     from importlib import resources
 
@@ -77,7 +76,7 @@ def test_the_preset_files_can_be_read_as_files(tmp_path: Path) -> None:
         ([0, 1], "Path 0 of the tree is 0"),
     ],
 )
-def test_what_is_no_form_is_refused(value: Any, words: str) -> None:
+def test_what_is_no_form_is_refused(value, words):
     with pytest.raises(TreeError, match=words):
         read_tree(value)
 
@@ -91,14 +90,14 @@ def test_what_is_no_form_is_refused(value: Any, words: str) -> None:
         ('"mc_sim_7b_63"', "The JSON holds 'mc_sim_7b_63'"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+def test_a_bad_file_is_named(tmp_path, text, words):
     file = tmp_path / "bad.json"
     file.write_text(text)
     with pytest.raises(TreeError, match=rf"In the file '.*bad.json': .*{words}"):
         read_tree(file)
 
 
-def test_a_binary_file_is_no_tree(tmp_path: Path) -> None:
+def test_a_binary_file_is_no_tree(tmp_path):
     file = tmp_path / "bad.json"
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TreeError, match="can't be read"):

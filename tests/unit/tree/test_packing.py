@@ -36,13 +36,13 @@ def naive_ancestors(parents: list[int]) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(parent_lists())
-def test_dense_ancestors_match_a_naive_walk(parents: list[int]) -> None:
+def test_dense_ancestors_match_a_naive_walk(parents):
     assert torch.equal(dense_ancestors(torch.tensor(parents)), naive_ancestors(parents))
 
 
 @settings(deadline=None)
 @given(parent_lists())
-def test_round_trip(parents: list[int]) -> None:
+def test_round_trip(parents):
     dense = naive_ancestors(parents)
     bits = pack_ancestors(dense)
     assert bits.dtype == torch.int64
@@ -51,7 +51,7 @@ def test_round_trip(parents: list[int]) -> None:
 
 
 @pytest.mark.parametrize("size", BOUNDARIES)
-def test_each_bit_sits_where_the_invariant_says(size: int) -> None:
+def test_each_bit_sits_where_the_invariant_says(size):
     generator = torch.Generator().manual_seed(size)
     dense = torch.rand(size, size, generator=generator) < 0.5
     bits = pack_ancestors(dense)
@@ -62,24 +62,24 @@ def test_each_bit_sits_where_the_invariant_says(size: int) -> None:
         assert sum(word << (64 * w) for w, word in enumerate(words)) == expected
 
 
-def test_the_documented_example() -> None:
+def test_the_documented_example():
     parents = torch.tensor([-1, 0, 0, 1])
     assert pack_ancestors(dense_ancestors(parents)).tolist() == [[1], [3], [5], [11]]
 
 
-def test_bit_63_makes_the_word_negative_and_comes_back() -> None:
+def test_bit_63_makes_the_word_negative_and_comes_back():
     dense = torch.eye(64, dtype=torch.bool)
     bits = pack_ancestors(dense)
     assert bits[63].tolist() == [-(2**63)]
     assert torch.equal(unpack_ancestors(bits, 64), dense)
 
 
-def test_chain_of_256_needs_every_round_of_doubling() -> None:
+def test_chain_of_256_needs_every_round_of_doubling():
     dense = dense_ancestors(torch.arange(-1, 255))
     assert torch.equal(dense, torch.ones(256, 256).tril().bool())
 
 
-def test_padding_attends_only_itself() -> None:
+def test_padding_attends_only_itself():
     dense = dense_ancestors(torch.tensor([[-1, 0, 1, -1, -1], [-1, 0, 0, 2, 3]]))
     assert dense.shape == (2, 5, 5)
     assert torch.equal(dense[0, 3:], torch.eye(5, dtype=torch.bool)[3:])
@@ -88,7 +88,7 @@ def test_padding_attends_only_itself() -> None:
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_leading_dimensions(batch: tuple[int, ...]) -> None:
+def test_leading_dimensions(batch):
     parents = torch.tensor([-1, 0, 0, 1, 1, 2] + [5] * 64).expand(*batch, 70)
     dense = dense_ancestors(parents)
     bits = pack_ancestors(dense)
@@ -97,6 +97,6 @@ def test_leading_dimensions(batch: tuple[int, ...]) -> None:
     assert torch.equal(unpack_ancestors(bits, 70), dense)
 
 
-def test_int32_parents() -> None:
+def test_int32_parents():
     parents = torch.tensor([-1, 0, 1], dtype=torch.int32)
     assert torch.equal(dense_ancestors(parents), torch.ones(3, 3).tril().bool())

@@ -9,13 +9,13 @@ from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset, preset_names
 from vllm_medusa.tree.topology import TokenTree, TreeError
 
 
-def test_all_published_trees_are_there() -> None:
+def test_all_published_trees_are_there():
     assert len(preset_names()) == 9
     assert {"mc_sim_7b_63", "vicuna_7b_stage2", "vicuna_7b_stage1_ablation"} <= set(preset_names())
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_preset_is_its_file_in_its_order(name: str) -> None:
+def test_preset_is_its_file_in_its_order(name):
     file = resources.files("vllm_medusa.tree") / "presets" / f"{name}.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     tree = load_preset(name)
@@ -26,21 +26,21 @@ def test_preset_is_its_file_in_its_order(name: str) -> None:
     assert tree.paths[0] == (0,)
 
 
-def test_first_nodes_of_the_best_known_tree() -> None:
+def test_first_nodes_of_the_best_known_tree():
     assert load_preset("mc_sim_7b_63").prefix(6).paths == ((0,), (0, 0), (1,), (0, 1), (2,))
 
 
-def test_unknown_preset_lists_the_known_ones() -> None:
+def test_unknown_preset_lists_the_known_ones():
     with pytest.raises(TreeError, match="No preset is named 'mc'; presets: mc_sim_7b_63, vicuna"):
         load_preset("mc")
 
 
-def test_the_default_is_what_the_published_trees_agree_on() -> None:
+def test_the_default_is_what_the_published_trees_agree_on():
     """As its comment claims: the paths of least mean position, then one more head."""
     presets = [load_preset(name).paths for name in preset_names()]
     everything = {path for paths in presets for path in paths}
 
-    def mean_position(path: tuple[int, ...]) -> float:
+    def mean_position(path):
         return sum(paths.index(path) if path in paths else len(paths) for paths in presets) / len(
             presets
         )
@@ -51,7 +51,7 @@ def test_the_default_is_what_the_published_trees_agree_on() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "drafts"), [(1, 5), (2, 11), (3, 13), (4, 14), (5, 14)])
-def test_the_default_fits_any_number_of_heads(num_heads: int, drafts: int) -> None:
+def test_the_default_fits_any_number_of_heads(num_heads, drafts):
     tree = DEFAULT_TREE.cut(max_depth=num_heads)
     assert tree.num_draft_tokens == drafts
     assert tree.max_depth == min(num_heads, 4)

@@ -11,7 +11,7 @@ from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
 @st.composite
 def trees(draw: st.DrawFn, max_drafts: int = 40) -> TokenTree:
     """Grow a random tree: each node goes under any earlier node, with any unused rank."""
-    paths: list[tuple[int, ...]] = [()]
+    paths = [()]
     for _ in range(draw(st.integers(1, max_drafts))):
         child = (*draw(st.sampled_from(paths)), draw(st.integers(0, 5)))
         if child not in paths:
@@ -19,7 +19,7 @@ def trees(draw: st.DrawFn, max_drafts: int = 40) -> TokenTree:
     return TokenTree.from_paths(paths[1:])
 
 
-def test_small_tree_by_hand() -> None:
+def test_small_tree_by_hand():
     tree = TokenTree.from_paths([[0], [1], [0, 2], [0, 2, 0], [1, 1]])
     assert tree.paths == ((0,), (1,), (0, 2), (0, 2, 0), (1, 1))
     assert (tree.num_nodes, tree.num_draft_tokens, tree.max_depth) == (6, 5, 3)
@@ -30,7 +30,7 @@ def test_small_tree_by_hand() -> None:
     assert not tree.is_chain
 
 
-def test_lone_root() -> None:
+def test_lone_root():
     root = TokenTree.chain(3).prefix(1)
     assert (root.num_nodes, root.num_draft_tokens, root.max_depth) == (1, 0, 0)
     assert root.parents == (-1,)
@@ -38,13 +38,13 @@ def test_lone_root() -> None:
     assert root.is_chain
 
 
-def test_chain() -> None:
+def test_chain():
     tree = TokenTree.chain(3)
     assert tree.paths == ((0,), (0, 0), (0, 0, 0))
     assert tree.is_chain
 
 
-def test_dense_is_best_first() -> None:
+def test_dense_is_best_first():
     tree = TokenTree.dense([2, 2])
     assert tree.paths == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
     assert tree.head_widths == (2, 2)
@@ -52,7 +52,7 @@ def test_dense_is_best_first() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_dense_has_every_combination_in_order(widths: list[int]) -> None:
+def test_dense_has_every_combination_in_order(widths):
     expected, level = 1, 1
     for width in widths:
         level *= width
@@ -70,7 +70,7 @@ def test_dense_has_every_combination_in_order(widths: list[int]) -> None:
 
 @settings(deadline=None)
 @given(trees())
-def test_parents_and_depths_agree_with_the_paths(tree: TokenTree) -> None:
+def test_parents_and_depths_agree_with_the_paths(tree):
     full = ((), *tree.paths)
     for node in range(1, tree.num_nodes):
         parent = tree.parents[node]
@@ -82,7 +82,7 @@ def test_parents_and_depths_agree_with_the_paths(tree: TokenTree) -> None:
 
 @settings(deadline=None)
 @given(trees(), st.data())
-def test_every_prefix_is_a_tree(tree: TokenTree, data: st.DataObject) -> None:
+def test_every_prefix_is_a_tree(tree, data):
     size = data.draw(st.integers(1, tree.num_nodes + 3))
     prefix = tree.prefix(size)
     kept = min(size, tree.num_nodes)
@@ -93,7 +93,7 @@ def test_every_prefix_is_a_tree(tree: TokenTree, data: st.DataObject) -> None:
 
 @settings(deadline=None)
 @given(trees(), st.randoms(use_true_random=False))
-def test_any_order_gives_parents_first_and_the_same_nodes(tree: TokenTree, random) -> None:  # type: ignore[no-untyped-def]
+def test_any_order_gives_parents_first_and_the_same_nodes(tree, random):
     shuffled = list(tree.paths)
     random.shuffle(shuffled)
     reordered = TokenTree.from_paths(shuffled)  # the constructor refuses children first
@@ -103,24 +103,24 @@ def test_any_order_gives_parents_first_and_the_same_nodes(tree: TokenTree, rando
 
 @settings(deadline=None)
 @given(trees())
-def test_a_good_order_is_kept(tree: TokenTree) -> None:
+def test_a_good_order_is_kept(tree):
     assert TokenTree.from_paths(tree.to_lists()) == tree
     assert hash(TokenTree.from_paths(tree.to_lists())) == hash(tree)
 
 
-def test_early_children_move_right_behind_their_parent() -> None:
+def test_early_children_move_right_behind_their_parent():
     tree = TokenTree.from_paths([[0, 1], [0, 1, 0], [1], [0, 0], [0], [2]])
     assert tree.paths == ((1,), (0,), (0, 1), (0, 1, 0), (0, 0), (2,))
 
 
-def test_cut_keeps_what_fits() -> None:
+def test_cut_keeps_what_fits():
     tree = TokenTree.dense([3, 2])
     assert tree.cut(max_depth=1).paths == ((0,), (1,), (2,))
     assert tree.cut(num_ranks=1).paths == ((0,), (0, 0))
     assert tree.cut() == tree
 
 
-def test_numpy_integers_are_integers() -> None:
+def test_numpy_integers_are_integers():
     tree = TokenTree.from_paths([np.array([0]), (np.int64(0), np.int32(1))])
     assert tree.paths == ((0,), (0, 1))
     assert all(type(rank) is int for path in tree.paths for rank in path)
@@ -145,12 +145,12 @@ def test_numpy_integers_are_integers() -> None:
         ([[rank] for rank in range(256)], "257 nodes, root included; at most 256"),
     ],
 )
-def test_a_list_that_is_no_tree_is_refused_in_plain_words(paths: object, words: str) -> None:
+def test_a_list_that_is_no_tree_is_refused_in_plain_words(paths, words):
     with pytest.raises(TreeError, match=words):
-        TokenTree.from_paths(paths)  # type: ignore[arg-type]
+        TokenTree.from_paths(paths)
 
 
-def test_the_constructor_takes_no_child_before_its_parent() -> None:
+def test_the_constructor_takes_no_child_before_its_parent():
     with pytest.raises(TreeError, match=r"\[0, 0\] comes before its parent \[0\]"):
         TokenTree(((0, 0), (0,)))
 
@@ -168,22 +168,22 @@ def test_the_constructor_takes_no_child_before_its_parent() -> None:
         ([10**9] * 50, "more than 256 nodes"),  # refused before anything is listed
     ],
 )
-def test_bad_widths(widths: object, words: str) -> None:
+def test_bad_widths(widths, words):
     with pytest.raises(TreeError, match=words):
-        TokenTree.dense(widths)  # type: ignore[arg-type]
+        TokenTree.dense(widths)
 
 
 @pytest.mark.parametrize("depth", [0, -1, 256, True, "4", None])
-def test_bad_chain(depth: object) -> None:
+def test_bad_chain(depth):
     with pytest.raises(TreeError, match="an integer from 1 to 255"):
-        TokenTree.chain(depth)  # type: ignore[arg-type]
+        TokenTree.chain(depth)
 
 
-def test_the_largest_trees() -> None:
+def test_the_largest_trees():
     assert TokenTree.chain(255).num_nodes == MAX_NODES
     assert TokenTree.dense([255]).num_nodes == MAX_NODES
 
 
-def test_a_prefix_without_the_root_is_refused() -> None:
+def test_a_prefix_without_the_root_is_refused():
     with pytest.raises(TreeError, match="the least is 1"):
         TokenTree.chain(2).prefix(0)
