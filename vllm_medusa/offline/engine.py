@@ -127,6 +127,7 @@ class VllmEngine:
 
         """
         import torch
+        from huggingface_hub.errors import LocalEntryNotFoundError
         from vllm import LLM
 
         self.sampling = sampling
@@ -149,7 +150,8 @@ class VllmEngine:
             self.llm: LLM = LLM(**arguments)
         except (ValueError, OSError) as error:
             reason = str(error)
-            if "huggingface.co" in reason:  # transformers' words for what is neither here nor there
+            offline = isinstance(error, LocalEntryNotFoundError)  # it names nothing
+            if offline or "huggingface.co" in reason:  # transformers' words for what is nowhere
                 reason = (
                     f"{settings.model!r} is not a folder of a model here, nor a hub name that "
                     f"could be looked up. {reason}"
