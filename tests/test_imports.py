@@ -24,6 +24,7 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "job": set(),
     "kernels": set(),  # whether Triton runs: asked by each room that has kernels
     "tree": set(),
+    "budget": {"files"},
     "heads": {"tree", "files"},
     "config": {"tree"},
     "proposer": {"tree", "heads", "kernels"},
@@ -36,11 +37,11 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "training": CORE | BASE | {"decode", "offline"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
     "adapt": CORE | BASE | {"offline", "training", "calibration"},
-    "worker": CORE | {"plugin", "kernels"},
+    "worker": CORE | {"budget", "plugin", "kernels"},
     "plugin": set(),  # names the worker by string
     "cli": CORE
     | BASE
-    | {"adapt", "decode", "offline", "convert", "training", "calibration", "plugin"},
+    | {"adapt", "budget", "decode", "offline", "convert", "training", "calibration", "plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }
 SEAMS = {"worker", "plugin"}  # the only rooms that know vLLM
@@ -195,6 +196,8 @@ def test_the_scan_sees_the_package() -> None:
         ("sampler/path.py", "from vllm_medusa.kv import x", "sampler imports kv"),
         ("sampler/path.py", "import vllm_medusa.config", "sampler imports config"),
         ("tree/batch.py", "from vllm_medusa.config import x", "tree imports config"),
+        ("budget/a.py", "from vllm_medusa.tree import x", "budget imports tree"),
+        ("budget/a.py", "from vllm import SamplingParams", "budget imports vllm"),
         ("tree/batch.py", "from vllm_medusa.heads import x", "tree imports heads"),
         ("sampler/path.py", "from vllm_medusa import MedusaHeads", "sampler imports the public"),
         ("worker/a.py", "from vllm_medusa.training import x", "worker imports training"),

@@ -1,0 +1,175 @@
+"""How many draft nodes a step verifies, and whether the heads run at its end.
+
+A node is worth its survival less its time, and time is worth what the best choice makes of it in
+the long run. That heads have run is no reason to verify what they drafted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_medusa.budget.cost import Floats, StepCost
+from vllm_medusa.budget.outlook import Outlook
+from vllm_medusa.budget.tries import Tries
+
+_KEEP = 0.005  # of a step's time by which another number of nodes has to be better
+_START, _STOP = 1.01, 0.995  # drafts against plain steps: where drafting starts, and where it ends
+_CAUTION = 0.5  # standard deviations that drafts may be overrated by when drafting starts
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a batch.
+
+    Attributes:
+        requests: of the batch.
+        sizes: [n] numbers of draft nodes, from 1; empty if none can be verified.
+        gain: [n] extra tokens of a step with them.
+        rates: [n] tokens a millisecond with them.
+        plain: tokens a millisecond without drafts.
+
+    """
+
+    requests: int
+    sizes: npt.NDArray[np.int64]
+    gain: Floats
+    rates: Floats
+    plain: float
+
+    @property
+    def nodes(self) -> int:
+        """The best number of draft nodes, from 1."""
+        return int(self.sizes[self.rates.argmax()])
+
+    @property
+    def ratio(self) -> float:
+        """Speed with drafts against plain steps."""
+        return float(self.rates.max()) / self.plain
+
+    @property
+    def best_rate(self) -> float:
+        """Tokens a millisecond of the better one."""
+        return self.plain * max(1.0, self.ratio) if len(self.rates) else self.plain
+
+
+class NodeBudget:
+    """Decides, once for all ranks: each step asks `choose`, then `draft_next`, then `observe`."""
+
+    def __init__(self, cost: StepCost, outlook: Outlook, max_per_request: int) -> None:
+        """Decide by these two.
+
+        Args:
+            cost: learns from `observe`.
+            outlook: learns from whoever sees drafts and what became of them.
+            max_per_request: the most draft nodes that a request can have.
+
+        """
+        self.cost, self.outlook = cost, outlook
+        self.max_per_request = max_per_request
+        self.drafting = False  # whether drafts pay, as of the last forecast
+        self.tries = Tries()
+        self._surprises = 0
+        self._wanted: int | None = None  # nodes of a try, for the next step that has drafts
+        self._last = (0, 0)  # requests and nodes of the last choice
+        self._known: tuple[tuple[int, int, int], Forecast] | None = None
+
+    def choose(self, gain: npt.ArrayLike, requests: int, free_rows: int) -> int:
+        """Draft nodes to verify in all; 0: none.
+
+        Args:
+            gain: [K + 1] expected extra tokens with the n best drafts of the batch, concave, as
+                from `Outlook.gain_of`; K is 0 if there are no drafts.
+            requests: that decode in this step.
+            free_rows: the most nodes that there is room for.
+
+        """
+        gain = np.asarray(gain, np.float64)[: max(free_rows, 0) + 1]
+        if requests < 1 or len(gain) < 2:
+            return 0
+        wanted, self._wanted = self._wanted, None
+        if wanted:
+            return min(wanted, len(gain) - 1)
+        ms = self.cost.ms(requests + np.arange(len(gain)), requests, self.drafting)
+        price = self.forecast(requests, free_rows).best_rate * ms
+        worth = gain - price
+        best = int(worth.argmax())
+        before, last = self._last
+        if before == requests and last < len(gain):
+            best = last if worth[last] >= worth[best] - _KEEP * price[best] else best
+        self._last = (requests, best)
+        return best
+
+    def draft_next(self, requests: int, free_rows: int) -> bool:
+        """Whether the heads run at the end of this step.
+
+        Args:
+            requests: that are expected to decode in the next step.
+            free_rows: the most draft nodes that there will be room for.
+
+        """
+        if requests < 1:
+            return False
+        forecast = self.forecast(requests, free_rows)
+        if len(forecast.sizes) == 0:
+            return False
+        before, self.drafting = self.drafting, self._pays(forecast)
+        if not self.drafting:
+            self.outlook.idle(requests)
+        changed = before != self.drafting or self._surprises != self.cost.surprises
+        self._surprises = self.cost.surprises
+        self.tries.step(requests, changed, forecast.ratio)
+        return self._try(forecast) if self.tries.due else self.drafting
+
+    def observe(self, rows: int, requests: int, drafted: bool, ms: float) -> None:
+        """Learn what a step took; see `StepCost.observe`."""
+        self.cost.observe(rows, requests, drafted, ms)
+        self.tries.earn(float(self.cost.ms(rows, requests, drafted)))
+
+    def forecast(self, requests: int, free_rows: int) -> Forecast:
+        """What drafts would bring to a batch of ``requests``, at least one."""
+        key = (requests, free_rows, self.cost.steps)
+        if self._known and self._known[0] == key:
+            return self._known[1]
+        plain = requests / float(self.cost.ms(requests, requests, False))
+        most = min(requests * self.max_per_request, max(free_rows, 0))
+        sizes = self.cost.sizes(requests + 1, requests + most) - requests
+        gain = self.outlook.gain(requests, sizes)
+        rates = (requests + gain) / self.cost.ms(requests + sizes, requests, True)
+        self._known = key, Forecast(requests, sizes, gain, rates, plain)
+        return self._known[1]
+
+    def _pays(self, forecast: Forecast) -> bool:
+        """Whether drafts pay; to begin with them, what is known has to be worth something."""
+        if self.drafting or forecast.ratio <= _START:
+            return self.drafting and forecast.ratio > _STOP
+        requests = forecast.requests
+        plain = self.cost.features(requests, requests, False)
+        best = self.cost.features(requests + forecast.nodes, requests, True)
+        doubt = float(np.hypot(self.cost.doubt(best, plain)[0], self.outlook.doubt))
+        return forecast.ratio > _START * np.exp(_CAUTION * doubt)
+
+    def _try(self, forecast: Forecast) -> bool:
+        """Whether the heads run, in a step that may try something else."""
+        requests, rate = forecast.requests, forecast.best_rate
+        sizes = np.concatenate([[0], forecast.sizes])  # 0: neither heads nor drafts
+        rates = np.concatenate([[forecast.plain], forecast.rates])
+        tokens = requests + np.concatenate([[0.0], forecast.gain])
+        features = self.cost.features(requests + sizes, requests, True)
+        features[0] = self.cost.features(requests, requests, False)
+        now = 1 + int(forecast.rates.argmax()) if self.drafting else 0
+        doubts = self.cost.doubt(features, features[now])
+        other_kind = (sizes > 0) != self.drafting
+        doubts = np.where(other_kind, np.hypot(doubts, self.outlook.doubt), doubts)
+        hopes = rates * np.exp(self.tries.bold * doubts) / rate
+        hopes[now] = 0.0
+        lost = self.cost.ms(requests + sizes, requests, True) - tokens / rate
+        if not self.drafting:  # heads run in a step before it
+            lost += float(self.cost.ms(requests, requests, True)) - requests / rate
+        tried = self.tries.pick(hopes, lost)
+        if tried is None:
+            return self.drafting
+        self._wanted = int(sizes[tried]) or None
+        return self._wanted is not None
