@@ -23,6 +23,18 @@ def test_a_new_file_is_the_old_one_until_it_is_whole(tmp_path):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
+def test_what_is_new_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    path, synced = tmp_path / "a", []
+    monkeypatch.setattr(files, "sync", lambda place: synced.append((place, path.exists())))
+    files.write_json(path, {})
+    assert synced == [(files.aside(path), False), (tmp_path, True)]
+    path.unlink()
+    synced.clear()
+    with files.new_folder(path) as part:
+        (part / "one").touch()
+    assert synced == [(part / "one", False), (part, False), (tmp_path, True)]
+
+
 def test_a_writer_that_fails_leaves_the_old_file_and_nothing_beside(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
