@@ -77,3 +77,10 @@ def test_the_recipes_defaults_are_the_options():
     assert JointRecipe.of(joint, steps, bf16=False, self_distilled=True) == JointRecipe()
     other = JointRecipe.of(joint, steps, bf16=False, self_distilled=False)
     assert (other.lm_loss, other.heads_weight.peak) == ("cross-entropy", 0.2)
+
+
+def test_no_warm_up_is_none_and_not_the_usual_one():
+    steps = StepOptions(warmup_steps=0)
+    alone = Recipe.of(steps, bf16=False, hidden_size=64, num_labels=10)
+    joint = JointRecipe.of(JointOptions(), steps, bf16=False, self_distilled=True)
+    assert alone.optimisation.warmup_steps == joint.optimisation.warmup_steps == 0
