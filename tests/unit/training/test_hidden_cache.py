@@ -2,6 +2,7 @@
 
 import fcntl
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,15 @@ def test_what_killed_runs_left_goes_when_nobody_else_is_there(target, texts, tmp
 def test_another_target_text_or_plan_is_another_cache(target, texts, tmp_path):
     kept = states(target, texts, tmp_path)
     kept.build()
+    first, *rest = random_records(20)
+    one_token = [replace(first, token_ids=(first.token_ids[0] ^ 1, *first.token_ids[1:])), *rest]
     others = [
         HiddenStates(target, texts, tmp_path, {"target": "b"}, dtype=torch.float32, max_bytes=1),
         states(target, Texts.of(random_records(20, seed=1)), tmp_path),
+        states(target, Texts.of(one_token), tmp_path),  # the same plan
         states(target, texts, tmp_path, shard_bytes=50 * ROW),
     ]
-    assert len({kept.folder, *(other.folder for other in others)}) == 4
+    assert len({kept.folder, *(other.folder for other in others)}) == 5
     assert not states(target, texts, tmp_path).missing()
 
 
