@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
 
+from support.interpreter import trust_integers
 from vllm_medusa.scorer import launch
 from vllm_medusa.worker import cuda_attention
 from vllm_medusa.worker.v2 import cuda_warmup, platform, state
@@ -30,6 +31,7 @@ def triton_attention_on_cpu() -> Iterator[None]:
             "CPU_ATTN", BACKEND, cuda_attention.compact_group, cuda_attention.warm_up
         )
 
+    trust_integers()
     limits = launch.device_limits(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         for module in (platform, state, cuda_warmup):

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.interpreter import speed_up
+from support.interpreter import speed_up, trust_integers
 
 BACKEND = str(Path(__file__).with_name("triton_backend"))
 
@@ -47,6 +47,7 @@ def prepare() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     speed_up()
+    trust_integers()
     topk_topp_sampler.HAS_TRITON = False
     _rules_in_triton(False)
 
