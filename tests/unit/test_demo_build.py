@@ -184,8 +184,14 @@ def tiny_build(tmp_path, **changes):
     return Build(**{**settings, **changes})
 
 
+def run_here(job, options, progress, log):
+    """Spares two processes the import of vLLM; test_children is about such processes."""
+    job(options, progress)
+
+
 @pytest.mark.engine
-def test_all_stages_end_in_heads_that_fit_their_target(tmp_path):
+def test_all_stages_end_in_heads_that_fit_their_target(tmp_path, monkeypatch):
+    monkeypatch.setattr("demo.heads.run_in_process", run_here)
     write_library(tmp_path / "lib", 200)
     build = tiny_build(tmp_path)
     build.run_tokenizer()
