@@ -51,11 +51,15 @@ def test_v1(file, layers, bias, tmp_path, hidden, target_lm_head):
     assert not info.includes_base
 
 
-@pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads.", "model.medusa_head."])
-def test_v1_behind_a_prefix(prefix, tmp_path, hidden, target_lm_head):
-    plain = random_heads(3, 2)
+@pytest.mark.parametrize(
+    ("layers", "prefix"),
+    [(2, "medusa_head."), (2, "medusa_heads."), (2, "model.medusa_head."), (0, "")],
+)
+def test_v1_behind_a_prefix_or_without_layers(layers, prefix, tmp_path, hidden, target_lm_head):
+    plain = random_heads(3, layers)
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1", prefix))
-    assert check(tmp_path, plain, hidden, target_lm_head)[1].format == "v1"
+    info = check(tmp_path, plain, hidden, target_lm_head)[1]
+    assert (info.format, info.num_layers) == ("v1", layers)
 
 
 @pytest.mark.parametrize("config", [None, {"version": "2", "base_model_name_or_path": "N/A"}])
@@ -71,12 +75,6 @@ def test_v2_uses_the_targets_lm_head(config, tmp_path, hidden, target_lm_head):
     torch.testing.assert_close(
         heads.compute_logits(heads(hidden)), plain.logits(hidden, target_lm_head)
     )
-
-
-def test_heads_without_layers(tmp_path, hidden, target_lm_head):
-    plain = random_heads(2, 0)
-    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"), {"medusa_num_layers": 0})
-    assert check(tmp_path, plain, hidden, target_lm_head)[1].num_layers == 0
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -364,26 +362,19 @@ def test_a_stored_copy_of_the_targets_lm_head(tmp_path, target_lm_head):
         save_heads(tmp_path, MedusaHeads(3, 1, HIDDEN, VOCAB), lm_head_weight=target_lm_head)
 
 
-def test_diverged_heads_are_not_saved(tmp_path):
+def test_what_is_not_saved(tmp_path):
     heads = MedusaHeads(2, 1, HIDDEN, VOCAB)
+    for value in (object(), float("nan")):
+        with pytest.raises(HeadsError, match="plain JSON"):
+            save_heads(tmp_path, heads, {"tree": value})
     with torch.no_grad():
         heads.blocks[0].weight[1, 0, 0] = torch.nan
     with pytest.raises(HeadsError, match=r"'blocks\.1\.layers\.0\.weight' holds NaN"):
         save_heads(tmp_path, heads)
-    assert not (tmp_path / "model.safetensors").exists()
-
-
-def test_never_beside_files_that_readers_prefer(tmp_path):
-    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
+    assert list(Path(tmp_path).iterdir()) == []
+    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))  # readers prefer it
     with pytest.raises(HeadsError, match=r"already holds medusa_lm_head\.pt"):
         save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
-
-
-@pytest.mark.parametrize("value", [object(), float("nan")])
-def test_a_config_that_is_no_json_leaves_no_file(value, tmp_path):
-    with pytest.raises(HeadsError, match="plain JSON"):
-        save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB), {"tree": value})
-    assert list(Path(tmp_path).iterdir()) == []
 
 
 def test_update_config_keeps_everything_else(tmp_path):

@@ -17,21 +17,37 @@ class Payload:
         return (exec, ("raise SystemExit('a pickle ran code')",))
 
 
-def test_pickles_run_no_code(tmp_path):
-    path = tmp_path / "medusa_lm_head.pt"
-    torch.save({"0.0.linear.weight": Payload()}, path)
-    with pytest.raises(HeadsError, match="not a file of plain tensors"):
-        peek_heads(path)
-    path.write_bytes(pickle.dumps(Payload(), protocol=2))
-    with pytest.raises(HeadsError, match="not a file of plain tensors"):
-        peek_heads(path)
+def saved(value):
+    return lambda path: torch.save(value, path)
 
 
-@pytest.mark.parametrize("content", [b"", b"nothing of the kind", b"\x80\x02}", b"PK\x03\x04?"])
-@pytest.mark.parametrize("name", ["medusa_lm_head.pt", "model.safetensors"])
-def test_damaged_files(name, content, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(HeadsError, match="is not a"):
+def written(content):
+    return lambda path: path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "put", "message"),
+    [
+        ("medusa_lm_head.pt", saved({"0.0.linear.weight": Payload()}), "not a file of plain tens"),
+        ("medusa_lm_head.pt", written(pickle.dumps(Payload(), protocol=2)), "not a file of plain"),
+        *(
+            (name, written(content), "is not a")
+            for name in ("medusa_lm_head.pt", "model.safetensors")
+            for content in (b"", b"nothing of the kind", b"\x80\x02}", b"PK\x03\x04?")
+        ),
+        ("medusa_lm_head.pt", saved([torch.zeros(1)]), "must hold a state dict"),
+        ("medusa_lm_head.pt", saved({"0.0.linear.weight": torch.zeros(1), "e": 3}), "a state dict"),
+        (
+            "model.safetensors",  # the target itself
+            lambda path: write(path, {"model.norm.weight": torch.zeros(8)}),
+            r"holds no Medusa head.*Is this the target model\?",
+        ),
+        ("notes.txt", written(b""), r"none of medusa_lm_head\.safetensors, .*only notes\.txt"),
+    ],
+)
+def test_what_is_no_file_of_heads_is_refused_and_runs_no_code(name, put, message, tmp_path):
+    put(tmp_path / name)
+    with pytest.raises(HeadsError, match=message):
         peek_heads(tmp_path)
 
 
@@ -46,28 +62,6 @@ def test_truncated_safetensors(tmp_path):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(HeadsError, match="is not a safetensors file"):
         load_heads(tmp_path, **SIZES)
-
-
-def test_a_pickle_that_is_no_state_dict(tmp_path):
-    torch.save([torch.zeros(1)], tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(HeadsError, match="must hold a state dict"):
-        peek_heads(tmp_path)
-    torch.save({"0.0.linear.weight": torch.zeros(1), "epoch": 3}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(HeadsError, match="must hold a state dict"):
-        peek_heads(tmp_path)
-
-
-def test_the_target_itself_holds_no_heads(tmp_path):
-    tensors = {"model.norm.weight": torch.zeros(8), "lm_head.weight": torch.zeros(20, 8)}
-    write(tmp_path / "model.safetensors", tensors)
-    with pytest.raises(HeadsError, match=r"holds no Medusa head.*Is this the target model\?"):
-        peek_heads(tmp_path)
-
-
-def test_a_folder_without_heads(tmp_path):
-    (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(HeadsError, match=r"none of medusa_lm_head\.safetensors, .*only notes\.txt"):
-        peek_heads(tmp_path)
 
 
 @pytest.mark.parametrize("source", ["./no/such", "no/such/folder", "heads.d/../x", "~/no such"])
@@ -88,20 +82,20 @@ def test_indices_that_lie(tmp_path):
     tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
     index = "model.safetensors.index.json"
     write_sharded(tmp_path, {"a.safetensors": tensors}, index)
-    document = json.loads((tmp_path / index).read_text())
-    document["weight_map"]["medusa_head.2.0.linear.weight"] = "a.safetensors"
-    document["weight_map"]["medusa_head.2.0.linear.bias"] = "a.safetensors"
-    document["weight_map"]["medusa_head.2.1.weight"] = "a.safetensors"
-    (tmp_path / index).write_text(json.dumps(document))
-    with pytest.raises(HeadsError, match=r"a\.safetensors lacks 'medusa_head\.2\.0\.linear\.bias'"):
-        peek_heads(tmp_path)
-    document["weight_map"]["medusa_head.2.1.weight"] = "b.safetensors"
-    (tmp_path / index).write_text(json.dumps(document))
-    with pytest.raises(HeadsError, match=r"names 'b\.safetensors', which is not beside it"):
-        peek_heads(tmp_path)
-    (tmp_path / index).write_text("{}")
-    with pytest.raises(HeadsError, match="has no 'weight_map'"):
-        peek_heads(tmp_path)
+    places = json.loads((tmp_path / index).read_text())["weight_map"]
+    third = ("0.linear.weight", "0.linear.bias", "1.weight")
+    places |= {f"medusa_head.2.{name}": "a.safetensors" for name in third}
+    for document, message in (
+        ({"weight_map": places}, r"a\.safetensors lacks 'medusa_head\.2\.0\.linear\.bias'"),
+        (
+            {"weight_map": places | {"medusa_head.2.1.weight": "b.safetensors"}},
+            r"names 'b\.safetensors', which is not beside it",
+        ),
+        ({}, "has no 'weight_map'"),
+    ):
+        (tmp_path / index).write_text(json.dumps(document))
+        with pytest.raises(HeadsError, match=message):
+            peek_heads(tmp_path)
 
 
 def test_peeking_reads_no_weight(tmp_path, monkeypatch):
@@ -111,20 +105,13 @@ def test_peeking_reads_no_weight(tmp_path, monkeypatch):
 
     class HeaderOnly:
         def __init__(self, *args, **kwargs):
-            self.file = safetensors.safe_open(*args, **kwargs)
+            file = safetensors.safe_open(*args, **kwargs)
+            self.keys, self.get_slice = file.keys, file.get_slice
 
         def __enter__(self):
-            self.file.__enter__()
             return self
 
-        def __exit__(self, *error):
-            self.file.__exit__(*error)
-
-        def keys(self):
-            return self.file.keys()
-
-        def get_slice(self, name):
-            return self.file.get_slice(name)
+        def __exit__(self, *error): ...
 
     monkeypatch.setattr(files, "safe_open", HeaderOnly)
     assert peek_heads(tmp_path / "st").num_heads == 2
@@ -135,8 +122,7 @@ def test_peeking_reads_no_weight(tmp_path, monkeypatch):
     load = torch.load
     monkeypatch.setattr(torch, "load", lambda *a, **k: mapped.append(k["mmap"]) or load(*a, **k))
     assert peek_heads(tmp_path / "pt").num_heads == 2
-    assert mapped
-    assert all(mapped)
+    assert mapped and all(mapped)
 
 
 class Hub:
