@@ -3,8 +3,6 @@
 import fcntl
 import threading
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from vllm_medusa.training.hidden_cache import CacheError, HiddenStates
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Texts
 
-KEY = {"target": "a"}
 ROW = 64 * 4  # bytes
 
 
@@ -30,14 +27,16 @@ def texts():
     return Texts.of(random_records(20))
 
 
-def states(target: Target, texts: Texts, folder: Path, **options: Any) -> HiddenStates:
-    settings = {
-        "dtype": torch.float32,
-        "max_bytes": 1 << 30,
-        "shard_bytes": 40 * ROW,
-        "forward_tokens": 64,
-    }
-    return HiddenStates(target, texts, folder, KEY, **settings | options)
+@pytest.fixture
+def states(target, texts, tmp_path):
+    """Make the states of the texts, or those of others, in a folder."""
+
+    def made(folder=tmp_path, texts=texts, target=target, key="a", **options):
+        settings = {"dtype": torch.float32, "max_bytes": 1 << 30}
+        settings |= {"shard_bytes": 40 * ROW, "forward_tokens": 64}
+        return HiddenStates(target, texts, folder, {"target": key}, **settings | options)
+
+    return made
 
 
 def everything(texts: Texts) -> list[tuple[int, int, int]]:
@@ -57,9 +56,9 @@ def straight(target: Target, texts: Texts) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
-def test_states_are_the_targets_cached_or_not(share, target, texts, tmp_path):
+def test_states_are_the_targets_cached_or_not(states, share, target, texts, tmp_path):
     bound = int(share * texts.num_rows * ROW)
-    kept = states(target, texts, tmp_path, max_bytes=bound)
+    kept = states(max_bytes=bound)
     kept.build()
     on_disk = sum(file.stat().st_size for file in tmp_path.rglob("*.bin"))
     assert on_disk == kept.cached_bytes <= bound
@@ -68,21 +67,15 @@ def test_states_are_the_targets_cached_or_not(share, target, texts, tmp_path):
     wanted = everything(texts)
     order = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(0)).tolist()
     parts = list(straight(target, texts).split([rows for _, _, rows in wanted]))
-    torch.testing.assert_close(
-        kept.read([wanted[i] for i in order]),
-        torch.cat([parts[i] for i in order]),
-        rtol=1e-4,
-        atol=1e-4,
-    )
+    found, expected = kept.read([wanted[i] for i in order]), torch.cat([parts[i] for i in order])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     span = max(range(len(wanted)), key=lambda i: wanted[i][2])
     torch.testing.assert_close(kept.read([(span, 2, 5)]), parts[span][2:5], rtol=1e-4, atol=1e-4)
 
 
-def test_cached_and_computed_states_meet_where_the_target_computes(
-    target, texts, tmp_path, monkeypatch
-):
+def test_cached_and_computed_states_meet_where_the_target_computes(states, texts, monkeypatch):
     """ "meta" stands for a GPU: torch refuses to put its tensors behind one of the CPU."""
-    kept = states(target, texts, tmp_path, max_bytes=texts.num_rows * ROW // 2)
+    kept = states(max_bytes=texts.num_rows * ROW // 2)
     kept.build()
     computed = kept._computed
     monkeypatch.setattr(
@@ -95,10 +88,10 @@ def test_cached_and_computed_states_meet_where_the_target_computes(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_rounds_once(dtype, target, texts, tmp_path):
+def test_half_precision_rounds_once(states, dtype, texts):
     """Shards of as many rows: passes of other shapes may differ in the last bit of fp32."""
-    full = states(target, texts, tmp_path, shard_bytes=40 * ROW)
-    half = states(target, texts, tmp_path, shard_bytes=40 * ROW // 2, dtype=dtype)
+    full = states(shard_bytes=40 * ROW)
+    half = states(shard_bytes=40 * ROW // 2, dtype=dtype)
     full.build()
     half.build()
     assert half.num_shards == full.num_shards > 1
@@ -107,8 +100,8 @@ def test_half_precision_rounds_once(dtype, target, texts, tmp_path):
     assert torch.equal(half.read(everything(texts)), wanted.to(dtype).float())
 
 
-def test_building_goes_on_with_what_lacks(target, texts, tmp_path):
-    kept = states(target, texts, tmp_path)
+def test_building_goes_on_with_what_lacks(states, texts):
+    kept = states()
     kept.build()
     wanted = kept.read(everything(texts)).clone()
     shards = sorted(kept.folder.glob("*.bin"))
@@ -116,7 +109,7 @@ def test_building_goes_on_with_what_lacks(target, texts, tmp_path):
     shards[1].unlink()
     shards[2].write_bytes(shards[2].read_bytes()[:-4])  # a torn copy
     (kept.folder / "000000.part-1").write_bytes(b"killed here")
-    again = states(target, texts, tmp_path)
+    again = states()
     assert again.missing() == [1, 2]
     reports = []
     again.build(lambda done, total: reports.append((done, total)))
@@ -126,19 +119,19 @@ def test_building_goes_on_with_what_lacks(target, texts, tmp_path):
     assert reports[-1][0] == reports[-1][1] < texts.num_rows
 
 
-def test_two_processes_build_half_each(target, texts, tmp_path):
-    alone = states(target, texts, tmp_path / "alone")
+def test_two_processes_build_half_each(states, texts, tmp_path):
+    alone = states(tmp_path / "alone")
     alone.build()
-    first = states(target, texts, tmp_path / "both")
+    first = states(tmp_path / "both")
     first.build(rank=0, world=2)
     assert first.missing() == list(range(1, first.num_shards, 2))
-    states(target, texts, tmp_path / "both").build(rank=1, world=2)
+    states(tmp_path / "both").build(rank=1, world=2)
     assert not first.missing()
     assert torch.equal(first.read(everything(texts)), alone.read(everything(texts)))
 
 
-def test_a_cache_in_use_is_not_removed(target, texts, tmp_path):
-    first, second = (states(target, texts, tmp_path) for _ in range(2))
+def test_a_cache_in_use_is_not_removed(states, texts, tmp_path):
+    first, second = (states() for _ in range(2))
     first.build()
     second.build()
     wanted = first.read(everything(texts)).clone()
@@ -151,8 +144,8 @@ def test_a_cache_in_use_is_not_removed(target, texts, tmp_path):
     assert torch.equal(first.read(everything(texts)), wanted)
 
 
-def test_a_folder_removed_while_another_run_waits_for_it_is_made_anew(target, texts, tmp_path):
-    first, second = (states(target, texts, tmp_path) for _ in range(2))
+def test_a_folder_removed_while_another_run_waits_for_it_is_made_anew(states, target, tmp_path):
+    first, second = (states() for _ in range(2))
     first.build()
     with (first.folder / "lock").open("ab") as removing:
         first.release()
@@ -168,13 +161,13 @@ def test_a_folder_removed_while_another_run_waits_for_it_is_made_anew(target, te
     assert [path.name for path in tmp_path.iterdir()] == ["aside"]
 
 
-def test_what_killed_runs_left_goes_when_nobody_else_is_there(target, texts, tmp_path):
-    first = states(target, texts, tmp_path)
+def test_what_killed_runs_left_goes_when_nobody_else_is_there(states, tmp_path):
+    first = states()
     first.build()
     torn, removed = first.folder / "000000.part-1", tmp_path / f"{first.folder.name}.removed-1"
     torn.touch()
     removed.mkdir()
-    second = states(target, texts, tmp_path)
+    second = states()
     second.build()
     assert torn.exists(), "the first may be writing it"
     first.release()
@@ -183,31 +176,31 @@ def test_what_killed_runs_left_goes_when_nobody_else_is_there(target, texts, tmp
     assert not torn.exists() and not removed.exists()
 
 
-def test_another_target_text_or_plan_is_another_cache(target, texts, tmp_path):
-    kept = states(target, texts, tmp_path)
+def test_another_target_text_or_plan_is_another_cache(states, texts):
+    kept = states()
     kept.build()
     first, *rest = random_records(20)
     one_token = [replace(first, token_ids=(first.token_ids[0] ^ 1, *first.token_ids[1:])), *rest]
     others = [
-        HiddenStates(target, texts, tmp_path, {"target": "b"}, dtype=torch.float32, max_bytes=1),
-        states(target, Texts.of(random_records(20, seed=1)), tmp_path),
-        states(target, Texts.of(one_token), tmp_path),  # the same plan
-        states(target, texts, tmp_path, shard_bytes=50 * ROW),
+        states(key="b"),
+        states(texts=Texts.of(random_records(20, seed=1))),
+        states(texts=Texts.of(one_token)),  # the same plan
+        states(shard_bytes=50 * ROW),
     ]
     assert len({kept.folder, *(other.folder for other in others)}) == 5
-    assert not states(target, texts, tmp_path).missing()
+    assert not states().missing()
 
 
-def test_pieces_of_what_is_not_cached_stay_together(target, texts, tmp_path):
+def test_pieces_of_what_is_not_cached_stay_together(states, texts):
     pieces = texts.pieces(4)
-    assert states(target, texts, tmp_path).groups(pieces) == list(range(len(pieces)))
-    groups = states(target, texts, tmp_path, max_bytes=0).groups(pieces)
+    assert states().groups(pieces) == list(range(len(pieces)))
+    groups = states(max_bytes=0).groups(pieces)
     records = [texts.record_of(piece) for piece in pieces]
     assert len(set(groups)) == len(set(records)) == len(set(zip(groups, records, strict=True)))
 
 
-def test_refused_when_the_disk_is_full(target, texts, tmp_path, monkeypatch):
-    kept = states(target, texts, tmp_path)
+def test_refused_when_the_disk_is_full(states, tmp_path, monkeypatch):
+    kept = states()
     free = type("Usage", (), {"free": kept.cached_bytes})
     monkeypatch.setattr("shutil.disk_usage", lambda _: free)
     kept.check_space()
@@ -227,12 +220,13 @@ def broken(target):
     weight[77] = before
 
 
-def test_states_that_are_not_finite_name_their_line(broken, tmp_path):
+def test_states_that_are_not_finite_name_their_line(states, broken, tmp_path):
     spans = ((1, 6),)
     good = Record(0, 4, "a", (3, 4, 5, 6, 7, 8), spans, None)
     bad = Record(1, 9, "b", (3, 77, 5, 6, 7, 8), spans, None)
     with pytest.raises(CacheError, match="line 9"):
-        states(broken, Texts.of([good, bad]), tmp_path).build()
+        states(target=broken, texts=Texts.of([good, bad])).build()
     assert not list(tmp_path.rglob("*.bin"))
+    told = states(target=broken, texts=Texts.of([bad]), file="mine.jsonl", remedy="Drop it")
     with pytest.raises(CacheError, match=r"mine\.jsonl, line 9: .* Drop it"):
-        states(broken, Texts.of([bad]), tmp_path, file="mine.jsonl", remedy="Drop it").build()
+        told.build()

@@ -46,16 +46,8 @@ def make_heads(kind: str) -> MedusaHeads:
     torch.manual_seed(3)
     token_map = torch.randperm(V)[:25] if "map" in kind else None
     stored = {"own": K, "single": 1}.get(kind.split("+")[0], 0)
-    heads = MedusaHeads(
-        K,
-        2,
-        H,
-        V,
-        shared_lm_head=not stored,
-        num_lm_heads=stored,
-        lm_head_bias=bool(stored),
-        token_map=token_map,
-    )
+    more = {"num_lm_heads": stored, "lm_head_bias": bool(stored), "token_map": token_map}
+    heads = MedusaHeads(K, 2, H, V, shared_lm_head=not stored, **more)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.4)
@@ -120,16 +112,8 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind, soft, chunk):
         hidden = torch.randn(length, H, generator=torch.Generator().manual_seed(4))
         hidden.requires_grad_()
         if ours:
-            out = head_losses(
-                heads,
-                hidden,
-                tokens,
-                weights,
-                drafted,
-                temperatures=sampled_at,
-                teacher_lm_head=whole,
-                chunk=chunk,
-            )
+            options = {"temperatures": sampled_at, "teacher_lm_head": whole, "chunk": chunk}
+            out = head_losses(heads, hidden, tokens, weights, drafted, **options)
             loss, sums, counts = out.loss, out.sums, out.counts
         else:
             loss, sums, counts = naive(heads, hidden, tokens, weights, whole, sampled_at)
@@ -158,15 +142,8 @@ def test_soft_labels_are_the_mean_of_the_tokens_losses_with_a_draft_vocabulary_t
         return whole(x)[..., heads.token_map]
 
     with torch.no_grad():
-        soft = head_losses(
-            heads,
-            hidden,
-            every,
-            torch.ones(K),
-            drafted,
-            temperatures=sampled_at,
-            teacher_lm_head=whole,
-        ).sums[0]
+        options = {"temperatures": sampled_at, "teacher_lm_head": whole}
+        soft = head_losses(heads, hidden, every, torch.ones(K), drafted, **options).sums[0]
         tokens = (whole(hidden[1:]) / 0.8).softmax(-1).multinomial(draws, replacement=True)
         labels = torch.full((rows * draws, K), IGNORED)
         labels[: (rows - 1) * draws, 0] = tokens.flatten()
@@ -176,31 +153,21 @@ def test_soft_labels_are_the_mean_of_the_tokens_losses_with_a_draft_vocabulary_t
     assert float(soft) == pytest.approx(float(hard), rel=0.02)
 
 
-def test_the_logits_of_all_positions_never_exist_at_once():
-    heads, rows = make_heads("shared"), 200
+@pytest.mark.parametrize("generated", [None, 40], ids=["all rows", "one row"])
+def test_logits_never_exist_all_at_once_and_none_of_a_prompt(generated):
     seen = []
 
     def lm_head(x):
         seen.append(len(x))
         return torch.nn.functional.linear(x, torch.ones(V, H))
 
-    labels = torch.zeros(rows, K, dtype=torch.int64)
-    head_losses(heads, torch.randn(rows, H), labels, torch.ones(K), lm_head, chunk=16)
-    assert max(seen) == 16 and sum(seen) == rows * K
-
-
-def test_nothing_is_computed_for_a_prompt():
-    heads = make_heads("shared")
-    labels = torch.full((64, K), IGNORED)
-    labels[40, 0] = 3
-
-    def lm_head(x):
-        seen.append(len(x))
-        return torch.nn.functional.linear(x, torch.ones(V, H))
-
-    seen = []
-    out = head_losses(heads, torch.randn(64, H), labels, torch.ones(K), lm_head, chunk=16)
-    assert sum(seen) == 16 * K and out.counts.tolist() == [1, 0, 0]
+    labels = torch.zeros(200, K, dtype=torch.int64)
+    if generated is not None:
+        labels.fill_(IGNORED)[generated, 0] = 3
+    states, heads = torch.randn(200, H), make_heads("shared")
+    out = head_losses(heads, states, labels, torch.ones(K), lm_head, chunk=16)
+    assert max(seen) == 16 and sum(seen) == (200 if generated is None else 16) * K
+    assert out.counts.tolist() == ([200] * K if generated is None else [1, 0, 0])
 
 
 def test_measuring_needs_no_gradient():
@@ -211,20 +178,16 @@ def test_measuring_needs_no_gradient():
     assert not out.loss.requires_grad and bool(out.sums.isfinite().all())
 
 
-def test_what_is_missing_is_said():
+@pytest.mark.parametrize(
+    ("kind", "lm_head", "options", "message"),
+    [
+        ("shared", None, {}, "need lm_head"),
+        ("own", None, {"temperatures": torch.ones(4)}, "soft labels need"),
+        # the LM head over the draft vocabulary is there, that over the whole one is not
+        ("shared+map", lambda x: x, {"temperatures": torch.ones(4)}, "soft labels need"),
+    ],
+)
+def test_what_is_missing_is_said(kind, lm_head, options, message):
     labels = torch.zeros(4, K, dtype=torch.int64)
-    with pytest.raises(ValueError, match="need lm_head"):
-        head_losses(make_heads("shared"), torch.randn(4, H), labels, torch.ones(K))
-    with pytest.raises(ValueError, match="soft labels need"):
-        head_losses(
-            make_heads("own"), torch.randn(4, H), labels, torch.ones(K), temperatures=torch.ones(4)
-        )
-    with pytest.raises(ValueError, match="soft labels need"):  # the whole vocabulary's
-        head_losses(
-            make_heads("shared+map"),
-            torch.randn(4, H),
-            labels,
-            torch.ones(K),
-            lambda x: x,
-            temperatures=torch.ones(4),
-        )
+    with pytest.raises(ValueError, match=message):
+        head_losses(make_heads(kind), torch.randn(4, H), labels, torch.ones(K), lm_head, **options)

@@ -31,6 +31,27 @@ def records(target):
     return [greedy_record(target, 40, index) for index in range(3)]
 
 
+def seen_tokens(records: list) -> torch.Tensor:
+    """A small draft vocabulary."""
+    return torch.tensor(sorted({t for record in records for t in record.token_ids[4:20]}))
+
+
+@pytest.fixture
+def trained(target, records, tmp_path):
+    """Train with some of the recipe changed; the trainer and the losses of all steps."""
+
+    def run(name="run", like=None, heads=None, cached=True, **changes):
+        with TrainingRun(tmp_path / name, {}) as run:
+            recipe = replace(SHORT, **changes)
+            made = trainer(target, records, run, recipe, heads=heads, cached=cached)
+            if like is not None:  # the same order of pieces, to compare
+                made.order.groups = like.order.groups
+            made.train()
+            return made, [line["loss"] for line in run.entries() if "loss" in line]
+
+    return run
+
+
 def weights(made: Medusa1) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in made.heads.state_dict().items()}
 
@@ -95,27 +116,14 @@ def test_a_cut_run_ends_with_the_same_weights(labels, target, records, tmp_path)
         assert list(run.entries()) == log
 
 
-def test_micro_batches_and_uncached_states_change_nothing(target, records, tmp_path):
-    results = []
-    for name, cached, accumulate in (("a", True, 1), ("b", True, 3), ("c", False, 1)):
-        with TrainingRun(tmp_path / name, {}) as run:
-            made = trainer(
-                target, records, run, replace(SHORT, accumulate=accumulate), cached=cached
-            )
-            if not cached:  # the same order of pieces, to compare
-                made.order.groups = results[0][0].order.groups
-            made.train()
-            results.append((made, [line["loss"] for line in run.entries() if "loss" in line]))
-    for _, losses in results[1:]:
-        assert losses == pytest.approx(results[0][1], rel=1e-4)
+def test_micro_batches_and_uncached_states_change_nothing(trained):
+    made, losses = trained()
+    assert trained("micro", accumulate=3)[1] == pytest.approx(losses, rel=1e-4)
+    assert trained("computed", cached=False, like=made)[1] == pytest.approx(losses, rel=1e-4)
 
 
-def test_soft_labels_of_greedy_text_are_its_tokens(target, records, tmp_path):
-    found = []
-    for labels in ("tokens", "soft"):
-        with TrainingRun(tmp_path / labels, {}) as run:
-            trainer(target, records, run, replace(SHORT, labels=labels)).train()
-            found.append([line["loss"] for line in run.entries() if "loss" in line])
+def test_soft_labels_of_greedy_text_are_its_tokens(trained):
+    found = [trained(labels, labels=labels)[1] for labels in ("tokens", "soft")]
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
@@ -133,21 +141,17 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads, tmp_path):
         torch.testing.assert_close(logits, wanted[:, None].expand(-1, 2, -1), rtol=1e-4, atol=1e-4)
 
 
-def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, tmp_path):
-    seen = torch.tensor(sorted({t for record in records for t in record.token_ids[4:20]}))
-    heads = new_heads(target, K, 1, lm_heads="own", token_map=seen)
+def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained):
+    heads = new_heads(target, K, 1, lm_heads="own", token_map=seen_tokens(records))
     first = heads.lm_head_weight.detach().clone()
-    with TrainingRun(tmp_path / "own", {}) as run:
-        made = trainer(target, records, run, SHORT, heads=heads)
-        made.train()
-        losses = [line["loss"] for line in run.entries() if "loss" in line]
+    made, losses = trained(heads=heads)
     assert losses[-1] < 0.8 * losses[0]
     assert not torch.equal(heads.lm_head_weight, first)
     assert made.measure()["top"][0][-1] < 1  # tokens outside the draft vocabulary are missed
 
 
 def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, tmp_path):
-    seen = torch.tensor(sorted({t for record in records for t in record.token_ids[4:20]}))
+    seen = seen_tokens(records)
     warm = [replace(record, temperature=0.7) for record in records]
     heads = new_heads(target, K, 1, token_map=seen)
     with TrainingRun(tmp_path / "soft", {}) as run:
@@ -159,55 +163,41 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, t
         logits = target.lm_head(target.hidden_states(ids)[0])  # untrained heads give the same
     start, end = records[0].generated[0]
     for head in range(K):
-        wanted = sum(
-            -(
-                (logits[t + head + 1] / 0.7).softmax(-1)[seen] * logits[t][seen].log_softmax(-1)
-            ).sum()
-            for t in range(start - 1, end - head - 2)
-        )
-        assert float(found[head]) == pytest.approx(float(wanted), rel=1e-3)
+        wanted = 0.0
+        for t in range(start - 1, end - head - 2):
+            teacher = (logits[t + head + 1] / 0.7).softmax(-1)[seen]
+            wanted -= float((teacher * logits[t][seen].log_softmax(-1)).sum())
+        assert float(found[head]) == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.fixture
-def poisoned(target, records, tmp_path):
+def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp_path):
     with TrainingRun(tmp_path / "bad", {}) as run:
-        yield trainer(target, records, run, replace(SHORT, batch_rows=3 * 39, epochs=12))
+        made = trainer(target, records, run, replace(SHORT, batch_rows=3 * 39, epochs=12))
+        read = made.train_states.read
 
+        def spoilt(wanted):
+            states, at = read(wanted), 0
+            for span, start, stop in wanted:
+                if span == 1 and made.step >= 7:
+                    states[at] = float("nan")
+                at += stop - start
+            return states
 
-def test_a_loss_that_is_not_finite_stops_and_names_its_line(poisoned):
-    read = poisoned.train_states.read
-
-    def spoilt(wanted):
-        states = read(wanted)
-        at = 0
-        for span, start, stop in wanted:
-            if span == 1 and poisoned.step >= 7:
-                states[at] = float("nan")
-            at += stop - start
-        return states
-
-    poisoned.train_states.read = spoilt
-    with pytest.raises(NotFiniteError, match=r"by themselves: 2\. The heads of step 7"):
-        poisoned.train()
-    state = poisoned.run.load()
+        made.train_states.read = spoilt
+        with pytest.raises(NotFiniteError, match=r"by themselves: 2\. The heads of step 7"):
+            made.train()
+        state = run.load()
     assert state is not None and state["step"] == 7
     assert all(bool(t.isfinite().all()) for t in state["heads"].values())
-    assert (poisoned.run.folder / "last_good" / "model.safetensors").exists()
+    assert (run.folder / "last_good" / "model.safetensors").exists()
 
 
-def test_a_rate_that_explodes_stops_too(target, records, tmp_path):
-    recipe = replace(SHORT, optimisation=Optimisation(learning_rate=1e36, warmup_steps=0))
-    with (
-        TrainingRun(tmp_path / "bad", {}) as run,
-        pytest.raises(NotFiniteError, match="--learning-rate"),
-    ):
-        trainer(target, records, run, recipe).train()
+def test_a_rate_that_explodes_stops_too(trained):
+    with pytest.raises(NotFiniteError, match="--learning-rate"):
+        trained(optimisation=Optimisation(learning_rate=1e36, warmup_steps=0))
 
 
-def test_bfloat16_trains_about_as_well(target, records, tmp_path):
-    with TrainingRun(tmp_path / "bf16", {}) as run:
-        made = trainer(target, records, run, replace(SHORT, bf16=True))
-        made.train()
-        losses = [line["loss"] for line in run.entries() if "loss" in line]
+def test_bfloat16_trains_about_as_well(trained):
+    made, losses = trained(bf16=True)
     assert losses[-1] < 0.8 * losses[0]
     assert {p.dtype for p in made.heads.parameters()} == {torch.float32}

@@ -64,30 +64,18 @@ class Job:
         self.target = Target.load(source)
         self.own = {n: t.clone() for n, t in self.target.model.state_dict().items()}
         self.run = TrainingRun(folder / "heads", {"recipe": dataclasses.asdict(recipe)})
-        heldout = HiddenStates(
-            self.target,
-            Texts.of(records(4, 100)),
-            self.run.work,
-            {},
-            dtype=torch.float32,
-            max_bytes=1 << 30,
-        )
+        heldout = self.heldout(self.run.work)
         heldout.build()
         self.adapted = lora.attach(self.target.model, recipe.lora, seed=recipe.seed)
         token_map = changes.pop("token_map", None)
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
-        self.trainer = Medusa2(
-            self.target,
-            self.adapted,
-            self.heads,
-            texts,
-            heldout,
-            recipe,
-            self.run,
-            Workers("cpu"),
-            **changes,
-        )
+        parts = (self.target, self.adapted, self.heads, texts, heldout, recipe, self.run)
+        self.trainer = Medusa2(*parts, Workers("cpu"), **changes)
         self.trainer.resume()
+
+    def heldout(self, folder: Path, max_bytes: int = 1 << 30) -> HiddenStates:
+        texts, options = Texts.of(records(4, 100)), {"dtype": torch.float32, "max_bytes": max_bytes}
+        return HiddenStates(self.target, texts, folder, {}, **options)
 
     def result(self) -> dict[str, Tensor]:
         trained = self.trainer.adapter | dict(self.heads.named_parameters())
@@ -189,11 +177,8 @@ def test_layers_computed_twice_give_the_same_gradients(source, tmp_path):
     results = []
     for number, checkpointing in enumerate((False, True)):
         (tmp_path / str(number)).mkdir()
-        job = Job(
-            source,
-            tmp_path / str(number),
-            dataclasses.replace(recipe, checkpointing=checkpointing, steps=2),
-        )
+        changed = dataclasses.replace(recipe, checkpointing=checkpointing, steps=2)
+        job = Job(source, tmp_path / str(number), changed)
         calls = []
         note = functools.partial(lambda seen, *_: seen.append(1), calls)
         job.target.model.model.layers[0].mlp.register_forward_pre_hook(note)
@@ -269,19 +254,8 @@ def test_before_and_after_are_measured_alike_in_bfloat16_too(source, tmp_path):
 
 def test_held_out_states_of_the_model_in_training_are_refused(source, tmp_path):
     job = Job(source, tmp_path)
-    texts = Texts.of(records(4, 100))
     for max_bytes in (0, 1 << 30):
-        states = HiddenStates(
-            job.target, texts, tmp_path, {}, dtype=torch.float32, max_bytes=max_bytes
-        )
+        states = job.heldout(tmp_path, max_bytes)
+        parts = (job.target, job.adapted, job.heads, records(2), states, RECIPE, job.run)
         with pytest.raises(ValueError, match="kept whole, and built"):
-            Medusa2(
-                job.target,
-                job.adapted,
-                job.heads,
-                records(2),
-                states,
-                RECIPE,
-                job.run,
-                Workers("cpu"),
-            )
+            Medusa2(*parts, Workers("cpu"))

@@ -6,25 +6,18 @@ from typing import Any
 import pytest
 import torch
 from support.models import save_model
+from transformers import AutoModel, AutoModelForCausalLM
 
 from vllm_medusa.training.target import Target, TargetError
 
 NARROW = {"initializer_range": 0.1}  # states near 1: no cap saturates
 
 
-def cohere(**changes: Any) -> dict[str, Any]:
-    return {"logit_scale": 0.25, "head_dim": None, **changes}
-
-
-def gpt(**changes: Any) -> dict[str, Any]:
-    """GPT-2 style names; transformers maps the rest."""
-    return {"head_dim": None, "num_key_value_heads": None, **changes}
-
-
 def bias(model: Any) -> None:
     model.get_output_embeddings().bias.normal_(std=2.0)
 
 
+GPT = {"head_dim": None, "num_key_value_heads": None}  # names in GPT-2's style
 TARGETS = {
     "llama": ("Llama", {}),
     "llama, tied": ("Llama", {"tie_word_embeddings": True}),
@@ -35,11 +28,14 @@ TARGETS = {
     "gemma2, soft cap": ("Gemma2", {"tie_word_embeddings": True, "final_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3", {"config_name": "Gemma3TextConfig", "tie_word_embeddings": True}),
     "granite, scaled": ("Granite", {"logits_scaling": 8.0, "head_dim": None}),
-    "cohere, scaled": ("Cohere", cohere(tie_word_embeddings=True)),
+    "cohere, scaled": (
+        "Cohere",
+        {"logit_scale": 0.25, "head_dim": None, "tie_word_embeddings": True},
+    ),
     "phi, bias": ("Phi", {"head_dim": None, "tune": bias}),
-    "gpt2, tied": ("GPT2", gpt(model_name="GPT2LMHeadModel", tie_word_embeddings=True)),
-    "gpt-j, bias": ("GPTJ", gpt(rotary_dim=8, tune=bias)),
-    "gpt-neox": ("GPTNeoX", gpt()),
+    "gpt2, tied": ("GPT2", GPT | {"model_name": "GPT2LMHeadModel", "tie_word_embeddings": True}),
+    "gpt-j, bias": ("GPTJ", GPT | {"rotary_dim": 8, "tune": bias}),
+    "gpt-neox": ("GPTNeoX", GPT),
 }
 
 
@@ -86,8 +82,6 @@ def test_padding_on_the_right_changes_nothing(tmp_path):
 
 
 def test_refused_where_the_logits_are_something_else(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "Llama"))
     forward = model.forward
 
@@ -101,15 +95,9 @@ def test_refused_where_the_logits_are_something_else(tmp_path):
         Target(model)
 
 
-def test_refused_without_an_lm_head(tmp_path):
-    from transformers import AutoModel
-
-    model = AutoModel.from_pretrained(save_model(tmp_path, "Llama"))
+def test_refused_without_an_lm_head_or_a_model(tmp_path):
     with pytest.raises(TargetError, match="no LM head"):
-        Target(model)
-
-
-def test_refused_where_there_is_no_model(tmp_path):
+        Target(AutoModel.from_pretrained(save_model(tmp_path / "a", "Llama")))
     with pytest.raises(TargetError, match="can't be loaded as a causal LM"):
         Target.load(tmp_path)
 
