@@ -133,12 +133,8 @@ def test_another_commit_is_measured_in_turn_with_this_one(fake, tmp_path, capsys
     file = tmp_path / "found.json"
     assert runner.main([fake, "--quick", "--base", "HEAD", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["cases"][fake]["rows"]
-    assert [(row["of_commit"], row["turn"]) for row in rows] == [
-        ("HEAD", 1),
-        ("this", 1),
-        ("HEAD", 2),
-        ("this", 2),
-    ]
+    turns = [("HEAD", 1), ("this", 1), ("HEAD", 2), ("this", 2)]
+    assert [(row["of_commit"], row["turn"]) for row in rows] == turns
     ours = str(ROOT / "vllm_medusa")
     assert [row["file"].startswith(ours) for row in rows] == [False, True, False, True]
     assert "| HEAD | 1 | arm 0 | 1.50 |" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError
 from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset
 from vllm_medusa.tree.topology import TokenTree
 
+LOSSLESS = AcceptanceConfig()
 TYPICAL = AcceptanceConfig(mode="typical", epsilon=0.5, delta=0.25, greedy_root=True)
 
 
@@ -64,6 +65,8 @@ class TestAcceptance:
     def test_frozen(self):
         with pytest.raises(ValidationError, match="frozen"):
             TYPICAL.epsilon = 0.1
+        with pytest.raises(ValidationError, match="frozen"):
+            MedusaConfig().model = "x"
         assert hash(TYPICAL) == hash(copy.deepcopy(TYPICAL))
 
 
@@ -77,29 +80,19 @@ class TestRequestArguments:
         ("options", "default", "expected"),
         [
             ({}, TYPICAL, TYPICAL),
-            ({"acceptance": "typical"}, AcceptanceConfig(), AcceptanceConfig(mode="typical")),
-            ({"acceptance": "lossless"}, TYPICAL, AcceptanceConfig()),
-            ("lossless", TYPICAL, AcceptanceConfig()),
-            ("typical", AcceptanceConfig(), AcceptanceConfig(mode="typical")),
-            (
-                '{"acceptance": "typical", "delta": 0.5}',
-                AcceptanceConfig(),
-                AcceptanceConfig(mode="typical", delta=0.5),
-            ),
+            ({"acceptance": "typical"}, LOSSLESS, {}),
+            ({"acceptance": "lossless"}, TYPICAL, LOSSLESS),
+            ("lossless", TYPICAL, LOSSLESS),
+            ("typical", LOSSLESS, {}),
+            ('{"acceptance": "typical", "delta": 0.5}', LOSSLESS, {"delta": 0.5}),
             ({"acceptance": "typical"}, TYPICAL, TYPICAL),
-            (
-                {"delta": 0.75},
-                TYPICAL,
-                AcceptanceConfig(mode="typical", epsilon=0.5, delta=0.75, greedy_root=True),
-            ),
-            (
-                {"acceptance": "typical", "epsilon": 0.5},
-                AcceptanceConfig(),
-                AcceptanceConfig(mode="typical", epsilon=0.5),
-            ),
+            ({"delta": 0.75}, TYPICAL, {"epsilon": 0.5, "delta": 0.75, "greedy_root": True}),
+            ({"acceptance": "typical", "epsilon": 0.5}, LOSSLESS, {"epsilon": 0.5}),
         ],
     )
     def test_overrides(self, options, default, expected):
+        if isinstance(expected, dict):
+            expected = AcceptanceConfig(mode="typical", **expected)
         assert AcceptanceConfig.from_extra_args({"medusa": options}, default) == expected
 
     @pytest.mark.parametrize(
@@ -194,25 +187,18 @@ class TestMedusaConfig:
         assert config.acceptance == AcceptanceConfig()
 
     def test_everything_given(self):
-        config = MedusaConfig.from_speculative_config(
-            {
-                "method": "medusa",
-                "model": Path("some/heads"),
-                "revision": "main",
-                "tree": [(0,), (0, 1)],
-                "acceptance": {"mode": "typical", "epsilon": 0.5},
-                "num_speculative_tokens": 5,
-            }
-        )
+        given = {
+            "method": "medusa", "model": Path("some/heads"), "revision": "main",
+            "tree": [(0,), (0, 1)], "acceptance": {"mode": "typical", "epsilon": 0.5},
+            "num_speculative_tokens": 5,
+        }  # fmt: skip
+        before = copy.deepcopy(given)
+        config = MedusaConfig.from_speculative_config(given)
+        assert given == before, "the user's dict is left alone"
         assert config.model == str(Path("some/heads"))
         assert config.tree == [[0], [0, 1]]
         assert config.acceptance == AcceptanceConfig(mode="typical", epsilon=0.5)
         assert config.num_speculative_tokens == 5
-
-    def test_the_users_dict_is_left_alone(self):
-        given = {"method": "medusa", "tree": {"chain": 2}}
-        MedusaConfig.from_speculative_config(given)
-        assert given == {"method": "medusa", "tree": {"chain": 2}}
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -253,10 +239,6 @@ class TestMedusaConfig:
         travelled = json.loads(config.model_dump_json())
         assert MedusaConfig(**travelled) == config
         assert pickle.loads(pickle.dumps(config)) == config
-
-    def test_frozen(self):
-        with pytest.raises(ValidationError, match="frozen"):
-            MedusaConfig().model = "x"
 
 
 def test_options_are_read_without_torch_or_vllm():

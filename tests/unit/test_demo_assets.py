@@ -16,69 +16,7 @@ DEMO = Path(__file__).parents[2] / "demo"
 LIMIT = 12_000_000  # bytes
 
 # Written for this test, so neither the target nor the heads were trained on it.
-UNSEEN = '''<s>"""A small priority queue of named tasks."""
-
-import heapq
-import itertools
-import logging
-
-logger = logging.getLogger(__name__)
-
-
-class TaskQueue:
-    """Tasks come out by priority; equal priorities in the order they were added."""
-
-    def __init__(self, tasks=None):
-        self._heap = []
-        self._entries = {}
-        self._counter = itertools.count()
-        if tasks is not None:
-            for name, priority in tasks:
-                self.add(name, priority)
-
-    def __len__(self):
-        return len(self._entries)
-
-    def __contains__(self, name):
-        return name in self._entries
-
-    def add(self, name, priority=0):
-        """Add a task, or change the priority of a task that is already there."""
-        if name in self._entries:
-            self.remove(name)
-        entry = [priority, next(self._counter), name]
-        self._entries[name] = entry
-        heapq.heappush(self._heap, entry)
-
-    def remove(self, name):
-        """Remove a task.
-
-        Raises KeyError if there is no task of this name.
-        """
-        entry = self._entries.pop(name)
-        entry[-1] = None
-
-    def pop(self):
-        """Remove and return the next task."""
-        while self._heap:
-            priority, count, name = heapq.heappop(self._heap)
-            if name is not None:
-                del self._entries[name]
-                logger.debug("task %s with priority %d", name, priority)
-                return name
-        raise IndexError("the queue is empty")
-
-
-def main():
-    queue = TaskQueue([("write", 2), ("test", 1)])
-    queue.add("release", priority=3)
-    for index in range(len(queue)):
-        print(index, queue.pop())
-
-
-if __name__ == "__main__":
-    main()
-'''
+UNSEEN = (Path(__file__).parent / "unseen.txt").read_text()
 
 
 @cache
@@ -93,16 +31,9 @@ def tokenizer():
 
 @cache
 def heads():
-    config = target().config
-    weight = target().lm_head.weight
-    loaded, _ = load_heads(
-        DEMO / "heads",
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        lm_head_weight=weight,
-        dtype=torch.float32,
-    )
-    return loaded
+    config, options = target().config, {"dtype": torch.float32}
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    return load_heads(DEMO / "heads", **sizes, **options, lm_head_weight=target().lm_head.weight)[0]
 
 
 @cache
@@ -119,18 +50,10 @@ def unseen():
     return logits[:stop].transpose(0, 1), labels
 
 
-def test_everything_stays_below_the_limit():
-    sizes = {
-        path: path.stat().st_size
-        for path in DEMO.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    assert sum(sizes.values()) <= LIMIT, sorted(sizes.items(), key=lambda item: -item[1])[:5]
-
-
-def test_weights_are_safetensors_and_nothing_else_is_binary():
-    suffixes = {path.suffix for path in DEMO.rglob("*") if "__pycache__" not in path.parts}
-    assert suffixes <= {"", ".py", ".md", ".json", ".jsonl", ".safetensors"}
+def test_all_is_small_and_no_binary_but_safetensors():
+    files = [p for p in DEMO.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    assert sum(path.stat().st_size for path in files) <= LIMIT
+    assert {p.suffix for p in files} <= {"", ".py", ".md", ".json", ".jsonl", ".safetensors"}
 
 
 def test_stored_tensors_are_finite_bf16():
@@ -140,20 +63,14 @@ def test_stored_tensors_are_finite_bf16():
             assert bool(tensor.isfinite().all()), (part, name)
 
 
-def test_heads_are_made_for_the_target():
+def test_heads_are_made_for_the_target_and_their_tree_for_them():
     info = peek_heads(DEMO / "heads")
     config = json.loads((DEMO / "target" / "config.json").read_text())
     assert (info.hidden_size, info.vocab_size) == (config["hidden_size"], config["vocab_size"])
-    assert info.num_heads >= 4
-    assert info.shared_lm_head
-
-
-def test_the_tree_of_the_config_fits_the_heads():
-    info = peek_heads(DEMO / "heads")
+    assert info.num_heads >= 4 and info.shared_lm_head
     tree = TokenTree.from_paths(info.tree)
     assert 8 <= tree.num_draft_tokens <= 16
-    assert tree.max_depth <= info.num_heads
-    assert tree.max_depth >= 2
+    assert 2 <= tree.max_depth <= info.num_heads
 
 
 def test_measured_figures_agree_with_each_other():

@@ -16,45 +16,28 @@ ANSWER = Answer(
 
 
 def terminal(colour: bool) -> Console:
-    return Console(
-        file=io.StringIO(),
-        width=80,
-        force_terminal=colour,
-        color_system="standard" if colour else None,
-        highlight=False,
-    )
+    system = "standard" if colour else None
+    options = {"force_terminal": colour, "color_system": system, "highlight": False}
+    return Console(file=io.StringIO(), width=80, **options)
 
 
 def output(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def compared(wrong_at: int | None = None) -> InTurn:
-    return run_in_turn(
-        FakeEngine(),
-        FakeEngine(step_sizes=(3, 1), wrong_at=wrong_at),
-        PROMPTS,
-        concurrency=2,
-        seed=1,
-    )
+    candidate = FakeEngine(step_sizes=(3, 1), wrong_at=wrong_at)
+    return run_in_turn(FakeEngine(), candidate, PROMPTS, concurrency=2, seed=1)
 
 
 def test_the_last_token_of_a_step_is_the_targets_own():
     assert report.draft_flags([1, 3, 2, 1]) == [False, True, True, False, True, False, False]
 
 
-def test_without_colour_the_drafts_stand_between_marks():
-    text = report.marked_text(ANSWER, list("abcdefg"), colour=False)
-    assert text.plain == "a«bc»d«e»fg"
-
-
-def test_a_draft_at_the_very_end_is_closed():
+def test_drafts_stand_between_marks_or_in_colour():
     cut = Answer(text="ab", token_ids=[0, 1], delivered=[2], finish_reason="length")
     assert report.marked_text(cut, ["a", "b"], colour=False).plain == "«a»b"
-
-
-def test_with_colour_the_text_is_unchanged():
+    assert report.marked_text(ANSWER, list("abcdefg"), colour=False).plain == "a«bc»d«e»fg"
     text = report.marked_text(ANSWER, list("abcdefg"), colour=True)
     assert text.plain == "abcdefg"
     drafted = [text.plain[s.start : s.end] for s in text.spans if s.style == report.DRAFT_STYLE]

@@ -1,5 +1,6 @@
 """The benchmarks of engines: what may be reported, and the arithmetic of the parts of a step."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,35 +32,24 @@ def options():
     )
 
 
-class Process:
+def process(like: Any) -> Any:
     """In the place of `EngineProcess`: ``like`` maps a speculative config to a fake engine."""
 
-    def __init__(self, like: Any) -> None:
-        self.like = like
-        self.temperatures = []
+    def started(settings, sampling):
+        engine = like(settings.speculative_config)
 
-    def __call__(self, settings: Any, sampling: Any) -> Any:
-        self.temperatures.append(sampling.temperature)
-        engine = self.like(settings.speculative_config)
-
-        def run(prompts: Any, concurrency: int, seed: int | None) -> Any:
+        def run(prompts, concurrency, seed):
             return list(run_batch(prompts, engine(), concurrency=concurrency, seed=seed)), 1.0
 
-        return Started(run)
+        made = nullcontext()
+        made.run = run
+        return made
 
-
-class Started:
-    def __init__(self, run: Any) -> None:
-        self.run = run
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
+    return started
 
 
 def rows_of(options: SpeedOptions, monkeypatch: pytest.MonkeyPatch, like: Any) -> dict[str, Any]:
-    monkeypatch.setattr(arms, "EngineProcess", Process(like))
+    monkeypatch.setattr(arms, "EngineProcess", process(like))
     monkeypatch.setattr(arms, "_binding", lambda options: {})
     rows = [row.to_dict() for row in speed.run(options, SILENT)]
     return {row["name"]: row for row in rows}
@@ -121,20 +111,11 @@ def test_a_profiled_arm_must_have_plain_s_tokens_too(options, monkeypatch):
         return {"a": [1, int(arm.name == "chain 2, ours")]}, {"attention": 2.0}
 
     monkeypatch.setattr(profile, "_in_a_process", found)
-    asked = ProfileOptions(
-        target=options.target,
-        heads=options.heads,
-        nodes=(2,),
-        chain_depths=(2,),
-        temperatures=(0.0, 0.8),
-    )
+    sizes = {"nodes": (2,), "chain_depths": (2,), "temperatures": (0.0, 0.8)}
+    asked = ProfileOptions(target=options.target, heads=options.heads, **sizes)
     rows = [row.to_dict() for row in profile.run(asked, SILENT)]
-    assert [row["arm"] for row in rows[:4]] == [
-        "plain",
-        "tree 2",
-        "chain 2, ours",
-        "chain 5, vLLM's",
-    ]
+    names = ["plain", "tree 2", "chain 2, ours", "chain 5, vLLM's"]
+    assert [row["arm"] for row in rows[:4]] == names
     assert rows[1]["step_ms"] == 2 and rows[1]["target_forward_ratio"] == 1
     assert rows[2]["failed"] == "1 of 1 answers differ from plain vLLM's"
     assert rows[3]["failed"] == "RuntimeError: no hidden_size"

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+from support.observed import observed
 
 from vllm_medusa.calibration.accuracy import accuracy_table, measure_accuracy, shares
-from vllm_medusa.calibration.observations import NO_LABEL, Observations
+from vllm_medusa.calibration.observations import NO_LABEL
 
 HEADS, RANKS = 3, 4
 TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]
@@ -17,13 +18,7 @@ def observations(seed=0):
     for end in offsets[1:4]:  # texts that ended
         ranks[end - 1, 1:] = NO_LABEL
         ranks[end - 2, 2:] = NO_LABEL
-    return Observations(
-        ranks=ranks.astype(np.int16),
-        confidences=np.zeros((len(ranks), HEADS, RANKS), np.float16),
-        offsets=offsets,
-        temperatures=np.zeros(12, np.float32),
-        prompts=np.arange(12),
-    )
+    return observed(ranks, lengths, RANKS)
 
 
 def by_hand(found):

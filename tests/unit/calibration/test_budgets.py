@@ -2,12 +2,12 @@ import json
 
 import numpy as np
 import pytest
+from support.observed import observed
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import accuracy_table
 from vllm_medusa.calibration.budgets import Limits, StepCost, build_tree, curve, usual_sizes
 from vllm_medusa.calibration.independence import independent_tau
-from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.walks import Walks
 
 LIMITS = Limits(num_draft_tokens=8, max_rank=3)
@@ -17,13 +17,7 @@ def observations(num_prompts=6):
     rng = np.random.default_rng(0)
     lengths = np.full(num_prompts, 60)
     ranks = rng.geometric(0.45, (lengths.sum(), 3)) - 1
-    return Observations(
-        ranks=ranks.astype(np.int16),
-        confidences=np.zeros((len(ranks), 3, 3), np.float16),
-        offsets=np.cumsum([0, *lengths]),
-        temperatures=np.zeros(num_prompts, np.float32),
-        prompts=np.arange(num_prompts),
-    )
+    return observed(ranks, lengths)
 
 
 @pytest.mark.parametrize("algorithm", ["walk", "independence"])

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.observed import observed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_medusa.calibration.collect import collect
 from vllm_medusa.calibration.measure import Measured, measure, walked_by_prompt
-from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.prompts import prompt_ids
 from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.decode import decode
@@ -39,16 +39,8 @@ def test_walks_of_the_targets_own_text_are_its_decoding(demo, tmp_path, temperat
     texts, accepted = [], []
     for number, ids in enumerate(prompt_ids(DEMO / "prompts.jsonl", tokenizer, 3)):
         generator = torch.Generator().manual_seed(number)
-        result = decode(
-            model,
-            heads,
-            TREE,
-            torch.tensor(ids),
-            TOKENS,
-            temperature=temperature,
-            generator=generator,
-            eos_token_id=1,
-        )
+        options = {"temperature": temperature, "generator": generator, "eos_token_id": 1}
+        result = decode(model, heads, TREE, torch.tensor(ids), TOKENS, **options)
         tokens = (*ids, *result.token_ids)
         span = (len(ids), len(tokens))
         texts.append(SimpleNamespace(token_ids=tokens, generated=(span,), temperature=temperature))
@@ -90,13 +82,8 @@ def test_what_is_measured_is_what_the_oracle_counts(demo):
 
 def test_walks_are_summed_by_prompt():
     right, wrong = [0, 0], [5, 5]
-    observations = Observations(
-        ranks=np.array([right, wrong, wrong, wrong, wrong, right, wrong], np.int16),
-        confidences=np.zeros((7, 2, 1), np.float16),
-        offsets=np.array([0, 2, 5, 7]),
-        temperatures=np.zeros(3, np.float32),
-        prompts=np.array([0, 1, 0]),
-    )
+    ranks = [right, wrong, wrong, wrong, wrong, right, wrong]
+    observations = observed(ranks, [2, 3, 2], prompts=np.array([0, 1, 0]))
     found = walked_by_prompt(observations, [(0,)])
     assert found == Measured((2, 0), (2, 3))
 
@@ -123,7 +110,5 @@ def test_prompts_of_records_and_of_texts(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
     (tmp_path / "prompts.txt").write_text("def f(\nimport os\n")
     found = prompt_ids(tmp_path / "prompts.txt", tokenizer)
-    assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in found] == [
-        "def f(",
-        "import os",
-    ]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
+    assert texts == ["def f(", "import os"]

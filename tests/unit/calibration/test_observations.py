@@ -1,20 +1,15 @@
 import numpy as np
 import pytest
+from support.observed import observed
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.observations import FILE, Observations
 
 
 def sample(lengths=(3, 5), temperatures=(0.8, np.nan)):
-    total = sum(lengths)
-    return Observations(
-        ranks=np.arange(total * 2, dtype=np.int16).reshape(total, 2),
-        confidences=np.full((total, 2, 3), 0.25, np.float16),
-        offsets=np.cumsum([0, *lengths]).astype(np.int64),
-        temperatures=np.array(temperatures, np.float32),
-        prompts=np.arange(len(lengths)),
-        source={"heads": "abc"},
-    )
+    ranks = np.arange(sum(lengths) * 2).reshape(-1, 2)
+    temperatures = np.array(temperatures, np.float32)
+    return observed(ranks, lengths, temperatures=temperatures, source={"heads": "abc"})
 
 
 def test_what_is_saved_comes_back(tmp_path):
@@ -29,17 +24,14 @@ def test_what_is_saved_comes_back(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "temperatures", "expected"),
-    [
+def test_the_temperature_is_that_of_most_positions():
+    for lengths, temperatures, expected in (
         ((3, 5), (0.8, np.nan), None),
         ((5, 3), (0.8, np.nan), 0.8),
         ((5, 3, 3), (0.0, 0.7, 0.7), 0.7),
         ((4,), (0.0,), 0.0),
-    ],
-)
-def test_the_temperature_is_that_of_most_positions(lengths, temperatures, expected):
-    assert sample(lengths, temperatures).temperature() == expected
+    ):
+        assert sample(lengths, temperatures).temperature() == expected
 
 
 def test_absent_and_broken_files_are_told(tmp_path):

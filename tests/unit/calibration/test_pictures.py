@@ -4,10 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from support.observed import observed
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import measure_accuracy
-from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.pictures import (
     SUFFIXES,
     _layout,
@@ -45,13 +45,8 @@ def test_pictures_are_written(tmp_path, suffix):
         assert len(set(np.asarray(image.convert("L")).ravel().tolist())) > 20
     rng = np.random.default_rng(0)
     ranks = (rng.geometric(0.4, (300, 2)) - 1).astype(np.int16)
-    observations = Observations(
-        ranks,
-        rng.random((300, 2, 3)).astype(np.float16),
-        np.array([0, 300]),
-        np.zeros(1),
-        np.zeros(1),
-    )
+    confidences = rng.random((300, 2, 3)).astype(np.float16)
+    observations = observed(ranks, [300], confidences=confidences)
     draw_calibration(file, observations, measure_accuracy(observations, [(0,), (1,), (0, 0)]))
     with Image.open(file) as image:
         assert image.width > 1500

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.walks_by_hand import steps_of
 
 from vllm_medusa.calibration.search import walk_taus, walked_tree
 from vllm_medusa.calibration.walks import Walks
@@ -12,21 +13,9 @@ from vllm_medusa.tree import TokenTree
 HEADS, RANKS = 2, 3
 
 
-def walk_by_hand(text, tree):
-    """Steps and tokens of decoding one text, written without the search's tables."""
-    position = steps = 0
-    while position < len(text):
-        path = ()
-        while len(path) < HEADS and (*path, text[position][len(path)]) in tree:
-            path = (*path, text[position][len(path)])
-        position += 1 + len(path)
-        steps += 1
-    return position, steps
-
-
 def tau_by_hand(texts, tree):
-    walks = [walk_by_hand(text, set(tree)) for text in texts]
-    return sum(tokens for tokens, _ in walks) / sum(steps for _, steps in walks)
+    paths = [path for text in texts for _, path in steps_of(text, tree)]
+    return sum(1 + len(path) for path in paths) / len(paths)
 
 
 texts_of_ranks = st.lists(

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.walks_by_hand import steps_of
 
 from vllm_medusa.calibration.search import walk_taus, walked_tree
 from vllm_medusa.calibration.walks import Walks
@@ -16,18 +17,6 @@ TREES = (
 )
 
 
-def steps_of(text, tree):
-    """(position, path accepted there) of each step, by hand."""
-    at, steps = 0, []
-    while at < len(text):
-        path = ()
-        while len(path) < HEADS and (*path, int(text[at][len(path)])) in tree:
-            path = (*path, int(text[at][len(path)]))
-        steps.append((at, path))
-        at += 1 + len(path)
-    return steps
-
-
 def random_texts(seed):
     rng = np.random.default_rng(seed)
     shapes = [(int(rng.integers(0, 30)), HEADS) for _ in range(5)] + [(7, HEADS)]
@@ -39,7 +28,7 @@ def random_texts(seed):
 def test_visits_and_tau_are_those_of_walks_by_hand(seed, tree):
     texts = random_texts(seed)
     walks = Walks(texts, tree)
-    paths = [path for text in texts for _, path in steps_of(text, set(tree))]
+    paths = [path for text in texts for _, path in steps_of(text, tree)]
     assert walks.tau() == pytest.approx(sum(1 + len(path) for path in paths) / len(paths))
     for node, visits in zip([(), *tree], walks.visits(), strict=True):
         assert visits == sum(path[: len(node)] == node for path in paths)

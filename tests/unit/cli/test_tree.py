@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.commands import run, said
+from support.observed import observed
 
 from vllm_medusa.calibration.budgets import Limits, build_tree
 from vllm_medusa.calibration.observations import Observations
@@ -22,16 +23,10 @@ def heads(tmp_path):
     folder = tmp_path / "heads"
     shutil.copytree(DEMO / "heads", folder)
     rng = np.random.default_rng(0)
-    ranks = rng.choice([0, 1, 7], (400, 5), p=[0.5, 0.3, 0.2]).astype(np.int16)
+    ranks = rng.choice([0, 1, 7], (400, 5), p=[0.5, 0.3, 0.2])
     ranks[:, 1] = np.where(ranks[:, 0] == 1, 0, 7)
-    Observations(
-        ranks=ranks,
-        confidences=np.zeros((400, 5, 4), np.float16),
-        offsets=np.arange(0, 401, 50),
-        temperatures=np.full(8, 0.7, np.float32),
-        prompts=np.arange(8),
-        source={"heads": digest_heads(find_checkpoint(folder))},
-    ).save(folder)
+    source = {"heads": digest_heads(find_checkpoint(folder))}
+    observed(ranks, [50] * 8, 4, temperature=0.7, source=source).save(folder)
     return folder
 
 

@@ -1,0 +1,22 @@
+"""Calibrations without a model behind them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_medusa.calibration.observations import Observations
+
+
+def observed(
+    ranks: Any, lengths: Sequence[int], num_ranks: int = 3, temperature: float = 0.0, **more: Any
+) -> Observations:
+    """Ranks [n, K] of texts of these lengths, each of a prompt of its own; confidences are zero."""
+    ranks, count = np.asarray(ranks, np.int16), len(lengths)
+    values = {
+        "confidences": np.zeros((*ranks.shape, num_ranks), np.float16),
+        "offsets": np.cumsum([0, *lengths]),
+        "temperatures": np.full(count, temperature, np.float32),
+        "prompts": np.arange(count),
+    }
+    return Observations(ranks=ranks, **values | more)
