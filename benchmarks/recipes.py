@@ -138,7 +138,7 @@ def make_texts(options: RecipesOptions, tokenizer: Any) -> dict[str, Path]:
         asked = DistillOptions(
             model=str(options.target),
             files=RecordFiles(prompts=prompts, output=files[name]),
-            texts=TextOptions(
+            sampling=TextOptions(
                 temperature=(options.temperature,), max_tokens=options.tokens, seed=options.seed
             ),
             engine=BatchOptions(

@@ -99,7 +99,7 @@ def make_heads(
         asked = DistillOptions(
             model=str(target),
             files=RecordFiles(prompts=prompts, output=records[name]),
-            texts=TextOptions(
+            sampling=TextOptions(
                 samples=len(texts[name]),
                 max_tokens=recipe.max_tokens,
                 temperature=texts[name],

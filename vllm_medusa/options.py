@@ -65,6 +65,19 @@ class Number:
         return " ".join(["a whole number" if self.kind is int else "a number", *parts])
 
 
+@dataclass(frozen=True)
+class Place:
+    """Texts that name a folder, a file or a model of the hub: any but an empty one."""
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value names anything."""
+        return bool(str(value).strip())  # a path will do
+
+    def __str__(self) -> str:
+        return "the name of a folder, a file or a model of the hub"
+
+
+Source = Annotated[str, Place()]
 Positive = Annotated[int, Number(int, 1)]
 FromZero = Annotated[int, Number(int, 0)]
 Seed = Annotated[int, Number(int, 0, (1 << 32) - 1)]  # vLLM takes -1 for none
@@ -177,7 +190,7 @@ class Described:
     Attributes:
         name: of the field.
         kind: its type, without None, bounds and a tuple around it.
-        number: its bounds, of a number.
+        bounds: which of its values are allowed; None: all.
         choices: of a `Literal`.
         many: it is a tuple of such values.
         optional: None is allowed.
@@ -188,7 +201,7 @@ class Described:
 
     name: str
     kind: Any
-    number: Number | None
+    bounds: Number | Place | None
     choices: tuple[Any, ...]
     many: bool
     optional: bool
@@ -202,8 +215,8 @@ class Described:
         for one in value if self.many else (value,):
             if self.choices and one not in self.choices:
                 return f"{one!r}; use one of {', '.join(map(str, self.choices))}"
-            if self.number is not None and not self.number.allows(one):
-                return f"{one!r}; use {self.number}"
+            if self.bounds is not None and not self.bounds.allows(one):
+                return f"{one!r}; use {self.bounds}"
         return ""
 
 
@@ -230,14 +243,14 @@ def _default_of(each: Any) -> Any:
 
 
 def _describe(name: str, hint: Any, flag: Flag, default: Any) -> Described:
-    number, many, optional, choices = None, False, False, ()
+    bounds, many, optional, choices = None, False, False, ()
     while True:
         origin, args = get_origin(hint), get_args(hint)
         if origin in (Union, UnionType):
             optional = True
             (hint,) = (one for one in args if one is not NoneType)
         elif origin is Annotated:
-            number = next((note for note in args[1:] if isinstance(note, Number)), None)
+            bounds = next((note for note in args[1:] if isinstance(note, Number | Place)), None)
             hint = args[0]
         elif origin is tuple:
             many, hint = True, args[0]
@@ -245,7 +258,7 @@ def _describe(name: str, hint: Any, flag: Flag, default: Any) -> Described:
             choices, hint = args, type(args[0])
         else:
             kind = origin or hint  # dict[str, Any] is dict
-            return Described(name, kind, number, choices, many, optional, flag, default)
+            return Described(name, kind, bounds, choices, many, optional, flag, default)
 
 
 def values_of(options: Options) -> dict[str, Any]:

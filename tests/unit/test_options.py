@@ -16,6 +16,7 @@ from vllm_medusa.options import (
     Positive,
     Seed,
     Share,
+    Source,
     command_line,
     group,
     option,
@@ -37,6 +38,7 @@ class Job(Options):
     kind: Literal["soft", "tokens"] = option("100 % soft", default="soft")
     draft_count: FromZero = option("", "--num-draft-tokens", "-n", default=3)
     rate: Above | None = option(default=None)
+    draft: Source | None = option(default=None)
     share: Share = option(default=1.0)
     seed: Seed = option(default=0)
     overwrite: bool = option("throw away", default=False)
@@ -98,6 +100,7 @@ def test_a_command_line_leaves_defaults_out():
         ("--engine-args [1]", "use a JSON object such as"),
         ("--engine-args {", "not JSON:"),
         ("--output=", "the name is empty"),
+        ("--draft=", "'' is not allowed; use the name of a folder, a file or a model of the hub"),
         ("--kind hard", "invalid choice: 'hard' (choose from 'soft', 'tokens')"),
     ],
 )
@@ -116,6 +119,7 @@ def test_the_parser_names_value_bounds_and_option(words, message, capsys):
     [
         ({"seed": -1}, "seed is -1; use a whole number from 0 to 4294967295"),
         ({"seed": True}, "seed is True; use a whole number"),
+        ({"draft": " "}, "draft is ' '; use the name of a folder"),
         ({"share": 0}, "share is 0; use a number above 0 to 1"),
         ({"kind": "hard"}, "kind is 'hard'; use one of soft, tokens"),
         ({"kind": "tokens", "rate": 1.0}, "--rate is of --kind soft"),

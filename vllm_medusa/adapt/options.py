@@ -14,6 +14,7 @@ from vllm_medusa.options import (
     Options,
     Positive,
     Seed,
+    Source,
     group,
     option,
     values_of,
@@ -84,7 +85,7 @@ class MeasuringOptions(Options):
 class AdaptOptions(Options):
     """Options of `vllm_medusa.adapt.pipeline.adapt` and of `vllm-medusa adapt`."""
 
-    target: str = option("a folder or a hub name", positional=True)
+    target: Source = option("a folder or a hub name", positional=True)
     files: AdaptFiles = group("files")
     texts: TextsOptions = group("texts (distill)", factory=TextsOptions)
     training: TrainingOptions = group("training (train)", factory=TrainingOptions)

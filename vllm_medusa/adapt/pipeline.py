@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from vllm_medusa.calibration.calibrate import calibrate
 from vllm_medusa.calibration.choose import choose_tree
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
 from vllm_medusa.files import digest, read_json
+from vllm_medusa.job import SILENT, JobFailed, Progress
 from vllm_medusa.offline.comparison import compare
 from vllm_medusa.offline.defaults import engine_arguments
 from vllm_medusa.offline.options import BatchOptions, CompareOptions, EngineOptions
@@ -28,6 +29,7 @@ from vllm_medusa.training.options import (
     MachineOptions,
     RecordFiles,
     TextOptions,
+    TrainOptions,
 )
 from vllm_medusa.training.train import train
 
@@ -63,7 +65,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     trained = work.run(
         Stage(
             "train",
-            train,
+            train_unharmed,
             lambda here: replace(
                 training,
                 model=options.target,
@@ -139,6 +141,20 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     work.run(tree("final-tree", asked or read_json(measured / FIGURES)["fastest"]))
 
 
+def train_unharmed(
+    options: TrainOptions, progress: Progress = SILENT, command: Sequence[str] = ()
+) -> None:
+    """Train heads; a target that lost too much by it is none to go on with.
+
+    Raises:
+        JobFailed: saying what it lost.
+
+    """
+    trained = train(options, progress, command)
+    if trained.degraded:
+        raise JobFailed(f"the new target is degraded: {trained.degradation}")
+
+
 def _distilling(plan: Plan) -> Stage:
     options = plan.options
     files, texts = options.files, options.texts
@@ -155,7 +171,7 @@ def _distilling(plan: Plan) -> Stage:
                 column=files.column,
                 on_bad_line=files.on_bad_line,
             ),
-            texts=TextOptions(
+            sampling=TextOptions(
                 samples=texts.samples,
                 max_tokens=texts.max_tokens,
                 temperature=(texts.temperature,),

@@ -6,13 +6,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.options import Dtype, Options, option
+from vllm_medusa.options import Dtype, Options, Source, option
 
 
 class ServedOptions(Options):
     """Options of `check_served`."""
 
-    target: str = option("a folder or a hub name")
+    target: Source = option("a folder or a hub name")
     dtype: Dtype = option("of the target", default="auto")
 
 

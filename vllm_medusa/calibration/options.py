@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from vllm_medusa.options import AtLeastZero, Number, Options, Positive, group, option
+from vllm_medusa.options import AtLeastZero, Number, Options, Positive, Source, group, option
 from vllm_medusa.training.options import MachineOptions
 from vllm_medusa.tree.topology import MAX_NODES
 
@@ -16,7 +16,7 @@ Algorithm = Literal["walk", "independence"]
 class CalibrateOptions(Options):
     """Options of `vllm_medusa.calibration.calibrate.calibrate` and of `vllm-medusa calibrate`."""
 
-    model: str = option("the target: a folder or a hub name", positional=True)
+    model: Source = option("the target: a folder or a hub name", positional=True)
     heads: Path = option("the heads' folder", positional=True)
     data: Path = option("records, as JSON lines", "-i")
     on_bad_line: Literal["refuse", "skip"] = option(
@@ -44,7 +44,7 @@ class MeasureOptions(Options):
     prompts: Path | None = option(
         "prompts, or records whose prompts are used", "--measure", default=None, metavar="FILE"
     )
-    target: str | None = option("the target: a folder or a hub name", default=None)
+    target: Source | None = option("the target: a folder or a hub name", default=None)
     sizes: tuple[Positive, ...] = option(
         "draft nodes to measure; absent: all", default=(), metavar="N"
     )

@@ -29,13 +29,19 @@ only the stages that they concern are run again. The output has the heads (confi
 model.safetensors, as vLLM reads them), report.md with pictures, and report.json."""
 
 
+class TrainArgs(Options):
+    """What `adapt` passes on."""
+
+    train_args: str = option(
+        "more of train's options, as in --train-args='--labels tokens'", default="", metavar="TEXT"
+    )
+
+
 class AdaptFlags(Options):
     """Options of `vllm-medusa adapt`."""
 
     adapt: AdaptOptions = group()
-    train_args: str = option(
-        "more of train's options, as in --train-args='--labels tokens'", default="", metavar="TEXT"
-    )
+    more: TrainArgs = group("training (train)", factory=TrainArgs)
 
 
 def run(flags: AdaptFlags, progress: ConsoleProgress) -> int:
@@ -63,7 +69,7 @@ def _training(flags: AdaptFlags) -> TrainOptions:
     """Train's options with those of --train-args, parsed as `vllm-medusa train` does."""
     parser = argparse.ArgumentParser(prog="vllm-medusa train")
     add_flags(parser, TrainOptions)
-    words = [*command_line(training_of(flags.adapt)), *shlex.split(flags.train_args)]
+    words = [*command_line(training_of(flags.adapt)), *shlex.split(flags.more.train_args)]
     return from_flags(TrainOptions, parser.parse_args(words))
 
 

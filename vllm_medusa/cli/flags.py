@@ -14,12 +14,15 @@ from vllm_medusa.options import Described, Options, described, flag_name, groups
 T = TypeVar("T", bound=Options)
 
 
-def add_flags(parser: Any, options: type[Options]) -> None:
-    """Add a flag for each option; groups become groups of the help."""
+def add_flags(parser: Any, options: type[Options], titled: dict[str, Any] | None = None) -> None:
+    """Add a flag for each option; groups of one title become one group of the help."""
+    titled = {} if titled is None else titled
     for each in described(options):
         _add(parser, each)
     for _, title, kind in groups(options):
-        add_flags(parser.add_argument_group(title) if title else parser, kind)
+        if title and title not in titled:
+            titled[title] = parser.add_argument_group(title)
+        add_flags(titled[title] if title else parser, kind, titled)
 
 
 def from_flags(options: type[T], args: argparse.Namespace) -> T:
@@ -90,13 +93,13 @@ def _parser(each: Described) -> Callable[[str], Any]:
         try:
             value = (each.flag.parse or _KINDS.get(each.kind, each.kind))(text)
         except ValueError as error:
-            known = each.number is not None or each.kind not in _KINDS
-            words = each.number or "a number" if known and not each.flag.parse else None
+            known = each.bounds is not None or each.kind not in _KINDS
+            words = each.bounds or "a number" if known and not each.flag.parse else None
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not allowed; use {words}" if words else str(error)
             ) from None
-        if each.number is not None and not each.flag.parse and not each.number.allows(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use {each.number}")
+        if each.bounds is not None and not each.flag.parse and not each.bounds.allows(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use {each.bounds}")
         return value
 
     return parse

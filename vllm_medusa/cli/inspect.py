@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.cli.command import Command
 from vllm_medusa.cli.console import ConsoleProgress
-from vllm_medusa.options import Options, option
+from vllm_medusa.options import Options, Source, option
 
 if TYPE_CHECKING:
     from vllm_medusa.heads.inspection import Inspection
@@ -34,8 +34,8 @@ _SHOWN_NODES = 40
 class InspectOptions(Options):
     """Options of `vllm-medusa inspect`."""
 
-    path: str = option("the heads: a folder, a file or a hub name", positional=True)
-    target: str | None = option("the model they are meant for", default=None)
+    path: Source = option("the heads: a folder, a file or a hub name", positional=True)
+    target: Source | None = option("the model they are meant for", default=None)
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
     json: bool = option("for programs", default=False)
 

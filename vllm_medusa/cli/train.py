@@ -51,12 +51,8 @@ def _show(trained: Trained, progress: ConsoleProgress) -> None:
     elif not trained.degraded:
         progress.note(f"new target: {trained.model}; heads: {trained.output}")
     else:
-        progress.console.print(
-            f"[bold red]degraded:[/] {escape('; '.join(told['shortfalls']))}. The model is kept in "
-            f"{trained.model}, its heads in {trained.output}. Use them only if you accept that; "
-            "else train with a smaller --heads-weight or --backbone-rate, or on more text.",
-            soft_wrap=True,
-        )
+        said = f"[bold red]degraded:[/] {escape(trained.degradation)}"
+        progress.console.print(said, soft_wrap=True)
 
 
 def _accuracies(heldout: dict[str, Any]) -> Table:

@@ -25,11 +25,19 @@ _OBSERVATIONS = "calibration.safetensors"  # lies beside heads that were calibra
 _OURS = ("config.json", _OBSERVATIONS, *_WEIGHTS)
 
 
-def check_output(path: Path, *, overwrite: bool, sources: Sequence[str | Path | None]) -> None:
-    """Refuse an output that exists, holds anything but heads, or is what is read."""
+def check_output(
+    path: Path, whole: Path | None, *, overwrite: bool, sources: Sequence[str | Path | None]
+) -> None:
+    """Refuse an output that exists, holds anything but heads, or is what is read, or in it.
+
+    ``whole`` is a source that is a folder: all in it is read.
+    """
+    place = path.resolve()
     for source in sources:
-        if source is not None and path.exists() and Path(source).resolve() == path.resolve():
+        if source is not None and path.exists() and Path(source).resolve() == place:
             raise HeadsError(f"{path} is what is being read: give another output")
+    if whole is not None and place.is_relative_to(whole.resolve()):
+        raise HeadsError(f"{path} lies in {whole}, which is being read: give an output elsewhere")
     if not path.exists() and not path.is_symlink():
         return
     if not overwrite:

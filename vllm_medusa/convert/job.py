@@ -57,10 +57,11 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     source, output, base = options.source, options.output, options.base
     files, layout, info = open_heads(source, options.revision)
     folder = _folder_of(source)
+    whole = None if Path(source).expanduser() != folder else folder
     for path in (output, base):
         if path is not None:
             replace_it = options.overwrite and path is output
-            check_output(path, overwrite=replace_it, sources=[folder, options.target])
+            check_output(path, whole, overwrite=replace_it, sources=[folder, options.target])
     if base is not None:
         check_apart(output, base)
     if base is not None and not info.includes_base:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from vllm_medusa.options import Options, option
+from vllm_medusa.options import Options, Source, option
 
 
 class ConvertOptions(Options):
     """Options of `vllm_medusa.convert.job.convert` and of `vllm-medusa convert`."""
 
-    source: str = option("the heads: a folder, a file or a hub name", positional=True)
+    source: Source = option("the heads: a folder, a file or a hub name", positional=True)
     to: Literal["native", "vllm", "v1", "v2", "tgi", "tensorrt-llm"] = option("the format to write")
     output: Path = option("the folder to write", "-o")
-    target: str | None = option(
+    target: Source | None = option(
         "the model of these heads, for a copy of its LM head, its sizes and its fingerprint",
         default=None,
     )

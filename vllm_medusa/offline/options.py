@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
-from vllm_medusa.options import AtLeastZero, Options, Positive, Share, group, option
+from vllm_medusa.options import AtLeastZero, Options, Positive, Share, Source, group, option
 
 
 class PromptFile(Options):
@@ -26,10 +26,14 @@ class PromptFile(Options):
     overwrite: bool = option("throw away the output's content", default=False)
 
 
+# as vLLM names them
+EngineDtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+
+
 class MedusaOptions(Options):
     """Heads and their tree."""
 
-    speculative_model: str | None = option(
+    speculative_model: Source | None = option(
         "heads; absent: those in the target's folder", default=None, metavar="HEADS"
     )
     tree: str | None = option(
@@ -38,6 +42,14 @@ class MedusaOptions(Options):
     num_speculative_tokens: Positive | None = option(
         "at most N draft nodes", default=None, metavar="N"
     )
+
+    def check(self) -> None:
+        """Refuse what no engine takes, before one starts."""
+        if (config := self.speculative_config()) is not None:
+            from vllm_medusa.config import MedusaConfig, TreeConfig  # slow; not for --help
+
+            MedusaConfig.from_speculative_config(config)
+            TreeConfig.resolve(self.tree, max_draft_tokens=self.num_speculative_tokens)
 
     def speculative_config(self) -> dict[str, Any] | None:
         """What vLLM is given; None: no speculation.
@@ -51,8 +63,8 @@ class MedusaOptions(Options):
         )
 
 
-class SamplingOptions(Options):
-    """How tokens are cut off, in all jobs."""
+class CutOptions(Options):
+    """How distributions and answers are cut off, in all jobs."""
 
     top_p: Share = option(default=1.0)
     top_k: int = option("0 or -1: all tokens", default=0, shown="")
@@ -62,7 +74,7 @@ class SamplingOptions(Options):
 class EngineOptions(Options):
     """vLLM's engine."""
 
-    dtype: str = option(default="auto")
+    dtype: EngineDtype = option(default="auto")
     max_model_len: Positive | None = option(default=None)
     engine_args: dict[str, Any] = option("more LLM arguments", default={}, metavar="JSON")
 
@@ -77,8 +89,9 @@ class BatchOptions(EngineOptions):
 class PromptJob(Options):
     """What all jobs take that run a file of prompts through vLLM."""
 
-    model: str = option("the target: a folder or a hub name", positional=True)
+    model: Source = option("the target: a folder or a hub name", positional=True)
     files: PromptFile = group("files")
+    sampling: Options  # each job has its own
     medusa: MedusaOptions = group("Medusa", factory=MedusaOptions)
     engine: BatchOptions = group("engine", factory=BatchOptions)
 
@@ -110,6 +123,7 @@ class GenerateMedusa(MedusaOptions):
         others = (self.speculative_model, self.tree, self.acceptance, self.num_speculative_tokens)
         if self.no_medusa and any(other is not None for other in others):
             raise ValueError("--no-medusa contradicts the other Medusa options; drop one of them.")
+        super().check()
 
     def speculative_config(self) -> dict[str, Any] | None:
         """See `MedusaOptions.speculative_config`."""
@@ -120,33 +134,35 @@ class GenerateMedusa(MedusaOptions):
         )
 
 
-class GenerateSampling(SamplingOptions):
+class GenerateSampling(Options):
     """How tokens are drawn."""
 
     max_tokens: Positive = option("of each answer", default=256)
     temperature: AtLeastZero = option(default=0.0)
     seed: int | None = option("prompt i uses the seed SEED + i", default=None)
     ignore_eos: bool = option(default=False)
+    cut: CutOptions = group(factory=CutOptions)
 
     def sampling(self) -> Sampling:
         """The sampling parameters of all requests."""
+        cut = self.cut
         return Sampling(
-            self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.ignore_eos
+            self.max_tokens, self.temperature, cut.top_p, cut.top_k, cut.stop, self.ignore_eos
         )
 
 
 class GenerateOptions(PromptJob):
     """Options of `vllm_medusa.offline.generate.generate` and of `vllm-medusa generate`."""
 
-    medusa: GenerateMedusa = group("Medusa", factory=GenerateMedusa)
     sampling: GenerateSampling = group("sampling", factory=GenerateSampling)
+    medusa: GenerateMedusa = group("Medusa", factory=GenerateMedusa)
 
 
 class CompareOptions(Options):
     """Options of `vllm_medusa.offline.comparison.compare` and of `vllm-medusa compare`."""
 
-    target: str = option("a folder or a hub name", positional=True)
-    heads: str = option("a folder, a file or a hub name", positional=True)
+    target: Source = option("a folder or a hub name", positional=True)
+    heads: Source = option("a folder, a file or a hub name", positional=True)
     data: Path | None = option(
         "a file of records; this or --prompts", default=None, metavar="RECORDS"
     )

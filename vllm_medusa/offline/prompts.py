@@ -110,12 +110,23 @@ def read_prompts(
     kind = detect_format(path) if format == "auto" else format
     if kind not in FORMATS:
         raise PromptError(f"format {format!r} is unknown; use one of auto, {', '.join(FORMATS)}.")
-    if not path.is_file():
-        raise PromptError(f"{path}: no such file. Give the path of a file with prompts.")
+    require_file(path, "prompts")
     if kind == "parquet":
         yield from _read_parquet(path, column)
     else:
         yield from _read_lines(path, kind, column)
+
+
+def require_file(path: Path, what: str) -> None:
+    """Refuse what is not a file that can be read; ``what`` it should hold.
+
+    Raises:
+        PromptError: there is none, or a folder.
+
+    """
+    if not path.is_file():
+        found = "a folder, not a file" if path.is_dir() else "no such file"
+        raise PromptError(f"{path}: {found}. Give the path of a file of {what}.")
 
 
 def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | BadLine]:

@@ -38,6 +38,7 @@ from vllm_medusa.offline.prompts import (
     partition,
     read_lines,
     require_characters,
+    require_file,
     short,
 )
 
@@ -130,8 +131,7 @@ def read_records(
         PromptError: there is no such file.
 
     """
-    if not Path(path).is_file():
-        raise PromptError(f"{path}: no such file. Give the path of a file of records.")
+    require_file(path, "records")
     if vocab_size is None and tokenizer is not None:
         vocab_size = len(tokenizer)
 

@@ -46,7 +46,7 @@ def distill(
         EngineRefused: vLLM or the plugin refuses the settings.
 
     """
-    files, texts = options.files, options.texts
+    files, texts = options.files, options.sampling
     prompts = load_prompts(files.prompts, files.format, files.column, files.on_bad_line, progress)
     turns, talker = max(1, max(len(prompt.turns) for prompt in prompts)), None
     if texts.self_talk:
@@ -58,11 +58,9 @@ def distill(
         "self_talk": texts.self_talk,
         "turns": plan.turns,
     }
-    sampling = Sampling(
-        texts.max_tokens, plan.temperatures[0], texts.top_p, texts.top_k, texts.stop
-    )
-    cut = {"top_p": texts.top_p} if texts.top_p < 1 else {}
-    cut |= {"top_k": texts.top_k} if texts.top_k > 0 else {}
+    top_p, top_k, stop = texts.cut.top_p, texts.cut.top_k, texts.cut.stop
+    sampling = Sampling(texts.max_tokens, plan.temperatures[0], top_p, top_k, stop)
+    cut = ({"top_p": top_p} if top_p < 1 else {}) | ({"top_k": top_k} if top_k > 0 else {})
     early, ended = 0, 0
 
     def lines(result: Result) -> list[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vllm_medusa.offline.options import MedusaOptions, PromptFile, PromptJob, SamplingOptions
+from vllm_medusa.offline.options import CutOptions, MedusaOptions, PromptFile, PromptJob
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
@@ -20,6 +20,7 @@ from vllm_medusa.options import (
     Positive,
     Seed,
     Share,
+    Source,
     command_line,
     group,
     option,
@@ -54,7 +55,7 @@ class RecordFiles(PromptFile):
     output: Path = option("records, as JSON lines", "-o")
 
 
-class TextOptions(SamplingOptions):
+class TextOptions(Options):
     """What the target writes for each prompt."""
 
     samples: Annotated[int, Number(int, 1, 10_000)] = option(
@@ -72,6 +73,7 @@ class TextOptions(SamplingOptions):
     turns: Positive | None = option(
         "answers in each --self-talk conversation", default=None, metavar="N", shown="3"
     )
+    cut: CutOptions = group(factory=CutOptions)
 
     def check(self) -> None:
         """See `Options.check`."""
@@ -92,7 +94,7 @@ class TextOptions(SamplingOptions):
 class DraftOptions(MedusaOptions):
     """Speculation while the target writes."""
 
-    speculative_model: str | None = option(
+    speculative_model: Source | None = option(
         "heads; absent: plain vLLM. With heads the texts are the same",
         default=None,
         metavar="HEADS",
@@ -102,6 +104,7 @@ class DraftOptions(MedusaOptions):
         """See `Options.check`."""
         if self.speculative_model is None and (self.tree or self.num_speculative_tokens):
             raise ValueError("--tree and --num-speculative-tokens need heads: --speculative-model.")
+        super().check()
 
     def speculative_config(self) -> dict[str, Any] | None:
         """See `MedusaOptions.speculative_config`."""
@@ -112,7 +115,7 @@ class DistillOptions(PromptJob):
     """Options of `vllm_medusa.training.distill.distill` and of `vllm-medusa distill`."""
 
     files: RecordFiles = group("files")
-    texts: TextOptions = group("texts", factory=TextOptions)
+    sampling: TextOptions = group("texts", factory=TextOptions)
     medusa: DraftOptions = group("Medusa", factory=DraftOptions)
 
 
@@ -296,7 +299,7 @@ class JointOptions(Options):
 class TrainOptions(Options):
     """Options of `vllm_medusa.training.train.train` and of `vllm-medusa train`."""
 
-    model: str = option("the target: a folder or a hub name", positional=True)
+    model: Source = option("the target: a folder or a hub name", positional=True)
     method: Literal["medusa-1", "medusa-2"] = option(default="medusa-1")
     files: TextFiles = group("files")
     heads: HeadOptions = group("heads", factory=HeadOptions)

@@ -42,6 +42,15 @@ class Trained:
         return bool(self.told.get("degraded"))
 
     @property
+    def degradation(self) -> str:
+        """What a degraded target lost, where it is and what helps."""
+        return (
+            f"{'; '.join(self.told['shortfalls'])}. The model is kept in {self.model}, its heads "
+            f"in {self.output}. Use them only if you accept that; else train with a smaller "
+            "--heads-weight or --backbone-rate, or on more text."
+        )
+
+    @property
     def model(self) -> Path | None:
         """The new target, or its adapter, of Medusa-2."""
         if self.told["method"] != "medusa-2":

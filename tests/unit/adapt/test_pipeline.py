@@ -22,6 +22,7 @@ from vllm_medusa.files import digest, read_json, write_json
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
 from vllm_medusa.job import SILENT, JobFailed
 from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.training.train import Trained
 
 
 def records(count: int) -> str:
@@ -170,6 +171,15 @@ def test_later_stages_get_what_earlier_ones_left(adapt):
     assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets)
     assert asked["final-tree"].num_draft_tokens == 8
     assert asked["distill"].engine.engine_args == {"enforce_eager": True}
+
+
+def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"method": "medusa-2", "save": "merged", "degraded": True, "shortfalls": ["KL is 0.3"]}
+    monkeypatch.setattr(pipeline, "train", lambda *_: Trained(tmp_path / "heads", told))
+    with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):
+        pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])

@@ -122,6 +122,8 @@ def test_no_more_choices_than_the_heads_have(heads, records, capsys):
         (["--plot", "plot.jpeg2"], "not a kind of picture"),
         (["--top-k", "256"], "from 1 to 255"),
         (["--tree", '{"chain": 9}'], "there are 5 heads"),
+        (["--tree", "mc_sim"], "No preset is named 'mc_sim'"),
+        (["--dtype", "half"], "invalid choice: 'half'"),
         (["--max-text-tokens", "7"], "4 bad lines"),
     ],
 )

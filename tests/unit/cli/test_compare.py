@@ -145,6 +145,8 @@ def test_prompts_of_records_are_what_stands_before_the_answers(arguments, tmp_pa
         (["--output", "nowhere/figures.json"], "no folder nowhere"),
         (["--tree", "[[0],[0,0],[0,0,0],[0,0,0,0]]"], "there are 3 heads"),
         (["--prompts", "nothing.txt"], "no such file"),
+        (["--tree", "mc_sim"], "No preset is named 'mc_sim'"),
+        (["--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["--data", "records.jsonl"], "give one of --data and --prompts"),
     ],
 )

@@ -108,6 +108,20 @@ def test_an_empty_name_of_a_folder(command, option):
     assert f"{option}" in err and "the name is empty" in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", ""),
+        ("inspect", HEADS, "--target", " "),
+        ("convert", "", "--to", "v1", "-o", "a"),
+    ],
+)
+def test_an_empty_name_of_heads_or_a_target(command, words):
+    status, _, err = command(*words)
+    assert status == 2
+    assert "' is not allowed; use the name of a folder" in " ".join(err.split())
+
+
 @pytest.mark.parametrize("form", ["native", "vllm", "v1", "tensorrt-llm"])
 def test_heads_are_no_target(command, tmp_path, form):
     heads = tmp_path / "heads"

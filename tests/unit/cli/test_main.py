@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,10 @@ from vllm_medusa import cli
 from vllm_medusa.cli import serve
 
 REPOSITORY = Path(__file__).parents[3]
+COMMANDS = (
+    *("generate", "adapt", "distill", "train", "calibrate", "tree"),
+    *("convert", "inspect", "compare"),
+)
 
 
 def test_the_version_is_the_packages():
@@ -19,15 +24,32 @@ def test_the_version_is_the_packages():
 
 def test_version_and_help_load_neither_torch_nor_vllm():
     code = (
-        "import sys\nfrom vllm_medusa import cli\n"
-        "try:\n    cli.main(sys.argv[1:])\n"
-        "finally:\n    assert not {'torch', 'vllm'} & sys.modules.keys()\n"
+        "import contextlib, sys\nfrom vllm_medusa import cli\n"
+        "for line in sys.argv[1:]:\n"
+        "    with contextlib.suppress(SystemExit):\n        cli.main(line.split())\n"
+        "    assert not {'torch', 'vllm'} & sys.modules.keys(), line\n"
     )
-    for arguments in (["--version"], ["--help"], ["generate", "--help"], ["compare", "--help"]):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-        )
-        assert "medusa" in done.stdout.lower()
+    lines = ["--version", "--help", *(f"{name} --help" for name in COMMANDS)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *lines], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.count("usage: ") == len(lines) - 1
+
+
+@pytest.mark.parametrize(
+    ("command", "order"),
+    [
+        ("generate", "files: sampling: --max-tokens --temperature --top-p Medusa: --tree engine:"),
+        ("distill", "files: texts: --samples --max-tokens --turns --stop Medusa: --tree engine:"),
+        ("adapt", "--work --seed files: texts training --epochs --train-args --budgets"),
+    ],
+)
+def test_help_has_options_where_they_belong(command, order, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    said = capsys.readouterr().out.partition("positional arguments:")[2]
+    found = re.findall(r"^ *(--[\w-]+|\w+:|\w+(?= \())", said, flags=re.M)
+    assert [word for word in found if word in order.split()] == order.split()
 
 
 def test_every_public_name_can_be_had():

@@ -176,6 +176,7 @@ def test_refused_before_anything_is_made(data, tmp_path, capsys):
         (records, ("--output", str(full)), "not a training run"),
         (records, ("--output", str(tmp_path / "a/b")), "no folder"),
         (tmp_path / "none", (), "no such file"),
+        (full, (), f"{full}: a folder, not a file"),
         (tmp_path / "bad", (), "line 25: token_ids[1] is 600"),
         (tmp_path / "bad", (), "line 26: not JSON"),
         (tmp_path / "short", whole, "2 tokens or more"),

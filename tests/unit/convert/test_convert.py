@@ -367,6 +367,9 @@ def test_an_output_is_replaced_only_on_demand_and_only_if_it_is_heads(native, re
         convert(source, "v1", out, overwrite=True)
     with pytest.raises(HeadsError, match="being read"):
         convert(source, "v1", source, overwrite=True)
+    for inside in (source / "v1", source / ".." / source.name / "a" / "b"):
+        with pytest.raises(HeadsError, match=f"lies in {source}, which is being read"):
+            convert(source, "v1", inside)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["native", "out"]
 
 

@@ -101,6 +101,8 @@ def test_a_column_is_chosen_by_name_in_both_formats(tmp_path):
 def test_files_that_can_not_be_read_say_what_to_do(tmp_path):
     with pytest.raises(PromptError, match="no such file"):
         list(read_prompts(tmp_path / "missing.txt"))
+    with pytest.raises(PromptError, match="a folder, not a file"):
+        list(read_prompts(tmp_path, "text"))
     with pytest.raises(PromptError, match="--format"):
         detect_format(tmp_path / "prompts")
     with pytest.raises(PromptError, match="drop it"):
