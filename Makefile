@@ -7,8 +7,9 @@ VENV ?= .venv
 DEMO := .demo
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
-# Every test has one thread, so two files run side by side; a file's tests share its engines.
-PYTEST_WORKERS ?= 2
+# Every test has one thread, and a file's tests share its engines. Three files at a time keep two
+# cores busy while one of them waits for processes that it started.
+PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
 export VENV
 

@@ -16,14 +16,17 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
-# The longest files first, so that no worker of xdist waits for the other in the end.
-ORDER = ("v2", "distributed", "e2e", "worker", "gpu")
+# The longest files first, so that no worker of xdist waits for the others in the end.
+ORDER = (
+    *("v2", "distributed", "e2e", "worker", "gpu"),
+    *("unit/scorer", "unit/cli", "unit/sampler", "unit/test_"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
-        folder = item.nodeid.removeprefix("tests/").partition("/")[0]
-        return ORDER.index(folder) if folder in ORDER else len(ORDER)
+        file = item.nodeid.removeprefix("tests/")
+        return next((i for i, start in enumerate(ORDER) if file.startswith(start)), len(ORDER))
 
     items.sort(key=place)
 
