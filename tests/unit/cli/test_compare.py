@@ -78,6 +78,25 @@ def test_every_budget_is_measured_and_the_fastest_named(arguments, tmp_path, cap
     assert len(Engine.started) == 3  # plain vLLM once
 
 
+def test_a_group_warms_the_engines_up_and_does_not_count(arguments, tmp_path, monkeypatch):
+    groups: dict[Any, list[int]] = {None: [], 2: []}
+    measured = Engine.run
+
+    def noted(self, prompts, concurrency, seed):
+        groups[self.budget].append(len(prompts))
+        return measured(self, prompts, concurrency, seed)
+
+    monkeypatch.setattr(Engine, "run", noted)
+    assert run(*arguments, "--budgets", "2", "--rounds", "1", "--batch", "4") == 0
+    assert groups[None] == groups[2] == [4, 4, 4, 2]
+    assert figures(tmp_path)["rows"][0]["requests"] == 10
+
+
+def test_of_equally_fast_budgets_the_smallest_is_taken():
+    rows = [{"num_draft_tokens": size, "ratio": ratio} for size, ratio in ((8, 2), (4, 2), (2, 1))]
+    assert comparison.fastest(rows) == 4
+
+
 def test_figures_replace_figures_only(arguments, tmp_path, capsys):
     options = [*arguments, "--budgets", "2", "--rounds", "1"]
     assert run(*options) == run(*options) == 0

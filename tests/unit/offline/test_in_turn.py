@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 from support.fake_engine import FakeEngine
 
+from vllm_medusa.offline.batch import Delta
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 
@@ -52,6 +55,34 @@ def test_a_shorter_answer_differs():
     )
     assert comparison.differences
     assert any(d.candidate is None and d.baseline is not None for d in comparison.differences)
+
+
+def test_another_reason_to_end_differs():
+    class Stopping(Repeating):
+        def step(self) -> list[Delta]:
+            return [replace(d, finish_reason=d.finish_reason and "stop") for d in super().step()]
+
+    comparison = run_in_turn(Repeating(), Stopping(), PROMPTS, concurrency=4, seed=3)
+    assert len(comparison.differences) == 10
+    assert {difference.reason for difference in comparison.differences} == {"finish reason"}
+
+
+def test_the_engines_take_turns_to_be_first():
+    begun = ""
+
+    class Noting(Repeating):
+        name = "a"
+
+        def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
+            nonlocal begun
+            begun += self.name
+            super().submit(key, prompt, seed)
+
+    class Other(Noting):
+        name = "b"
+
+    run_in_turn(Noting(), Other(), PROMPTS[:4], concurrency=1, seed=3)
+    assert begun in ("abbaabba", "baabbaab")
 
 
 def test_nothing_compared_is_not_identical():
