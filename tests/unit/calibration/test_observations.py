@@ -22,6 +22,8 @@ def test_what_is_saved_comes_back(tmp_path):
     assert [len(text) for text in back.texts()] == [3, 5]
     assert back.texts([1])[0][0].tolist() == [6, 7]
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    (tmp_path / "any").touch()
+    assert (tmp_path / FILE).stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
 def test_the_temperature_is_that_of_most_positions():

@@ -69,6 +69,11 @@ def test_the_search_stops_when_the_heads_offer_no_more():
     assert taus[-1] == 3.0
 
 
+def test_of_equal_candidates_the_shallower_is_taken():
+    paths = walked_tree([np.full((5, 2), -1)], 4, 2)
+    assert paths == [(0,), (1,), (0, 0), (0, 1)]
+
+
 def test_no_text_is_refused():
     with pytest.raises(ValueError, match="longer texts"):
         walked_tree(arrays([[]]), 3, 2)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from support.commands import run, said
 from transformers import AutoModelForCausalLM
 
+from vllm_medusa.calibration import calibrate
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.checkpoint import update_config
@@ -142,6 +143,16 @@ def test_texts_longer_than_the_target_reads_are_refused(heads, tmp_path, capsys)
     assert run("calibrate", TARGET, heads, "--data", path) == 2
     shown = said(capsys)
     assert f"line 1: {room + 1} tokens" in shown and f"--max-text-tokens {room}" in shown
+
+
+def test_tokens_that_the_target_lacks_are_refused(heads, tmp_path, capsys, monkeypatch):
+    """Where no tokenizer knows better."""
+    monkeypatch.setattr(calibrate, "find_tokenizer", lambda source: None)
+    vocab = json.loads((DEMO / "target" / "config.json").read_text())["vocab_size"]
+    path = tmp_path / "foreign.jsonl"
+    path.write_text(json.dumps({"token_ids": [5] * 8 + [vocab], "generated": [[1, 9]]}) + "\n")
+    assert run("calibrate", TARGET, heads, "--data", path) == 2
+    assert f"line 1: token {vocab} is outside the target's vocabulary of {vocab}" in said(capsys)
 
 
 def test_heads_must_lie_in_a_folder(records, capsys):

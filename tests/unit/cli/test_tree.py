@@ -8,7 +8,7 @@ import pytest
 from support.commands import run, said
 from support.observed import observed
 
-from vllm_medusa.calibration.budgets import Limits, build_tree
+from vllm_medusa.calibration.budgets import Limits, StepCost, build_tree, curve
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.search import walk_taus
 from vllm_medusa.convert.job import FORMATS
@@ -96,6 +96,22 @@ def test_step_costs_choose_the_size(heads, capsys):
     assert run("tree", heads, "-n", 3, "--step-cost", costs) == 1
     assert "no tree is faster" in capsys.readouterr().out
     assert len(medusa(heads)["tree"]) == 3, "as it was"
+
+
+def test_the_size_that_pays_pays_on_prompts_held_out(heads):
+    """The texts that the tree was built from would choose another one at these costs."""
+    found = curve(Observations.load(heads), "walk", Limits(24, 4), range(1, 25))
+    slopes = [StepCost({0: 1.0, 24: 1 + share / 20}) for share in range(1, 60)]
+    cost, size = next(
+        (cost, size)
+        for cost in slopes
+        if (size := cost.best(found.sizes, found.expected())[0])
+        not in (0, cost.best(found.sizes, found.walked)[0])
+    )
+    costs = heads.parent / "costs.json"
+    costs.write_text(json.dumps(cost.times))
+    assert run("tree", heads, "-n", 24, "--step-cost", costs) == 0
+    assert len(medusa(heads)["tree"]) == size
 
 
 @pytest.mark.parametrize(
