@@ -1,9 +1,11 @@
 """State and log tell of the same steps after any cut, and foreign folders are left alone."""
 
+from pickle import PicklingError
+
 import pytest
 import torch
 
-from vllm_medusa.files import FileRefused
+from vllm_medusa.files import FileRefused, aside
 from vllm_medusa.training.state import TrainingRun
 
 
@@ -21,7 +23,7 @@ def test_log_and_state_are_of_the_same_step(tmp_path):
                 run.save({"step": 3, "weight": torch.arange(3.0)})
     with (output / "training/log.jsonl").open("ab") as file:
         file.write(b'{"step": 5, "lo')  # torn by a kill
-    (output / "training" / "work" / "state.part").write_bytes(b"torn as well")
+    aside(output / "training" / "work" / "state.pt").write_bytes(b"torn as well")
     with TrainingRun(output, {"a": 1}) as run:
         state = run.load()
         assert state is not None and state["step"] == 3
@@ -32,6 +34,16 @@ def test_log_and_state_are_of_the_same_step(tmp_path):
     with TrainingRun(output, {"a": 1}) as run:  # no state since
         run.load()
         assert steps(run) == [0, 1, 2]
+
+
+def test_a_state_that_can_not_be_written_leaves_the_one_before(tmp_path):
+    with TrainingRun(tmp_path / "heads", {}) as run:
+        run.load()
+        run.save({"step": 1})
+        with pytest.raises((AttributeError, PicklingError)):
+            run.save({"step": 2, "weight": torch.zeros(9), "rate": lambda: 0})
+    with TrainingRun(tmp_path / "heads", {}) as run:
+        assert run.load() == {"step": 1}
 
 
 def test_another_run_is_refused_and_says_what_changed(tmp_path):
