@@ -1,5 +1,6 @@
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,15 @@ def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(
     monkeypatch.setattr(pipeline, "train", lambda *_: Trained(tmp_path / "heads", told))
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):
         pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
+
+
+def test_a_bad_record_is_refused_unless_it_is_to_be_skipped(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text(records(6) + "{\n")
+    options = SplitOptions(data=tmp_path / "records.jsonl", output=tmp_path, heldout_share=0.1)
+    with pytest.raises(ValueError, match="line 7"):
+        split_texts(options)
+    split_texts(replace(options, on_bad_line="skip"))
+    assert read_json(tmp_path / split.COUNTS)["left_out"] == 1
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])

@@ -187,6 +187,15 @@ def test_lm_heads_equal_in_value_only_are_not_left_out(stored, target, tmp_path)
         convert(tmp_path / "a", "v2", tmp_path / "b", target=folder)
 
 
+def test_lm_heads_of_which_one_is_not_the_targets_are_not_left_out(target, tmp_path):
+    folder, lm_head = target
+    plain = random_heads(2, 1)
+    plain.lm_heads = [(lm_head.clone(), None), (lm_head + 1, None)]
+    write(tmp_path / "a" / "medusa_lm_head.pt", plain.spelled("v1"))
+    with pytest.raises(HeadsError, match="bit for bit"):
+        convert(tmp_path / "a", "v2", tmp_path / "b", target=folder)
+
+
 def test_foreign_keys_that_vllm_would_mistake_come_back(native, read, tmp_path):
     foreign = {"num_key_value_heads": 4, "num_attention_heads": 8, "max_num_layers": [3]}
     source = native(config=foreign)

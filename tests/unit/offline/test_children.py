@@ -73,6 +73,11 @@ def test_a_job_gets_options_and_gives_its_result_back(log):
     assert heard.said == ["noted", "warned", ("texts", 1, 2, "half")]
 
 
+def test_what_a_job_started_ends_with_it(log):
+    left = run_in_process(jobs.leave, None, log=log)
+    wait_for(lambda: gone(left), 10)
+
+
 def test_all_that_it_says_is_behind_what_the_log_had(log):
     log.write_text("before\n")
     run_in_process(jobs.tell, None, log=log)

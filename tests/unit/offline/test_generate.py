@@ -1,6 +1,7 @@
 """The job without a command around it: what it returns, tells and reads."""
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from vllm_medusa.offline import generate as job
 from vllm_medusa.offline import prompts
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.options import BatchOptions, GenerateOptions, PromptFile
+from vllm_medusa.offline.prompts import PromptError
 
 
 class Engine(FakeEngine):
@@ -68,6 +70,17 @@ def test_what_was_done_is_returned_and_told(tmp_path, reads):
     again = Told()
     assert job.generate(options, again).speed is None
     assert again.notes == ["resuming: 3 of 3 are done", "nothing to do"]
+
+
+@pytest.mark.parametrize("prompt", ["one", "x" * 30])
+def test_the_engine_is_closed_however_it_ends(prompt, tmp_path, reads, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Engine, "close", lambda self: closed.append(self))
+    (tmp_path / "p.txt").write_text(f"{prompt}\n")
+    files = PromptFile(prompts=tmp_path / "p.txt", output=tmp_path / "o.jsonl")
+    with pytest.raises(PromptError) if len(prompt) > 20 else nullcontext():
+        job.generate(GenerateOptions(model="target", files=files))
+    assert len(closed) == 1
 
 
 def test_heads_in_the_targets_own_checkpoint_need_no_name():
