@@ -48,7 +48,7 @@ class TestPlatforms:
 
 class TestChoice:
     def chosen(self, **arguments: Any) -> Any:
-        args = EngineArgs("unused", **arguments)
+        args = EngineArgs(".", **arguments)  # a folder: no name is looked up
         choose_triton_attention(args)
         choose_triton_attention(args)  # arguments are used for more than one engine
         return args.attention_backend or args.attention_config.backend
