@@ -210,6 +210,12 @@ class MedusaConfig(_Options):
         "leave it out to use the whole tree",
     )
 
+    budget: Literal["auto"] | int | dict[str, int] | None = Field(
+        default=None,
+        description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
+        '{"max_rows": N}: tokens of a step at most, drafts included',
+    )
+
     @field_validator("model", mode="before")
     @classmethod
     def _path_to_text(cls, value: object) -> object:
@@ -224,6 +230,24 @@ class MedusaConfig(_Options):
             raise MedusaConfigError(
                 f"{cls.label} tree is {shown(value)}; give {FORMS}, in plain JSON types."
             ) from None
+
+    @model_validator(mode="after")
+    def _sound_budget(self) -> MedusaConfig:
+        budget = self.budget
+        right = (
+            budget in (None, "auto")
+            or (isinstance(budget, int) and 1 <= budget < MAX_NODES)
+            or (isinstance(budget, dict) and set(budget) == {"max_rows"} and budget["max_rows"] > 0)
+        )
+        if not right or isinstance(budget, bool):
+            description = type(self).model_fields["budget"].description
+            raise MedusaConfigError(f"{self.label} budget is {shown(budget)}; give {description}.")
+        if budget is not None and self.tree is not None:
+            raise MedusaConfigError(
+                f"{self.label} budget is {shown(budget)}, which is for dynamic trees, but a static "
+                '"tree" is named too; give one of them.'
+            )
+        return self
 
     @field_validator("acceptance", mode="before")
     @classmethod

@@ -9,7 +9,7 @@ decoding; lossless sampling those of plain sampling from an equal generator.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from transformers import DynamicCache
 from vllm_medusa import kv, sampler
 from vllm_medusa.config import AcceptanceConfig
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.proposer import draft
-from vllm_medusa.tree.batch import TreeBatch, TreeTensors
+from vllm_medusa.proposer.dynamic import propose_tree
+from vllm_medusa.tree.batch import TreeBatch
+from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.tree.topology import TokenTree
 
 UNLIMITED = 1 << 62
@@ -41,7 +42,7 @@ class DecodeResult:
 def decode(
     model: Any,  # causal LM of transformers, attention layers only, "sdpa" or "eager"
     heads: MedusaHeads,
-    tree: TokenTree,
+    tree: TokenTree | DynamicTree,
     input_ids: Tensor,  # int64 [prompt length]
     max_new_tokens: int,
     *,
@@ -87,7 +88,6 @@ def decode(
         final = last.argmax(-1) if rule.greedy_root else pick(last)
         return sampler.close_path(path, token_ids, final)
 
-    whole = TreeTensors.from_tree(tree, device)
     cache = DynamicCache()
     out = model(input_ids[None], past_key_values=cache, output_hidden_states=True, logits_to_keep=1)
     hidden = out.hidden_states[-1][:, -1]  # [1, H], what the LM head sees
@@ -95,22 +95,22 @@ def decode(
     tokens, accepted_per_step = root.tolist(), []
     while len(tokens) < limit and ends.isdisjoint(tokens):
         base = cache.get_seq_length()  # the root's position
-        n = min(tree.num_nodes, max_model_len - base - 1)
-        part = whole.prefix(n)
         # Propose: head h guesses the nodes of depth h + 1 from the state that gave the root.
-        drafts = draft(heads, hidden, whole, model.get_output_embeddings())  # [1, N]
+        useful = limit - len(tokens) - 1  # the step's last token needs no node
+        drafts, whole = propose_tree(heads, hidden, tree, model.get_output_embeddings(), useful)
+        n = min(int(whole.num_nodes), max_model_len - base - 1)
+        batch = replace(whole.prefix(n), num_nodes=torch.tensor([n], device=device))
         token_ids = torch.cat([root[None], drafts[:, 1:n]], 1)  # int64 [1, n]
         # Score: all nodes in one pass, each sees the context and its ancestors.
         out = model(
             token_ids,
-            attention_mask=_tree_mask(model, part, base),
-            position_ids=base + part.depths[None],  # [1, n]
+            attention_mask=_tree_mask(model, batch, base),
+            position_ids=base + batch.depths,  # [1, n]
             past_key_values=cache,
             output_hidden_states=True,
         )
         # Accept.
-        num_nodes = torch.tensor([n], device=device)
-        verdict = judge(TreeBatch.from_static(part, num_nodes), token_ids, out.logits[0])
+        verdict = judge(batch, token_ids, out.logits[0])
         path, accepted = verdict.path, int(verdict.path.num_accepted)
         # Compact: the accepted path's keys and values close up behind the context.
         slots = base + torch.arange(n, device=device)[None]
@@ -128,16 +128,16 @@ def decode(
     return DecodeResult(tokens[: min(end, limit)], accepted_per_step)
 
 
-def _tree_mask(model: Any, tree: TreeTensors, base: int) -> Tensor | dict[str, Tensor]:
+def _tree_mask(model: Any, tree: TreeBatch, base: int) -> Tensor | dict[str, Tensor]:
     """Additive mask [1, 1, n, base + n], or one for each kind of layer; a window counts depths."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     if other := kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(f"Layers of kind {sorted(other)} can't score a tree; attention can.")
     window = getattr(config, "sliding_window", None) or UNLIMITED
-    query = base + tree.depths  # [n] positions
+    query = base + tree.depths[0]  # [n] positions
     key = torch.cat([torch.arange(base, device=query.device), query])  # [base + n]
-    full = torch.nn.functional.pad(tree.ancestors, (base, 0), value=True)  # [n, base + n]
+    full = torch.nn.functional.pad(tree.ancestors[0], (base, 0), value=True)  # [n, base + n]
     sliding = full & (query[:, None] - key < window)
     low = torch.finfo(model.dtype).min
     masks = {

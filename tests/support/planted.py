@@ -14,6 +14,7 @@ from typing import Any
 
 from support.runner import ON_V2
 from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.dynamic import DynamicTree
 
 
 @contextmanager
@@ -83,7 +84,11 @@ def _planting_on_v1(drafts_of: DraftsOf) -> Iterator[None]:
         for index, req_id in enumerate(self.input_batch.req_ids):
             if not drafts[index]:
                 continue
-            planted = drafts_of(self.requests[req_id], self._options.tree)
+            tree = self._options.tree
+            if isinstance(tree, DynamicTree):
+                nodes = self._topologies.nodes(req_id, 1 + len(drafts[index]))
+                tree = TokenTree(tuple(tree.pool.paths[node - 1] for node in nodes[1:]))
+            planted = drafts_of(self.requests[req_id], tree)
             if planted is not None:
                 drafts[index] = planted[: len(drafts[index])]
         return drafts

@@ -41,7 +41,7 @@ class RecordingWorker(Recording, MedusaCPUWorker):
 
     def _record(self, scheduler_output: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         runner = self.model_runner
-        step, path = runner._step, runner._verdict.path
+        step, verdict = runner._step, runner._verdict
         drafts = self._propose(scheduler_output, sampled, *args, **kwargs)
         for index, req_id in enumerate(runner.input_batch.req_ids):
             if not sampled[index]:
@@ -52,8 +52,8 @@ class RecordingWorker(Recording, MedusaCPUWorker):
                 request.sampling_params,
                 len(request.output_token_ids),
                 [
-                    int(step.num_nodes[index]),
-                    path.nodes[index, : int(path.num_accepted[index]) + 1].tolist(),
+                    1 if step is None else int(step.num_nodes[index]),
+                    [0] if step is None else _path(verdict, index),
                     list(sampled[index]),
                     list(drafts[index]),
                 ],
@@ -61,6 +61,11 @@ class RecordingWorker(Recording, MedusaCPUWorker):
             if planted is not None:
                 drafts[index] = planted[: len(drafts[index])]
         return drafts
+
+
+def _path(verdict: Any, index: int) -> list[int]:
+    path = verdict.path
+    return path.nodes[index, : int(path.num_accepted[index]) + 1].tolist()
 
 
 def _other_draws(verifier: Callable[..., Any], rank: int) -> Callable[..., Any]:

@@ -88,7 +88,7 @@ class Buffers:
 def step_of(num_nodes: list[int]) -> TreeStep:
     total = sum(num_nodes)
     return TreeStep.build(
-        TreeTensors.from_tree(TREE),
+        TreeTensors.from_tree(TREE).batch,
         np.array(num_nodes, dtype=np.int64),
         torch.arange(total),
         torch.zeros(total, dtype=torch.int32),

@@ -44,6 +44,19 @@ class HeadsInfo:
         return self.config.get("medusa") or {}
 
     @property
+    def sharpness(self) -> tuple[float, ...] | None:
+        """[num_heads] factors on logits that make the heads' confidence right; None: not known.
+
+        `calibrate` finds them, and leaves them in the heads' config.json.
+        """
+        try:
+            fits = self.medusa["calibration"]["fit"]
+            found = tuple(1 / fit["temperature"] if fit else 1.0 for fit in fits)
+        except (TypeError, KeyError, ZeroDivisionError):
+            return None
+        return found if len(found) == self.num_heads and all(0 < x < 100 for x in found) else None
+
+    @property
     def shared_lm_head(self) -> bool:
         """Whether the heads use the target's LM head."""
         return self.num_lm_heads == 0

@@ -11,13 +11,18 @@ of one node, its last row. *Logits rows* are these rows only, request by request
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree import TreeBatch, TreeTensors
+from vllm_medusa.tree import TreeBatch
+
+# (width, counts int64 [B]) -> the step's trees, `width` nodes wide
+Trees = Callable[[int, Tensor], TreeBatch]
 
 
 @dataclass(eq=False)
@@ -34,24 +39,24 @@ class TreeStep:
 
     @classmethod
     def build(
-        cls, tensors: TreeTensors, num_nodes: np.ndarray, rows: Tensor, input_ids: Tensor
+        cls, trees: Trees, num_nodes: np.ndarray, rows: Tensor, input_ids: Tensor
     ) -> TreeStep:
         """Lay out a step.
 
         Args:
-            tensors: The static tree, on the runner's device.
-            num_nodes: int64 [B], how many nodes of the tree each request verifies.
+            trees: Gives the topologies, see `Trees`.
+            num_nodes: int64 [B], how many nodes of its tree each request verifies.
             rows: integer [sum of num_nodes], the runner's logits indices.
             input_ids: integer [T], the scheduled tokens, placeholders not yet replaced.
 
         """
         cu_nodes = torch.from_numpy(np.concatenate(([0], num_nodes.cumsum()))).to(rows.device)
-        return cls.lay_out(tensors, num_nodes, cu_nodes, rows, input_ids)
+        return cls.lay_out(trees, num_nodes, cu_nodes, rows, input_ids)
 
     @classmethod
     def lay_out(
         cls,
-        tensors: TreeTensors,
+        trees: Trees,
         num_nodes: np.ndarray,
         cu_nodes: Tensor,
         rows: Tensor,
@@ -67,7 +72,7 @@ class TreeStep:
         nodes = torch.arange(width, device=rows.device)
         row_of_node = cu_nodes[:-1, None] + torch.minimum(nodes, counts[:, None] - 1)
         return cls(
-            tree=TreeBatch.from_static(tensors.prefix(width), counts),
+            tree=trees(width, counts),
             num_nodes=num_nodes,
             cu_nodes=cu_nodes,
             rows=rows,
@@ -84,6 +89,16 @@ class TreeStep:
     def has_trees(self) -> bool:
         """Whether any request has drafts to verify."""
         return self.tree.max_nodes > 1
+
+    @functools.cached_property
+    def branches(self) -> np.ndarray:
+        """Bool [B]: the request's nodes are no chain, so plain causal attention won't do.
+
+        Reads the trees on the host.
+        """
+        tree = self.tree
+        before = torch.arange(tree.max_nodes - 1, device=tree.parents.device)
+        return ((tree.parents[:, 1:] != before) & tree.valid[:, 1:]).any(1).numpy()
 
     @property
     def root_rows(self) -> Tensor:

@@ -47,6 +47,10 @@ class TreeTensors:
         """N, root included."""
         return self.parents.shape[0]
 
+    def batch(self, width: int, num_nodes: Tensor) -> TreeBatch:
+        """The first ``width`` nodes for every request; ``num_nodes`` [B] of them exist."""
+        return TreeBatch.from_static(self.prefix(width), num_nodes)
+
     def prefix(self, num_nodes: int) -> TreeTensors:
         """The first ``num_nodes`` nodes, as views; `max_depth` and the widths stay as bounds."""
         if num_nodes == self.num_nodes:
@@ -91,6 +95,18 @@ class TreeBatch:
             ancestor_bits=tensors.ancestor_bits.expand(batch, -1, -1),
             ancestors=tensors.ancestors.expand(batch, -1, -1),
             max_depth=tensors.max_depth,
+        )
+
+    def prefix(self, width: int) -> TreeBatch:
+        """The same trees padded to ``width`` nodes, at least what any of them has: views."""
+        if width == self.max_nodes:
+            return self
+        return replace(
+            self,
+            parents=self.parents[:, :width],
+            depths=self.depths[:, :width],
+            ancestor_bits=self.ancestor_bits[:, :width, : num_words(width)],
+            ancestors=self.ancestors[:, :width, :width],
         )
 
     def select(self, requests: Tensor) -> TreeBatch:

@@ -1,4 +1,7 @@
-"""vLLM's CPU attention backend with trees: rows that verify a tree take ours, all others vLLM's."""
+"""vLLM's CPU attention backend with trees: rows of trees that branch take ours, all others vLLM's.
+
+Chains are what vLLM's kernel is for, and it takes a third of the time.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,12 @@ from vllm_medusa.tree import TreeBatch
 
 @dataclass
 class TreeMetadata(CPUAttentionMetadata):
-    """vLLM's metadata of a step in which some request verifies a tree.
+    """vLLM's metadata of a step in which some request verifies a tree that branches.
 
     ``plain`` is vLLM's own metadata of the other requests, whose token rows are ``plain_rows``.
     """
 
-    tree: TreeBatch | None = None  # of the requests that verify one
+    tree: TreeBatch | None = None  # of those requests
     base: Tensor | None = None  # int64 [trees], context tokens before each root
     row_starts: Tensor | None = None  # int64 [trees], token row of each root
     plain: CPUAttentionMetadata | None = None
@@ -71,9 +74,9 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """Build vLLM's metadata; with a `step`, for its plain requests only."""
         step, common = self.step, common_attn_metadata
-        if step is None:
+        if step is None or not step.branches.any():
             return super().build(common_prefix_len, common, fast_build)
-        is_tree = step.num_nodes > 1
+        is_tree = step.branches
         starts = common.query_start_loc_cpu.numpy()
         plain, rows = None, None
         if not is_tree.all():

@@ -141,7 +141,7 @@ class _StaticTrees:
     @classmethod
     def of(cls, vllm_config: Any, spec: Any, num_heads: int, device: torch.device) -> _StaticTrees:
         """Make the buffers; the workspace is as large as the largest step of whole trees needs."""
-        tensors = TreeTensors.from_tree(EngineOptions.of(vllm_config).tree, device)
+        tensors = TreeTensors.from_tree(EngineOptions.of(vllm_config).static_tree, device)
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         shape = _Shape(
             num_heads, spec.num_kv_heads, spec.head_size, model.dtype, spec.dtype, device

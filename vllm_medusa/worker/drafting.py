@@ -10,8 +10,11 @@ from vllm.config import VllmConfig
 
 from vllm_medusa.heads import MedusaHeads, PackedHeads, load_heads
 from vllm_medusa.proposer.dispatch import propose, propose_sharded
+from vllm_medusa.proposer.dynamic import Proposal, grow, marginals, marginals_sharded
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.tree import TreeTensors
+from vllm_medusa.tree.dynamic import DynamicTree
+from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker import compat, sharding
 from vllm_medusa.worker.options import EngineOptions
 
@@ -35,12 +38,21 @@ class MedusaDrafter:
     """Named in the speculative config as the custom proposer class; vLLM instantiates it."""
 
     heads: MedusaHeads | PackedHeads
+    tree: TreeTensors  # if static
+    _sharpness: Tensor | None = None
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.options = EngineOptions.of(vllm_config)
         self.model_config = vllm_config.model_config
         self.device = torch.device(vllm_config.device_config.device)
-        self.tree = TreeTensors.from_tree(self.options.tree, self.device)
+        tree = self.options.tree
+        self.pool: Pool | None = None  # None: one static tree for all
+        if isinstance(tree, DynamicTree):
+            self.pool = Pool.from_tree(tree.pool, self.device)
+            if tree.sharpness is not None:
+                self._sharpness = torch.tensor(tree.sharpness, device=self.device)
+        else:
+            self.tree = TreeTensors.from_tree(tree, self.device)
         self._target: Any = None
         self._shard: VocabShard | None = None  # None: this rank ranks the whole vocabulary
 
@@ -67,11 +79,12 @@ class MedusaDrafter:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
         self.heads = arranged(heads, self.device, rows)
         compat.logger.info(
-            "Loaded %d of %d Medusa heads (format %s); the tree has %d draft nodes.",
+            "Loaded %d of %d Medusa heads (format %s); %s tree has %d draft nodes.",
             heads.num_heads,
             info.num_heads,
             info.format,
-            self.tree.num_nodes - 1,
+            "the" if self.pool is None else "a request's dynamic",
+            self.options.tree.num_draft_tokens,
         )
 
     def buffers_for_sleep(self) -> nn.Module:
@@ -98,15 +111,40 @@ class MedusaDrafter:
             int64 [B, N - 1] token ids in node order, the root left out.
 
         """
-        x = self.heads(hidden_states)  # [B, K, H]
-        mapped = self.heads.token_map
+        logits, mapped = self._logits(hidden_states), self.heads.token_map
         if self._shard is None:
-            logits = self.heads.compute_logits(x, self._target.compute_logits)  # [B, K, V_draft]
             return propose(logits, self.tree, mapped)[:, 1:]
-        local = getattr(self._target, "compute_logits_local", None)
-        logits = self.heads.compute_logits(x, local)  # [B, K, V_shard]
         tokens = propose_sharded(logits, self.tree, self._shard, sharding.all_gather, mapped)
         return tokens[:, 1:]
+
+    @torch.inference_mode()
+    def grow(self, hidden_states: Tensor, num_nodes: int, max_depth: Tensor) -> Proposal:
+        """Draft a tree of its own for each request, the same on every rank.
+
+        Args:
+            hidden_states: [B, hidden_size], as for `propose`.
+            num_nodes: Nodes of each tree, root included.
+            max_depth: int64 [B], the deepest node that each request has a use for.
+
+        """
+        pool, logits, mapped = self.pool, self._logits(hidden_states), self.heads.token_map
+        assert pool is not None
+        depth = pool.tensors.max_depth
+        if self._shard is None:
+            choices = marginals(logits, depth, pool.width, self._sharpness, mapped)
+        else:
+            choices = marginals_sharded(
+                logits, depth, pool.width, self._shard, sharding.all_gather, self._sharpness, mapped
+            )
+        return grow(choices, pool, num_nodes, max_depth)
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        """[B, H] -> [B, K, V_draft], or this rank's part of the vocabulary."""
+        whole = self._shard is None
+        name = "compute_logits" if whole else "compute_logits_local"
+        return self.heads.compute_logits(
+            self.heads(hidden_states), getattr(self._target, name, None)
+        )
 
     def _shard_of(self, heads: MedusaHeads) -> VocabShard | None:
         if not heads.shared_lm_head:

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, TreeConfig
 from vllm_medusa.heads import HeadsInfo, match_target, peek_heads
 from vllm_medusa.plugin import version_problem
-from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree import MAX_NODES, TokenTree
+from vllm_medusa.tree.dynamic import DynamicTree, widest_pool
 from vllm_medusa.worker import compat
 
 KEY = "medusa"
@@ -28,6 +29,8 @@ DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
 V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
+SCHEDULER = "vllm_medusa.worker.scheduler.TreeScheduler"
+MOST_DRAFTS = 63  # of a request whose budget follows from measurements
 _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the target's weights
 
 
@@ -37,8 +40,14 @@ class EngineOptions:
 
     heads: str  # a local path
     revision: str | None
-    tree: TokenTree
+    tree: TokenTree | DynamicTree
     acceptance: AcceptanceConfig
+    budget: Literal["auto"] | int | dict[str, int] | None = None  # None: a static tree
+
+    @property
+    def max_rows(self) -> int | None:
+        """Tokens of a step beyond which no drafts are added."""
+        return self.budget["max_rows"] if isinstance(self.budget, dict) else None
 
     @classmethod
     def of(cls, vllm_config: Any) -> EngineOptions:
@@ -47,18 +56,32 @@ class EngineOptions:
         return cls(
             heads=plain["heads"],
             revision=plain["revision"],
-            tree=TokenTree.from_paths(plain["tree"]),
+            tree=_tree_of(plain["tree"]),
             acceptance=AcceptanceConfig(**plain["acceptance"]),
+            budget=plain["budget"],
         )
+
+    @property
+    def static_tree(self) -> TokenTree:
+        """The tree of engines that have one for all; V2 has no others yet."""
+        assert isinstance(self.tree, TokenTree)
+        return self.tree
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; `of` reads it back."""
         return {
             "heads": self.heads,
             "revision": self.revision,
-            "tree": self.tree.to_lists(),
+            "tree": (
+                self.tree.to_lists() if isinstance(self.tree, TokenTree) else self.tree.to_dict()
+            ),
             "acceptance": self.acceptance.model_dump(mode="json"),
+            "budget": self.budget,
         }
+
+
+def _tree_of(plain: Any) -> TokenTree | DynamicTree:
+    return DynamicTree.from_dict(plain) if isinstance(plain, dict) else TokenTree.from_paths(plain)
 
 
 def is_medusa(speculative_config: Any) -> bool:
@@ -91,6 +114,11 @@ def prepare(
     if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it too, without a remedy
         raise MedusaConfigError(ASYNC_ON_V1)
     config = MedusaConfig.from_speculative_config(_merged(engine_args))
+    if config.budget is not None and on_v2:
+        raise MedusaConfigError(
+            f'"budget" is {config.budget!r}: dynamic trees run on vLLM\'s V1 model runner only so '
+            'far. Set VLLM_USE_V2_MODEL_RUNNER=0, or name a static "tree" instead.'
+        )
     options = resolve(config, model_config)
     if compat.on_cuda():
         choose_triton_attention(engine_args)
@@ -101,6 +129,8 @@ def prepare(
         **(engine_args.additional_config or {}),
         KEY: options.to_dict(),
     }
+    if options.budget is not None:
+        _choose_scheduler(engine_args)
     acceptance = options.acceptance.model_dump(mode="json")  # for the front end
     if on_v2:
         from vllm_medusa.worker.v2.config import tree_speculative_config
@@ -136,6 +166,14 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
     info = peek_heads(source, revision=config.revision)
     _check_fit(info, source, model_config)
     _compare_targets(info, source, model_config)
+    if config.budget is not None:
+        return EngineOptions(
+            heads=_absolute(source),
+            revision=config.revision,
+            tree=_dynamic(config, info, model_config),
+            acceptance=config.acceptance,
+            budget=config.budget,
+        )
     tree = TreeConfig.resolve(
         config.tree,
         heads_default=info.tree,
@@ -144,6 +182,16 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
         max_draft_tokens=config.num_speculative_tokens,
     )
     return EngineOptions(_absolute(source), config.revision, tree, config.acceptance)
+
+
+def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> DynamicTree:
+    """The dynamic trees that the user and the heads make."""
+    most = config.num_speculative_tokens or MOST_DRAFTS
+    if isinstance(config.budget, int):
+        most = min(config.num_speculative_tokens or MAX_NODES - 1, config.budget)
+    vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
+    pool = widest_pool(info.num_heads, vocab_size)
+    return DynamicTree(pool, min(most + 1, pool.num_nodes), info.sharpness)
 
 
 def _merged(engine_args: Any) -> dict[str, Any]:
@@ -208,6 +256,18 @@ def _choose_worker(parallel_config: Any, ours: str) -> None:
         raise MedusaConfigError(
             f"worker_cls is {parallel_config.worker_cls!r}, which can not verify trees. Leave "
             f"worker_cls out, or derive your worker from {ours}."
+        )
+
+
+def _choose_scheduler(engine_args: Any) -> None:
+    """Run our scheduler, unless the user named one; theirs must then derive from ours."""
+    if engine_args.scheduler_cls is None:
+        engine_args.scheduler_cls = SCHEDULER
+    elif not compat.derives_from(engine_args.scheduler_cls, SCHEDULER):
+        raise MedusaConfigError(
+            f"scheduler_cls is {engine_args.scheduler_cls!r}, which has no budget for dynamic "
+            f"trees. Leave scheduler_cls out, derive yours from {SCHEDULER}, or name a static "
+            '"tree".'
         )
 
 

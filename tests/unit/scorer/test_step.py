@@ -25,7 +25,7 @@ def build(shape: list[tuple[int, int]]) -> tuple[TreeStep, list[list[int]], torc
         row += nodes
     ids = torch.randint(-1, 50, (row,), generator=torch.Generator().manual_seed(row))
     step = TreeStep.build(
-        TreeTensors.from_tree(TREE),
+        TreeTensors.from_tree(TREE).batch,
         np.array([nodes for _, nodes in shape], dtype=np.int64),
         torch.tensor([r for rows in rows_of for r in rows], dtype=torch.int32),
         ids.to(torch.int32),

@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.tree import TreeBatch
 from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import follows_grammar
+from vllm_medusa.worker.scheduler import TreeDrafts
 from vllm_medusa.worker.v1.requests import TypicalRequests
+from vllm_medusa.worker.v1.topologies import Topologies
 from vllm_medusa.worker.v1.verification import TreeVerifier
 from vllm_medusa.worker.weights import heads_left_out
 
@@ -36,13 +39,17 @@ class MedusaModelRunner(CPUModelRunner):
         super().__init__(vllm_config, device)
         self._options = EngineOptions.of(vllm_config)
         self._verifier = TreeVerifier(self.sampler)
-        self._step: TreeStep | None = None
+        self._topologies: Topologies | None = None  # None: one static tree
+        self._survival: dict[str, list[float]] = {}  # of the drafts on their way to the scheduler
+        self._step: TreeStep | None = None  # None: no request has drafts, as in plain vLLM
         self._verdict: Verdict | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target, then the heads (vLLM does both); heads in its checkpoint are no part."""
         with heads_left_out():
             super().load_model(*args, **kwargs)
+        pool = self.drafter.pool
+        self._topologies = None if pool is None else Topologies(pool)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Make sure that every layer's attention is the one with trees."""
@@ -52,25 +59,22 @@ class MedusaModelRunner(CPUModelRunner):
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         logits_indices, spec_metadata, _ = prepared
+        self._step = None
+        if not any(spec_metadata.num_draft_tokens):
+            return prepared
         num_nodes = np.asarray(spec_metadata.num_draft_tokens, dtype=np.int64) + 1
-        step = TreeStep.build(self.drafter.tree, num_nodes, logits_indices, self.input_ids.gpu)
-        if step.has_trees:  # slots stay where vLLM put them; RoPE goes by depth
-            base = self.seq_lens[: step.batch_size] - step.tree.num_nodes
-            write_node_positions(
-                self.positions,
-                base,
-                step.tree.depths,
-                step.cu_nodes,
-                len(step.rows),
-                step.root_rows,
-            )
+        step = TreeStep.build(self._trees, num_nodes, logits_indices, self.input_ids.gpu)
+        base = self.seq_lens[: step.batch_size] - step.tree.num_nodes
+        write_node_positions(  # slots stay where vLLM put them; RoPE goes by depth
+            self.positions, base, step.tree.depths, step.cu_nodes, len(step.rows), step.root_rows
+        )
         self._step = step
         return prepared
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
         slot_mappings = kwargs.get("slot_mappings")
-        if step is None or not step.has_trees or slot_mappings is None:
+        if step is None or slot_mappings is None:
             return super()._build_attention_metadata(*args, **kwargs)
         step.slot_mappings = slot_mappings
         builders = [group.get_metadata_builder() for groups in self.attn_groups for group in groups]
@@ -84,18 +88,12 @@ class MedusaModelRunner(CPUModelRunner):
                 builder.step = None
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
-        step = self._step
-        assert step is not None and logits is not None
-        verdict, output = self._verifier(
-            logits,
-            step,
-            self.input_batch.sampling_metadata,
-            self._typical_requests(),
-            self._discarded(),
-        )
-        if step.has_trees:
-            self._compact(step, verdict)
-        self._verdict = verdict
+        step, metadata = self._step, self.input_batch.sampling_metadata
+        assert logits is not None
+        typical = None if step is None else self._typical_requests()
+        self._verdict, output = self._verifier(logits, step, metadata, typical, self._discarded())
+        if step is not None and self._verdict is not None:
+            self._compact(step, self._verdict)
         return output
 
     def propose_draft_token_ids(
@@ -114,16 +112,70 @@ class MedusaModelRunner(CPUModelRunner):
         """
         step, verdict = self._step, self._verdict
         self._step = self._verdict = None
-        assert step is not None and verdict is not None
-        rows = step.cu_nodes[:-1] + verdict.path.last_node
-        drafts = self.drafter.propose(sample_hidden_states[rows]).tolist()
+        hidden = sample_hidden_states  # [B, H] without trees
+        if step is not None and verdict is not None:
+            hidden = hidden[step.cu_nodes[:-1] + verdict.path.last_node]
         limit = scheduler_output.num_spec_tokens_to_schedule
+        if self._topologies is not None:
+            return self._grow(hidden, sampled_token_ids, limit)
+        drafts = self.drafter.propose(hidden).tolist()
         return [
             draft[:limit] if tokens and not follows_grammar(self._params(req_id)) else []
             for draft, tokens, req_id in zip(
                 drafts, sampled_token_ids, self.input_batch.req_ids, strict=True
             )
         ]
+
+    def _grow(self, hidden_states: Tensor, sampled_token_ids: Any, limit: int) -> list[list[int]]:
+        """Dynamic trees of at most ``limit`` drafts, for the requests that have a use for them."""
+        topologies, req_ids = self._topologies, self.input_batch.req_ids
+        assert topologies is not None
+        drafts: list[list[int]] = [[] for _ in req_ids]
+        self._survival = {}
+        useful = [
+            self._useful_depth(req_id) if t else 0
+            for req_id, t in zip(req_ids, sampled_token_ids, strict=True)
+        ]
+        chosen = [index for index, depth in enumerate(useful) if depth > 0]
+        if limit < 1 or not chosen:
+            return drafts
+        max_depth = torch.tensor([useful[index] for index in chosen])
+        width = min(limit + 1, topologies.pool.num_nodes)
+        proposal = self.drafter.grow(hidden_states[chosen], width, max_depth)
+        names = [req_ids[index] for index in chosen]
+        topologies.keep(names, proposal.order, self.requests)
+        counts = proposal.num_nodes.tolist()
+        tokens, survival = proposal.token_ids.tolist(), proposal.log_survival.exp().tolist()
+        for row, (index, count) in enumerate(zip(chosen, counts, strict=True)):
+            drafts[index] = tokens[row][1:count]
+            self._survival[req_ids[index]] = survival[row][1:count]
+        return drafts
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The drafts for the scheduler; dynamic ones with their survivals."""
+        drafts = super().take_draft_token_ids()
+        if drafts is None or self._topologies is None:
+            return drafts
+        survival = [self._survival.get(req_id, []) for req_id in drafts.req_ids]
+        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival)
+
+    def _useful_depth(self, req_id: str) -> int:
+        """How deep a node can be and still give a token that the request keeps; 0: no drafts."""
+        request = self.requests[req_id]
+        params = request.sampling_params
+        if params is None or follows_grammar(params):
+            return 0
+        length = request.num_prompt_tokens + len(request.output_token_ids)
+        left = self.max_model_len - length
+        if params.max_tokens is not None:
+            left = min(left, params.max_tokens - len(request.output_token_ids))
+        return left - 1  # the step's last token needs no node
+
+    def _trees(self, width: int, num_nodes: Tensor) -> TreeBatch:
+        """The topologies that the step verifies."""
+        if self._topologies is None:
+            return self.drafter.tree.batch(width, num_nodes)
+        return self._topologies.trees(self.input_batch.req_ids, width, num_nodes)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """The heads take no positions; the scheduler cuts drafts at max_model_len by request."""

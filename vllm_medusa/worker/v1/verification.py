@@ -33,16 +33,16 @@ class TreeVerifier:
     def __call__(
         self,
         logits: Tensor,
-        step: TreeStep,
+        step: TreeStep | None,
         metadata: SamplingMetadata,
         typical: TypicalRequests | None,
         discarded: list[int],
-    ) -> tuple[Verdict, SamplerOutput]:
+    ) -> tuple[Verdict | None, SamplerOutput]:
         """Decide every request's path and tokens.
 
         Args:
             logits: [sum of num_nodes, V], the target's logits at every node; left as they are.
-            step: The trees.
+            step: The trees; None: none, which is plain sampling and has no verdict.
             metadata: vLLM's sampling metadata of the B requests.
             typical: The requests that accept by the typical rule, or None.
             discarded: Requests whose token vLLM throws away (unfinished prefills); they draw
@@ -53,20 +53,14 @@ class TreeVerifier:
             logprobs of [B * columns] rows if any request wants them.
 
         """
-        if not step.has_trees:
-            return self._plain(logits, step, metadata, discarded)
+        if step is None:
+            return None, self.sampler(
+                logits=logits, sampling_metadata=_without(metadata, discarded)
+            )
         if typical is None and _is_plain_greedy(metadata):
             argmax = Sampler.greedy_sample(logits.to(torch.float32))[step.row_of_node]
             return _finish(greedy_verdict(step.tree, step.token_ids, argmax), None)
         return self._walk(logits, step, metadata, typical, discarded)
-
-    def _plain(
-        self, logits: Tensor, step: TreeStep, metadata: SamplingMetadata, discarded: list[int]
-    ) -> tuple[Verdict, SamplerOutput]:
-        output = self.sampler(logits=logits, sampling_metadata=_without(metadata, discarded))
-        tokens = output.sampled_token_ids.to(torch.int64)
-        verdict = lossless_walk(step.tree, step.token_ids, lambda *_: tokens.squeeze(1))
-        return verdict, output
 
     def _walk(
         self,

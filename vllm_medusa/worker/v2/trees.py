@@ -24,7 +24,7 @@ class Trees:
         scheduler, options = vllm_config.scheduler_config, EngineOptions.of(vllm_config)
         self.tensors = tensors
         self.requests = RequestOptions(scheduler.max_num_seqs, options.acceptance, device)
-        self.chains = PathChains.of(options.tree)
+        self.chains = PathChains.of(options.static_tree)
         # int64 [most tokens of a step]; one place for good: CUDA graphs read it there
         self.buffer = torch.zeros(
             scheduler.max_num_batched_tokens, dtype=torch.int64, device=device
@@ -37,7 +37,7 @@ class Trees:
         self.step = self.verdict = None
         if batch.num_draft_tokens:
             self.step = TreeStep.lay_out(
-                self.tensors,
+                self.tensors.batch,
                 np.diff(batch.cu_num_logits_np).astype(np.int64),
                 batch.cu_num_logits,
                 batch.logits_indices,

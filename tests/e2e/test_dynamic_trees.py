@@ -1,0 +1,229 @@
+"""Dynamic trees: another topology for every request and step, the same tokens as plain vLLM.
+
+decode.py takes the same trees, so acceptance is compared step by step; random topologies are put
+in the place of the best ones to reach shapes that no head would choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.demo import HEADS as HEADS_OF_DEMO
+from support.demo import TARGET, demo_prompts
+from support.engines import complete, engine, greedy, metric, random_prompts
+from support.models import VOCAB
+from support.planted import planted
+from support.reference import Reference, differing, plain_greedy
+from support.spies import assert_told, mean_accepted, recorded_steps, tree_rows
+from transformers import AutoModelForCausalLM
+from vllm import LLM
+
+from vllm_medusa.decode import decode
+from vllm_medusa.heads import load_heads
+from vllm_medusa.tree.dynamic import DynamicTree
+from vllm_medusa.tree.pool import Pool
+from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.v1.topologies import Topologies
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 40
+LENGTHS = (48, 7, 3, 1, 33)  # of the outputs, in turn: the last drafts of each are cut by depth
+Patch = pytest.MonkeyPatch
+
+
+def dynamic(heads: str, budget: int) -> dict[str, Any]:
+    return {"method": "medusa", "model": heads, "budget": budget}
+
+
+@pytest.fixture(scope="module")
+def reference(chaotic_llama: str) -> Reference:
+    with engine(chaotic_llama) as llm:
+        return plain_greedy(llm, random_prompts(24, VOCAB, shortest=8, longest=120), TOKENS)
+
+
+@pytest.fixture(scope="module")
+def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    """32 blocks of 32: some requests are preempted and start again."""
+    config = dynamic(random_heads, 20)
+    with engine(chaotic_llama, config, block_size=32, num_gpu_blocks_override=48) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("budget", [2, 7, 31])
+def test_accepts_what_the_oracle_accepts(budget: int) -> None:
+    """Trained heads on real prompts, in fp32."""
+    prompts = demo_prompts(0, 10)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    lengths = [LENGTHS[index % len(LENGTHS)] for index in range(len(prompts))]
+    with (
+        engine(TARGET, dynamic(HEADS_OF_DEMO, budget)) as llm,
+        recorded_steps() as steps,
+    ):
+        tree = EngineOptions.of(llm.llm_engine.vllm_config).tree
+        assert isinstance(tree, DynamicTree) and tree.num_draft_tokens == budget
+        got = complete(llm, prompts, [greedy(length) for length in lengths])
+    heads, _ = load_heads(
+        HEADS_OF_DEMO,
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        dtype=torch.float32,
+    )
+    assert_told(steps, prompts, got)
+    shapes = set()
+    for prompt, length, completion in zip(prompts, lengths, got, strict=True):
+        expected = decode(model, heads, tree, torch.tensor(prompt), length)
+        assert list(completion.token_ids) == expected.token_ids
+        assert list(completion.accepted) == expected.accepted_per_step
+        shapes |= set(completion.drafted)
+    assert budget in shapes and (budget < 31 or 10 in shapes)  # 10 nodes of depth 1
+    assert mean_accepted(steps) > 0.3
+
+
+def random_topologies(patch: Patch) -> set[tuple[int, ...]]:
+    """Any parents-first part of the pool, another for every request and step; returns them all."""
+    generator = torch.Generator().manual_seed(0)
+    seen: set[tuple[int, ...]] = set()
+
+    def best(pool: Pool, survival: torch.Tensor, num_nodes: int) -> torch.Tensor:
+        place, parents = torch.rand(survival.shape, generator=generator), pool.tensors.parents
+        for node in range(1, pool.num_nodes):  # no node before its parent
+            place[:, node] = torch.maximum(place[:, node], place[:, parents[node]])
+        place[:, 0] = -1
+        order = place.masked_fill(survival.isinf(), 2.0).sort(dim=-1, stable=True).indices
+        seen.update(map(tuple, order[:, :num_nodes].tolist()))
+        return order[:, :num_nodes]
+
+    patch.setattr(Pool, "best", best)
+    return seen
+
+
+def run(llm: LLM, reference: Reference) -> float:
+    """Plant the future on the trees: the tokens must be plain vLLM's; returns what is accepted."""
+    with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
+        got = complete(llm, reference.prompts, greedy(TOKENS))
+    assert differing(reference.completions, got) == []
+    return mean_accepted(steps)
+
+
+def test_random_topologies(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
+    topologies = random_topologies(monkeypatch)
+    before = metric(llm, "num_preemptions")
+    assert run(llm, reference) > 1
+    assert metric(llm, "num_preemptions") > before
+    assert len(topologies) > 5 * len(reference.prompts)
+
+
+def of_the_neighbour(patch: Patch) -> None:
+    """A request is verified by the topology of another."""
+    trees = Topologies.trees
+
+    def wrong(self: Topologies, req_ids: Any, width: int, num_nodes: torch.Tensor) -> Any:
+        drafted = [name for name, n in zip(req_ids, num_nodes.tolist(), strict=True) if n > 1]
+        after = dict(zip(drafted, drafted[1:] + drafted[:1], strict=True))
+        return trees(self, [after.get(name, name) for name in req_ids], width, num_nodes)
+
+    patch.setattr(Topologies, "trees", wrong)
+
+
+def of_an_earlier_step(patch: Patch) -> None:
+    """Topologies are kept once and never renewed; drafts are laid out by the new ones."""
+    first: dict[str, np.ndarray] = {}
+    trees, nodes = Topologies.trees, Topologies.nodes
+
+    def wrong(self: Topologies, *args: Any) -> Any:
+        for name, order in self._orders.items():
+            first.setdefault(name, order)
+        patch.setattr(Topologies, "nodes", lambda self, name, n: first[name][:n])
+        try:
+            return trees(self, *args)
+        finally:
+            patch.setattr(Topologies, "nodes", nodes)
+
+    patch.setattr(Topologies, "trees", wrong)
+
+
+def off_by_one(patch: Patch) -> None:
+    """The order starts one node late."""
+    nodes = Topologies.nodes
+    trees = Topologies.trees
+
+    def wrong(self: Topologies, *args: Any) -> Any:
+        late = lambda self, name, n: np.append(0, np.roll(nodes(self, name, n)[1:], -1))  # noqa: E731
+        patch.setattr(Topologies, "nodes", late)
+        try:
+            return trees(self, *args)
+        finally:
+            patch.setattr(Topologies, "nodes", nodes)
+
+    patch.setattr(Topologies, "trees", wrong)
+
+
+CONTROLS = [of_the_neighbour, of_an_earlier_step, off_by_one]
+
+
+@pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
+def test_a_wrong_topology_costs_acceptance(
+    llm: LLM, reference: Reference, monkeypatch: Patch, control: Callable[[Patch], None]
+) -> None:
+    """Never equality: attention, positions and the walk still go by one and the same tree."""
+    random_topologies(monkeypatch)
+    right = run(llm, reference)
+    control(monkeypatch)
+    assert run(llm, reference) < 0.7 * right
+
+
+def chosen(llm: LLM) -> Any:
+    """What the scheduler decides by."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.budget
+
+
+@pytest.fixture(scope="module")
+def automatic(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    """Few rows a step, so that drafts could keep requests and prefills waiting."""
+    config = {"method": "medusa", "model": random_heads, "budget": "auto"}
+    with engine(
+        chaotic_llama, config, block_size=32, num_gpu_blocks_override=48,
+        max_num_batched_tokens=64, max_num_seqs=16,
+    ) as llm:  # fmt: skip
+        yield llm
+
+
+def fickle(patch: Patch, llm: LLM) -> list[int]:
+    """Budgets that change with every step: nothing, all there is room for, something between."""
+    generator, taken = np.random.default_rng(0), []
+
+    def choose(gain: np.ndarray, requests: int, free_rows: int) -> int:
+        taken.append(int(generator.integers(0, min(len(gain) - 1, free_rows) + 1)))
+        return taken[-1]
+
+    patch.setattr(chosen(llm), "choose", choose)
+    patch.setattr(chosen(llm), "draft_next", lambda *_: bool(generator.random() < 0.8))
+    return taken
+
+
+def test_budgets_that_change_with_every_step(
+    automatic: LLM, reference: Reference, monkeypatch: Patch
+) -> None:
+    """No running request and no prefill has to wait for a row because others draft."""
+    random_topologies(monkeypatch)
+    taken = fickle(monkeypatch, automatic)
+    with recorded_steps() as steps:
+        assert run(automatic, reference) > 0.3
+    assert 0 in taken and len(set(taken)) > 10
+    assert {2, 5, 9} < {row.num_nodes for row in tree_rows(steps)}
+    assert any(not row.is_tree for step in steps for row in step if not row.is_prefill)
+
+
+def test_automatic_budgets(automatic: LLM, reference: Reference) -> None:
+    """Whatever it decides, tokens are plain vLLM's, and it learns from what it sees."""
+    budget = chosen(automatic)
+    before = budget.cost.steps
+    got = complete(automatic, reference.prompts, greedy(TOKENS))
+    assert differing(reference.completions, got) == []
+    assert budget.cost.steps > before + TOKENS
+    assert float(budget.cost.ms(4, 4, False)) > 0

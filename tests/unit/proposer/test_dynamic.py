@@ -1,0 +1,101 @@
+"""Dynamic proposals: confidences are the heads' own, alike on all ranks, tokens at their nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_medusa.proposer import stable_topk
+from vllm_medusa.proposer.dynamic import grow, marginals, marginals_sharded
+from vllm_medusa.proposer.sharded import VocabShard
+from vllm_medusa.tree.dynamic import widest_pool
+from vllm_medusa.tree.pool import Pool
+
+BATCH, HEADS, VOCAB = 3, 4, 331
+POOL = Pool.from_tree(widest_pool(HEADS, VOCAB, num_nodes=60))
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def logits(request: pytest.FixtureRequest) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(BATCH, HEADS + 1, VOCAB, generator=generator) * 4
+    values[0, 1, :40] = values[0, 1].max()  # ties across shards
+    return values.to(request.param)
+
+
+@pytest.mark.parametrize("sharpness", [None, (0.5, 1.0, 2.0, 1.5)])
+def test_confidence_is_the_probability(
+    logits: torch.Tensor, sharpness: tuple[float, ...] | None
+) -> None:
+    factors = None if sharpness is None else torch.tensor(sharpness)
+    got = marginals(logits, HEADS, 7, factors)
+    scaled = logits[:, :HEADS].double() * (1 if factors is None else factors[:, None].double())
+    expected = scaled.log_softmax(-1).gather(-1, got.token_ids)
+    assert torch.equal(got.token_ids, stable_topk(logits[:, :HEADS], 7))
+    torch.testing.assert_close(got.log_confidence.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_ranks_agree_with_the_whole(logits: torch.Tensor, ranks: int) -> None:
+    width, parts = -(-VOCAB // ranks), []
+    shards = [VocabShard.of_rank(rank, width, VOCAB) for rank in range(ranks)]
+    columns = [
+        torch.nn.functional.pad(
+            logits[..., s.first_id : s.first_id + s.num_ids], (0, width - s.num_ids), value=99.0
+        )
+        for s in shards
+    ]
+    for shard, own in zip(shards, columns, strict=True):  # what each would send
+        marginals_sharded(own, HEADS, 7, shard, lambda keys: (parts.append(keys), keys[None])[1])
+    factors = torch.tensor([1.0, 0.7, 1.3, 1.0])
+    sent: list[torch.Tensor] = []
+    for shard, own in zip(shards, columns, strict=True):
+        marginals_sharded(
+            own, HEADS, 7, shard, lambda keys: (sent.append(keys), keys[None])[1], factors
+        )
+    results = [
+        marginals_sharded(own, HEADS, 7, shard, lambda _: torch.stack(sent), factors)
+        for shard, own in zip(shards, columns, strict=True)
+    ]
+    whole = marginals(logits, HEADS, 7, factors)
+    for result in results:
+        assert torch.equal(result.token_ids, whole.token_ids)
+        assert torch.equal(result.log_confidence, results[0].log_confidence)  # bit by bit
+        torch.testing.assert_close(result.log_confidence, whole.log_confidence)
+
+
+def test_tokens_stand_at_their_nodes(logits: torch.Tensor) -> None:
+    token_map = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
+    choices = marginals(logits, HEADS, POOL.width, token_map=token_map)
+    proposal = grow(choices, POOL, 20, torch.tensor([9, 9, 9]))
+    assert proposal.num_nodes.tolist() == [20, 20, 20]
+    tensors = POOL.tensors
+    for row in range(BATCH):
+        for column, node in enumerate(proposal.order[row].tolist()):
+            if node:
+                depth, rank = int(tensors.depths[node]), int(tensors.ranks[node])
+                best = stable_topk(logits[row, depth - 1], rank + 1)[rank]
+                assert proposal.token_ids[row, column] == token_map[best]
+    assert (proposal.log_survival.diff(dim=1) <= 0).all() and not proposal.token_ids[:, 0].any()
+
+
+def test_nothing_deeper_than_is_of_use(logits: torch.Tensor) -> None:
+    choices = marginals(logits, HEADS, POOL.width)
+    proposal = grow(choices, POOL, 60, torch.tensor([0, 1, 4]))
+    trees = POOL.trees(proposal.order, proposal.num_nodes)
+    counts = proposal.num_nodes.tolist()
+    assert counts[0] == 1 and 1 < counts[1] < 60 and counts[2] == 60
+    for row, depth in enumerate((0, 1, 4)):
+        assert int(trees.depths[row, : counts[row]].max()) == depth
+
+
+def test_logits_that_are_not_numbers_break_nothing(logits: torch.Tensor) -> None:
+    logits[1] = float("nan")
+    logits[2, :, 5] = float("inf")
+    choices = marginals(logits, HEADS, POOL.width)
+    proposal = grow(choices, POOL, 12, torch.tensor([4, 4, 4]))
+    assert not choices.log_confidence.isnan().any() and proposal.num_nodes.min() >= 1
+    assert torch.equal(
+        POOL.trees(proposal.order, proposal.num_nodes).parents[0],
+        POOL.trees(proposal.order[:1], proposal.num_nodes[:1]).parents[0],
+    )

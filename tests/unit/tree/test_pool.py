@@ -1,0 +1,113 @@
+"""Dynamic trees: the best nodes of the pool are a tree, and the tensors say which."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_medusa.tree import MAX_NODES, TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree.dynamic import DynamicTree, widest_pool
+from vllm_medusa.tree.pool import Pool
+
+TREE = widest_pool(num_heads=4, num_ranks=6, num_nodes=80)
+POOL = Pool.from_tree(TREE)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def confidences(seed: int, batch: int = 3) -> torch.Tensor:
+    """Log-confidences [B, D, width] with many ties, some of them certain, some impossible."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(0, 5, (batch, TREE.max_depth, POOL.width), generator=generator)
+    values = torch.tensor([0.0, -0.1, -0.1 - 1e-7, -2.0, -float("inf")])
+    return values[steps]
+
+
+def best_first(log_confidence: torch.Tensor, num_nodes: int) -> list[int]:
+    """The definition, with a heap: the best reachable node, ties to the lower index."""
+    survival = {0: torch.tensor(0.0)}
+    queue, taken = [(0.0, 0)], []
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(TREE.parents[1:], start=1):
+        children.setdefault(parent, []).append(node)
+    while queue and len(taken) < num_nodes:
+        _, node = heapq.heappop(queue)
+        taken.append(node)
+        for child in children.get(node, []):
+            term = log_confidence[TREE.depths[child] - 1, TREE.ranks[child]]
+            survival[child] = survival[node] + term
+            heapq.heappush(queue, (-float(survival[child]), child))
+    return taken
+
+
+@given(seeds, st.integers(1, 80))
+@settings(deadline=None, max_examples=60)
+def test_the_best_nodes_are_a_tree_best_first(seed: int, num_nodes: int) -> None:
+    log_confidence = confidences(seed)
+    survival = POOL.survival(log_confidence)
+    order = POOL.best(survival, num_nodes)
+    for row, nodes in enumerate(order.tolist()):
+        assert nodes == best_first(log_confidence[row], num_nodes)
+        TokenTree(tuple(TREE.paths[node - 1] for node in nodes[1:]))  # parents first, no orphan
+    assert (survival.gather(1, order).diff(dim=1) <= 0).logical_not().sum() == (
+        survival.gather(1, order).diff(dim=1).isnan().sum()  # -inf beside -inf
+    )
+
+
+@given(seeds, st.lists(st.integers(1, 40), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=60)
+def test_trees_are_what_their_paths_say(seed: int, sizes: list[int]) -> None:
+    """Every request's tensors equal those of a static tree of the same paths."""
+    order = POOL.best(POOL.survival(confidences(seed, len(sizes))), max(sizes))
+    batch = POOL.trees(order, torch.tensor(sizes))
+    for row, size in enumerate(sizes):
+        paths = tuple(TREE.paths[node - 1] for node in order[row, 1:size].tolist())
+        expected = TreeTensors.from_tree(TokenTree(paths)).batch(size, torch.tensor([size]))
+        got = batch.select(torch.tensor([row])).prefix(size)
+        for name in ("num_nodes", "parents", "depths", "ancestor_bits", "ancestors"):
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+def test_padding_may_be_any_node() -> None:
+    """A request without drafts beside others has no order of its own."""
+    order = torch.tensor([[0, 1, 3], [0, 0, 0]])
+    batch = POOL.trees(order, torch.tensor([3, 1]))
+    other = POOL.trees(order.where(batch.valid, 7), torch.tensor([3, 1]))
+    for name in ("parents", "depths", "ancestors"):
+        assert torch.equal(getattr(batch, name)[0], getattr(other, name)[0])
+        assert torch.equal(getattr(batch, name)[1, :1], getattr(other, name)[1, :1])
+    assert not batch.valid[1, 1:].any()
+
+
+def test_a_prefix_of_a_batch_is_the_batch_of_prefixes() -> None:
+    order = POOL.best(POOL.survival(confidences(1)), 70)
+    small = POOL.trees(order[:, :9], torch.tensor([9, 4, 1]))
+    cut: TreeBatch = POOL.trees(order, torch.tensor([9, 4, 1])).prefix(9)
+    for name in ("num_nodes", "parents", "depths", "ancestor_bits", "ancestors"):
+        got, expected = getattr(cut, name), getattr(small, name)
+        exists = small.valid.reshape(3, 9, *[1] * (got.ndim - 2)) if got.ndim > 1 else torch.ones(3)
+        assert torch.equal(got * exists.to(got.dtype), expected * exists.to(got.dtype)), name
+
+
+@pytest.mark.parametrize(("num_heads", "num_ranks"), [(1, 1), (1, 50), (2, 3), (5, 10)])
+def test_the_widest_pool(num_heads: int, num_ranks: int) -> None:
+    tree = widest_pool(num_heads, num_ranks)
+    assert tree.max_depth == num_heads and tree.num_nodes <= MAX_NODES
+    assert max(tree.head_widths) == min(num_ranks, 10)
+    if num_heads == 2:  # nothing is left out that has room
+        every = itertools.chain.from_iterable(
+            itertools.product(range(num_ranks), repeat=depth) for depth in (1, 2)
+        )
+        assert set(tree.paths) == set(every)
+
+
+def test_the_pool_follows_accuracies() -> None:
+    table = [[0.4, 0.3, 0.2], [0.9, 0.05, 0.01]]
+    assert widest_pool(2, 3, table, num_nodes=5).paths == ((0,), (0, 0), (1,), (1, 0))
+    assert DynamicTree.from_dict(DynamicTree(TREE, 9, (1.0, 0.5)).to_dict()) == DynamicTree(
+        TREE, 9, (1.0, 0.5)
+    )

@@ -1,0 +1,90 @@
+"""What is said of dynamic trees beforehand: the nodes to choose from, and how many to choose."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_medusa.tree.topology import MAX_NODES, Path, TokenTree
+
+# How often a head's best, second ... choice is right, and what is left of that a head further on:
+# rounded from heads of several targets. It decides only which nodes are in the pool at all.
+_BY_RANK = (0.5, 0.12, 0.06, 0.04, 0.03, 0.024, 0.02, 0.017, 0.014, 0.012)
+_NEXT_HEAD = 0.85
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """Stands where a static `TokenTree` can: every request and step has the best part of `pool`."""
+
+    pool: TokenTree
+    num_nodes: int  # that a request verifies at most, root included
+    sharpness: tuple[float, ...] | None = None  # factor on each head's logits; None: 1
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Nodes to propose at most: all but the root."""
+        return self.num_nodes - 1
+
+    @property
+    def max_depth(self) -> int:
+        """Heads that the pool uses."""
+        return self.pool.max_depth
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON; `from_dict` reads it back."""
+        return {
+            "pool": self.pool.to_lists(),
+            "num_nodes": self.num_nodes,
+            "sharpness": None if self.sharpness is None else list(self.sharpness),
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> DynamicTree:
+        """Read what `to_dict` made."""
+        sharpness = plain["sharpness"]
+        return cls(
+            TokenTree.from_paths(plain["pool"]),
+            plain["num_nodes"],
+            None if sharpness is None else tuple(sharpness),
+        )
+
+
+def widest_pool(
+    num_heads: int,
+    num_ranks: int,
+    accuracies: Sequence[Sequence[float]] | None = None,
+    num_nodes: int = MAX_NODES,
+) -> TokenTree:
+    """The pool for heads: the ``num_nodes - 1`` likeliest paths, best first.
+
+    Args:
+        num_heads: Levels at most.
+        num_ranks: Choices of a head at most, at least 1.
+        accuracies: [K][R] how often head h's r-th choice is right, from a calibration; None: as it
+            commonly is. Heads and ranks beyond the table go on as its last ones.
+        num_nodes: Nodes of the pool at most, root included.
+
+    """
+    rows = accuracies or [[rank * _NEXT_HEAD**head for rank in _BY_RANK] for head in range(64)]
+
+    def log_chance(head: int, rank: int) -> float:
+        row = rows[min(head, len(rows) - 1)]
+        return math.log(max(row[min(rank, len(row) - 1)], 1e-9)) - 1e-6 * rank  # lower ranks first
+
+    num_ranks = min(num_ranks, len(_BY_RANK))
+    paths: list[Path] = []
+    queue: list[tuple[float, Path]] = [(-log_chance(0, 0), (0,))]
+    while queue and len(paths) < num_nodes - 1:
+        loss, path = heapq.heappop(queue)
+        paths.append(path)
+        head, rank = len(path) - 1, path[-1]
+        if rank + 1 < num_ranks:
+            sibling = loss + log_chance(head, rank) - log_chance(head, rank + 1)
+            heapq.heappush(queue, (sibling, (*path[:-1], rank + 1)))
+        if len(path) < num_heads:
+            heapq.heappush(queue, (loss - log_chance(head + 1, 0), (*path, 0)))
+    return TokenTree(tuple(paths))

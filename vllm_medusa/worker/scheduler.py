@@ -1,0 +1,239 @@
+"""vLLM's scheduler with a budget of draft nodes: how many a step verifies, and for whom.
+
+The decision is made here, once for all ranks, when the drafts of a step have come in and before
+the next step is scheduled: the requests' survivals say what their nodes are worth, the measured
+cost of steps what they take. Cuts of a tree are prefixes, so a share is a count.
+
+Whether the heads run at all is said one step earlier, by the number of draft tokens that vLLM's
+scheduler passes on with every step (`dynamic_sd_lookup`, made for counts that depend on the batch
+size; any object that can be indexed will do).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+
+from vllm_medusa.budget.choose import NodeBudget
+from vllm_medusa.budget.outlook import Outlook
+from vllm_medusa.budget.store import cost_path, load_cost, save_cost
+from vllm_medusa.plugin import installed_vllm
+from vllm_medusa.worker import compat
+from vllm_medusa.worker.options import EngineOptions
+
+_KEEP_EVERY = 60.0  # seconds
+_WORTH_KEEPING = 50  # steps
+
+
+@dataclass
+class TreeDrafts(DraftTokenIds):
+    """What a worker with dynamic trees sends: vLLM's drafts, and what they are worth."""
+
+    survival: list[list[float]] = field(default_factory=list)  # of each draft, not increasing
+
+
+@dataclass
+class _Step:
+    """A step in flight."""
+
+    started: float  # seconds
+    rows: int
+    requests: int
+    drafted: bool  # the heads run at its end
+    prefill: bool  # it does more than decode
+    nodes: dict[str, int]  # request -> drafts verified
+
+
+class TreeScheduler(Scheduler):
+    """Schedules as vLLM does, with the drafts that are worth their time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = EngineOptions.of(self.vllm_config)
+        self._most = options.tree.num_draft_tokens  # of a request
+        self._max_rows = options.max_rows
+        fixed = isinstance(options.budget, int)
+        self.budget = None if fixed else self._learned()
+        self.dynamic_sd_lookup = _Counts(self)  # type: ignore[assignment]
+        self._step: _Step | None = None
+        self._last: _Step | None = None  # whose time ends when the next one starts
+        self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
+        self._blocked = False  # requests wait although there were rows for them
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step, and take its time from the start of one step to that of the next."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._learn_cost(self._last, 1e3 * (now - self._last.started))
+            self._last = None
+            if self.budget is not None and now - self._kept_at > _KEEP_EVERY:
+                self._keep_costs()
+        output = super().schedule(*args, **kwargs)
+        scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        self._blocked = bool(self.waiting) and (
+            output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+        )
+        nodes = {req_id: len(tokens) for req_id, tokens in drafts.items()}
+        self._step = _Step(
+            started=now,
+            rows=output.total_num_scheduled_tokens,
+            requests=len(scheduled),
+            drafted=output.num_spec_tokens_to_schedule > 0,
+            prefill=any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items()),
+            nodes=nodes,
+        )
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
+        """Learn what was accepted; the rest is vLLM's."""
+        step, self._step = self._step, None
+        if step is not None and step.nodes and self.budget is not None:
+            self._learn_acceptance(step, output)
+        result = super().update_from_output(scheduler_output, output)
+        if step is not None and step.requests:
+            if self.has_unfinished_requests():
+                self._last = step  # the next one follows at once
+            else:
+                self._learn_cost(step, 1e3 * (time.perf_counter() - step.started))
+        return result
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Cut the drafts to what the next step verifies."""
+        req_ids, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
+        survival = getattr(draft_token_ids, "survival", None) or [[] for _ in drafts]
+        free = self._free_rows()
+        if sum(map(len, drafts)):
+            total = min(free, sum(map(len, drafts)))
+            if self.budget is not None:
+                gain = self.budget.outlook.gain_of(np.concatenate(survival))
+                total = self.budget.choose(gain, len(self.running), free)
+            counts = share(survival, total)
+            drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
+        self._survival = dict(zip(req_ids, survival, strict=True))
+        super().update_draft_token_ids(DraftTokenIds(req_ids, drafts))
+
+    def shutdown(self) -> None:
+        """Keep what was learned; the rest is vLLM's."""
+        self._keep_costs()
+        super().shutdown()
+
+    def _learned(self) -> NodeBudget:
+        """A budget that knows what earlier engines of the kind have learned."""
+        self._costs_of = costs_of(self.vllm_config)
+        self._costs_at = cost_path(Path(envs.VLLM_CACHE_ROOT) / "medusa", self._costs_of)
+        rows = min(
+            self.max_num_scheduled_tokens, self.scheduler_config.max_num_seqs * (1 + self._most)
+        )
+        cost, problem = load_cost(self._costs_at, self._costs_of, rows)
+        if problem:
+            compat.logger.info("Step costs are measured anew: %s", problem)
+        self._kept_at, self._kept_steps = time.perf_counter(), cost.steps
+        return NodeBudget(cost, Outlook(), self._most)
+
+    def _keep_costs(self) -> None:
+        """Write the costs down, if there is anything new."""
+        self._kept_at = time.perf_counter()
+        if self.budget is None or self.budget.cost.steps - self._kept_steps < _WORTH_KEEPING:
+            return
+        self._kept_steps = self.budget.cost.steps
+        tag = f"{os.getpid()}.part"
+        if problem := save_cost(self._costs_at, self._costs_of, self.budget.cost, tag):
+            compat.logger.warning_once("Step costs are not kept: %s", problem)
+
+    def _free_rows(self) -> int:
+        """Rows of the next step that neither a running request nor a prefill has a use for."""
+        most, running = self.max_num_scheduled_tokens, len(self.running)
+        taken = 0
+        for request in self.running:
+            taken += max(1, request.num_tokens - request.num_computed_tokens)
+            if taken >= most:
+                return 0
+        if running < self.max_num_running_reqs and not self._blocked:
+            for request in self.waiting:
+                taken += max(1, request.num_tokens - request.num_computed_tokens)
+                if taken >= most:
+                    return 0
+        free = most - taken
+        return max(0, free if self._max_rows is None else min(free, self._max_rows - running))
+
+    def _learn_cost(self, step: _Step, ms: float) -> None:
+        if self.budget is not None and not step.prefill:
+            self.budget.observe(step.rows, step.requests, step.drafted, ms)
+
+    def _learn_acceptance(self, step: _Step, output: Any) -> None:
+        """Compare what was accepted with the survivals of all that was drafted."""
+        rows = [
+            (self._survival[req_id], count, len(output.sampled_token_ids[index]) - 1)
+            for req_id, count in step.nodes.items()
+            if (index := output.req_id_to_index.get(req_id)) is not None
+            and self._survival.get(req_id)
+            and output.sampled_token_ids[index]
+        ]
+        if not rows or self.budget is None:
+            return
+        survival = np.zeros((len(rows), max(len(values) for values, *_ in rows)))
+        for row, (values, *_) in enumerate(rows):
+            survival[row, : len(values)] = values
+        self.budget.outlook.observe(
+            survival, [count for _, count, _ in rows], [accepted for *_, accepted in rows]
+        )
+
+
+def costs_of(config: Any) -> dict[str, str]:
+    """What step costs depend on, as far as it is known beforehand."""
+    model, parallel = config.model_config, config.parallel_config
+    return {
+        "target": str(model.model),
+        "revision": str(model.revision),
+        "heads": EngineOptions.of(config).heads,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "device": f"{current_platform.get_device_name()} {platform.machine()}",
+        "threads": f"{torch.get_num_threads()} {envs.VLLM_CPU_OMP_THREADS_BIND}",
+        "ranks": str(parallel.tensor_parallel_size),
+        "eager": str(model.enforce_eager),
+        "runner": "V2" if compat.uses_v2_runner(parallel) else "V1",
+        "vllm": installed_vllm()[1] or "",
+    }
+
+
+class _Counts:
+    """How many drafts each request may get at the end of a step."""
+
+    def __init__(self, scheduler: TreeScheduler) -> None:
+        self.scheduler = scheduler
+
+    def __getitem__(self, num_requests: int) -> int:
+        scheduler = self.scheduler
+        if scheduler.budget is None:
+            return scheduler._most
+        free = scheduler.max_num_scheduled_tokens - num_requests
+        if scheduler._max_rows is not None:
+            free = min(free, scheduler._max_rows - num_requests)
+        return scheduler._most if scheduler.budget.draft_next(num_requests, free) else 0
+
+
+def share(survival: list[list[float]], total: int) -> list[int]:
+    """How many drafts each request keeps if the best ``total`` of all are kept; ties to the first.
+
+    The lists do not increase, so what is kept of each is a prefix.
+    """
+    sizes = [len(values) for values in survival]
+    if sum(sizes) <= total:
+        return sizes
+    flat = np.concatenate([np.asarray(values) for values in survival])
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    best = np.argsort(-flat, kind="stable")[:total]
+    return np.bincount(owners[best], minlength=len(sizes)).tolist()
