@@ -16,7 +16,7 @@ from typing import Any
 
 from demo.corpus import default_roots, find_sources
 from demo.recipe import BOS, CorpusRecipe
-from vllm_medusa.offline.records import Record, load_records
+from vllm_medusa.offline.records import load_records
 
 _HELDOUT_EVERY = 8  # of the files
 _SHORTEST, _LONGEST = 8, 64  # tokens of a prompt
@@ -84,8 +84,3 @@ def write_plain(path: Path, some: list[Window], distilled: Path) -> int:
             file.write(json.dumps(line | {"temperature": None}) + "\n")
             total += len(ids) - start
     return total
-
-
-def generated_tokens(records: list[Record]) -> int:
-    """Tokens to train on."""
-    return sum(record.num_generated for record in records)

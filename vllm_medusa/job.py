@@ -1,7 +1,8 @@
 """The contract between a job and whoever runs it.
 
 A job is a function of typed options and a `Progress`; it returns a result and knows no console. It
-raises ValueError or OSError for what it was given, `JobFailed` for what went wrong on the way.
+raises ValueError or OSError for what it was given, `JobFailed` for what went wrong on the way. Its
+``command`` is the words that ask for it, for the provenance of what it makes.
 """
 
 from __future__ import annotations

@@ -38,18 +38,15 @@ def adapt(
 ) -> Adapted:
     """Make heads for a target; killed at any point, the same call goes on.
 
-    Args:
-        options: the target, prompts and where the heads go.
-        training: more of train's options than ``options`` has; files are adapt's own.
-        progress: told stage by stage.
-        command: for the provenance of the heads.
+    ``training`` has more of train's options than ``options``; files are adapt's own.
 
     Raises:
         ValueError, OSError: something has to be changed first; nothing has been begun.
         StageFailed: a stage broke off.
 
     """
-    training = training or training_of(options)
+    if training is None:
+        training = training_of(options)
     check_training(options, training)
     plan = check(options, training, progress)
     output = options.files.output

@@ -7,6 +7,7 @@ from typing import Literal
 
 from vllm_medusa.files import write_json
 from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.options import Options, Share, option
 from vllm_medusa.training.heldout import split_records
 
@@ -32,8 +33,7 @@ def split_texts(options: SplitOptions, progress: Progress = SILENT) -> None:
     counts, tokens, bad, disjoint = split_records(
         options.data, options.output, options.heldout_share
     )
-    if bad and options.on_bad_line == "refuse":
-        raise ValueError(f"{options.data}, line {bad[0].line}: {bad[0].reason}")
+    settle_bad_lines(options.data, bad, options.on_bad_line, progress)
     document = {"prompts": counts, "tokens": tokens, "left_out": len(bad), "disjoint": disjoint}
     write_json(options.output / COUNTS, document)
     progress.note("  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts))

@@ -50,11 +50,6 @@ def calibrate(
 
     Killed, the same call goes on where it stopped.
 
-    Args:
-        options: what to measure, and on what.
-        progress: told of what may be other than was meant, and of positions done.
-        command: the words of the command, for the heads' provenance.
-
     Raises:
         ValueError: heads, records or a target that can't be used, or that don't go together.
 

@@ -58,11 +58,6 @@ def choose_tree(
 ) -> Chosen:
     """Build the tree that gives calibrated heads the most tokens per step, and write it down.
 
-    Args:
-        options: how large a tree, from what, and where it goes.
-        progress: told of what may be other than was meant, and of texts that are decoded.
-        command: the words of the command, for the heads' provenance.
-
     Raises:
         ValueError: heads without a calibration of theirs, or options that don't go with it.
 

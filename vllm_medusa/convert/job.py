@@ -44,10 +44,8 @@ class Conversion:
 def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = None) -> Conversion:
     """Write heads in another format.
 
-    Args:
-        options: what to read and write; an output that exists is replaced only with ``overwrite``,
-            and only if it holds heads and nothing else.
-        provenance: an entry to append to the heads' own.
+    An output that exists is replaced only with ``overwrite``, and only if it holds heads and
+    nothing else. ``provenance`` is an entry to append to the heads' own.
 
     Raises:
         HeadsError: heads that can't be read, or that the format can't express.

@@ -43,22 +43,29 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _BUFFER = re.compile(r"(?:^|\.)(?:inv_freq|masked_bias|position_ids|rotary_emb\..*)$")
 
 
-def target_fingerprint(
-    source: str | Path, *, revision: str | None = None, seconds: float | None = None
-) -> dict[str, Any]:
+def target_fingerprint(source: str | Path, *, revision: str | None = None) -> dict[str, Any]:
     """Fingerprint a target: a local folder, or a hub name that was downloaded before.
+
+    Raises:
+        HeadsError: No weights there, or ones that can't be read.
+
+    """
+    return fingerprint_of(find_target(source, revision))
+
+
+def fingerprint_of(files: CheckpointFiles, *, seconds: float | None = None) -> dict[str, Any]:
+    """Fingerprint a target whose files are found.
 
     Returns:
         ``sha256`` of the sampled weights, ``scheme`` of the sampling, and ``architecture``,
         ``hidden_size``, ``vocab_size``, ``num_layers``, ``quantization`` as its config says.
 
     Raises:
-        HeadsError: No weights there, or ones that can't be read.
+        HeadsError: Weights that can't be read.
         TimeoutError: It takes longer than ``seconds``.
 
     """
     deadline = None if seconds is None else time.monotonic() + seconds
-    files = find_target(source, revision)
     return {
         "sha256": _digest(files, deadline),
         "scheme": SCHEME,
@@ -101,7 +108,7 @@ def match_target(
         reason = "their fingerprint of it was made by another version"
         return TargetMatch("unknown", f"{name} can't be compared with {target}: {reason}.")
     try:
-        found = target_fingerprint(target, revision=revision, seconds=seconds)
+        found = fingerprint_of(find_target(target, revision), seconds=seconds)
     except TimeoutError:
         reason = f"reading samples of its weights took longer than {seconds:g} s"
         return TargetMatch("unknown", f"{name} were not compared with {target}: {reason}.")

@@ -40,18 +40,12 @@ class Engine(Protocol):
 
     def submit(
         self,
-        key: str,
-        prompt: str | list[int],
-        seed: int | None,
-        options: Mapping[str, Any] | None = None,
+        key: str,  # names the request in ``step``'s answers
+        prompt: str | list[int],  # text, or token ids to be used as they are
+        seed: int | None,  # of the request's own random numbers; None for the engine's
+        options: Mapping[str, Any] | None = None,  # sampling parameters, before the engine's
     ) -> None:
         """Queue a request.
-
-        Args:
-            key: names the request in ``step``'s answers.
-            prompt: text, or token ids to be used as they are.
-            seed: of the request's own random numbers; None for the engine's.
-            options: sampling parameters of this request in place of the engine's.
 
         Raises:
             RequestRefused: this prompt can't be run.
@@ -184,22 +178,16 @@ class Conversation:
 
 
 def run_batch(
-    prompts: Iterable[Prompt],
-    engine: Engine,
+    prompts: Iterable[Prompt],  # read only as fast as they are run
+    engine: Engine,  # requests that others queued in it must be finished
     *,
-    concurrency: int,
-    seed: int | None = None,
-    session: Callable[[Prompt], Session] = Conversation,
+    concurrency: int,  # prompts in the engine at a time, at least 1
+    seed: int | None = None,  # prompt ``index`` uses ``seed + index`` in all its turns
+    session: Callable[[Prompt], Session] = Conversation,  # begins a prompt
 ) -> Iterator[Result]:
     """Generate for every prompt.
 
-    Args:
-        prompts: read only as fast as they are run.
-        engine: the engine; requests that others queued in it must be finished.
-        concurrency: prompts in the engine at a time, at least 1.
-        seed: prompt ``index`` uses ``seed + index`` in all its turns, so that a result depends
-            neither on the other prompts nor on where a job was resumed.
-        session: begins a prompt.
+    A result depends neither on the other prompts nor on where a job was resumed.
 
     Yields:
         Results in the order in which they finish. A prompt that the engine refuses gives a result

@@ -40,11 +40,7 @@ class Child:
     def __init__(self, name: str, body: Callable[[Channel], None], log: IO[bytes]):
         """Start the process.
 
-        Args:
-            name: for messages.
-            body: a function of a module, not of a class or another function.
-            log: an open file, which its standard output and error go to.
-
+        ``body`` is a function of a module; the open ``log`` gets what the process prints.
         """
         self._name, self._log = name, log
         ours, theirs = socket.socketpair()
@@ -110,12 +106,8 @@ def run_in_process(
 ) -> R:
     """Run ``job(options, progress=progress, **more)`` in a process of its own.
 
-    Args:
-        job: a function of a module; options and result have to be values that can be pickled.
-        options: the job's.
-        progress: told here what the job tells there.
-        log: a file that gets, behind what it has, all that the process prints, and the notes.
-        more: other arguments of the job.
+    The job is a function of a module; its options and result have to be values that can be pickled.
+    The log gets, behind what it has, all that the process prints, and the notes.
 
     Raises:
         ValueError, OSError, JobFailed: what the job raises, with its text.

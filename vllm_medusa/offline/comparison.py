@@ -50,11 +50,6 @@ def compare(
 ) -> Comparison:
     """Measure each budget of the heads' tree beside the same plain engine, and write the figures.
 
-    Args:
-        options: what to measure.
-        progress: told how it goes.
-        command: the words that ask for this, for the figures' provenance.
-
     Raises:
         PromptError: no prompt can be used, or there are bad lines that are not to be skipped.
         HeadsError: the heads can't be read.

@@ -52,10 +52,8 @@ def encode_text(value: Any, tokenizer: Any) -> _Encoded:
 def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
     """Encode a conversation in the tokenizer's chat template.
 
-    Args:
-        value: a list of messages; what stands after the last assistant's turn is left out.
-        key: "messages" (role, content) or "conversations" (ShareGPT's from, value).
-        tokenizer: the target's, of transformers.
+    What stands after the last assistant's turn is left out. ``key`` is "messages" (role, content)
+    or "conversations" (ShareGPT's from, value).
 
     Raises:
         PromptError: it is not a conversation, has no assistant's turn, or the chat template doesn't
@@ -143,14 +141,9 @@ def _tokens_at(
 def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: Any) -> int:
     """Return where in ``text`` the assistant's turn ends that begins at ``start``.
 
-    Args:
-        text: the whole conversation.
-        start: where the turn's prompt ends.
-        content: what the assistant says.
-        so_far: the conversation up to this turn, as the template renders it: what it shares with
-            the whole text belongs to this turn and not to the next.
-        tokenizer: its added tokens are those that may end a turn.
-
+    ``start`` is where the turn's prompt ends; ``so_far`` is the conversation up to this turn as the
+    template renders it: what it shares with the whole text belongs to this turn and not to the
+    next. Added tokens of the tokenizer are those that may end a turn.
     """
     words = start + len(text[start:]) - len(text[start:].lstrip())
     forms = (content, content.rstrip(), content.strip())  # templates may trim
@@ -197,11 +190,6 @@ def _boundary(text: str, place: int, ids: tuple[int, ...], tokenizer: Any) -> in
 
 def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False) -> str:
     """Return a conversation as the text that the tokenizer's chat template makes of it.
-
-    Args:
-        messages: the conversation.
-        tokenizer: the target's, of transformers.
-        for_answer: add the header of the assistant's turn.
 
     Raises:
         PromptError: there is no chat template, or it refuses the conversation.

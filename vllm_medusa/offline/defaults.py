@@ -12,28 +12,19 @@ _GPU_SHARE = 0.84  # of its memory, for all engines together
 
 
 def engine_arguments(
-    target: str,
-    prompts: Iterable[Prompt],
-    max_tokens: int,
-    batch: int,
-    max_model_len: int | None = None,
+    target: str,  # folder or hub name
+    prompts: Iterable[Prompt],  # of the job
+    max_tokens: int,  # of each answer
+    batch: int,  # prompts at a time
+    max_model_len: int | None = None,  # where the user set one
     *,
-    engines: int = 1,
+    engines: int = 1,  # on this machine at the same time
 ) -> dict[str, Any]:
     """What engines are given unless the user says otherwise.
 
     On CPUs they run eagerly, which needs no compiler and starts in seconds, with a key-value cache
     for the job: vLLM would take half of the memory or more, and touch all of it. On a GPU several
     engines share its memory. Prompts are prefilled whole every time, so that rounds are alike.
-
-    Args:
-        target: folder or hub name.
-        prompts: of the job.
-        max_tokens: of each answer.
-        batch: prompts at a time.
-        max_model_len: where the user set one.
-        engines: on this machine at the same time.
-
     """
     import torch
 

@@ -40,20 +40,14 @@ class EngineSettings:
 
 
 def medusa_config(
-    heads: str | None,
-    tree: str | None = None,
-    acceptance: str | None = None,
-    num_speculative_tokens: int | None = None,
+    heads: str | None,  # folder or hub name
+    tree: str | None = None,  # preset name, JSON file, or JSON text
+    acceptance: str | None = None,  # "lossless", "typical", or JSON text
+    num_speculative_tokens: int | None = None,  # at most this many draft nodes
 ) -> dict[str, Any]:
     """The ``speculative_config`` of a Medusa engine, from what a command line can hold.
 
-    Args:
-        heads: heads folder or hub name; None: the heads are in the target's own checkpoint.
-        tree: preset name, JSON file, or JSON text (a list of paths, ``{"dense": [4, 3, 2]}``).
-        acceptance: "lossless", "typical", or JSON text such as
-            ``{"mode": "typical", "epsilon": 0.1}``.
-        num_speculative_tokens: at most this many draft nodes.
-
+    Without ``heads`` they are in the target's own checkpoint.
     """
     options = {
         "model": heads,
@@ -107,20 +101,16 @@ class VllmEngine:
 
     def __init__(
         self,
-        settings: EngineSettings,
-        sampling: Sampling,
+        settings: EngineSettings,  # model and engine options
+        sampling: Sampling,  # of every request
         *,
-        seeded: bool = False,
-        log_level: str = "ERROR",
+        seeded: bool = False,  # requests will bring seeds
+        log_level: str = "ERROR",  # of vLLM's own log; "INFO" is its default
     ):
         """Start the engine.
 
-        Args:
-            settings: model and engine options.
-            sampling: of every request.
-            seeded: requests will bring seeds. On CPU, prompts are then never prefilled in chunks:
-                vLLM would stop with "CPU Generator does not use offset".
-            log_level: of vLLM's own log; "INFO" is its default.
+        Where requests will bring seeds, prompts are never prefilled in chunks on CPUs: vLLM would
+        stop with "CPU Generator does not use offset".
 
         Raises:
             EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.

@@ -85,21 +85,12 @@ def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated
 
 def open_results(
     options: PromptJob,
-    sampling: Sampling,
-    seed: int | None,
-    more: Mapping[str, Any] | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    sampling: Sampling,  # of all requests
+    seed: int | None,  # of the first prompt
+    more: Mapping[str, Any] | None = None,  # what they depend on besides
+    provenance: Mapping[str, Any] | None = None,  # see `ResultLog`
 ) -> ResultLog:
-    """Open the output, whose manifest holds all that the results depend on.
-
-    Args:
-        options: of the job.
-        sampling: of all requests.
-        seed: of the first prompt.
-        more: what they depend on besides.
-        provenance: see `ResultLog`.
-
-    """
+    """Open the output, whose manifest holds all that the results depend on."""
     files, heads, tree = options.files, options.medusa.speculative_model, options.medusa.tree
     format = detect_format(files.prompts) if files.format == "auto" else files.format
     settings = {
@@ -123,32 +114,19 @@ def open_results(
 
 def run_prompts(
     options: PromptJob,
-    log: ResultLog,
-    prompts: Iterable[Prompt],
-    sampling: Sampling,
-    seed: int | None,
-    lines: Callable[[Result], Sequence[Mapping[str, Any]]],
+    log: ResultLog,  # where the lines go
+    prompts: Iterable[Prompt],  # those that are left to do
+    sampling: Sampling,  # of all requests
+    seed: int | None,  # prompt ``index`` uses ``seed + index``
+    lines: Callable[[Result], Sequence[Mapping[str, Any]]],  # of a result, as they are written
     *,
-    total: int,
-    done: int,
-    seeded: bool,
-    session: Callable[[Prompt], Session] = Conversation,
+    total: int,  # all prompts of the job
+    done: int,  # those that were finished before
+    seeded: bool,  # requests bring seeds of their own
+    session: Callable[[Prompt], Session] = Conversation,  # begins a prompt
     progress: Progress = SILENT,
 ) -> Speed | None:
     """Generate for prompts and write each one's lines when it is finished.
-
-    Args:
-        options: of the job.
-        log: where the lines go.
-        prompts: those that are left to do.
-        sampling: of all requests.
-        seed: prompt ``index`` uses ``seed + index``.
-        lines: of a result, as they are written.
-        total: all prompts of the job.
-        done: those that were finished before.
-        seeded: requests bring seeds of their own.
-        session: begins a prompt.
-        progress: told how it goes.
 
     Returns:
         How fast it was; None if nothing was left to do, and no engine started.

@@ -113,27 +113,17 @@ class InTurn:
 
 
 def run_in_turn(
-    baseline: Engine | Runner,
-    candidate: Engine | Runner,
-    prompts: Sequence[Prompt],
+    baseline: Engine | Runner,  # its tokens are right
+    candidate: Engine | Runner,  # is judged
+    prompts: Sequence[Prompt],  # at least one
     *,
-    concurrency: int,
-    seed: int | None,
-    rounds: int = 1,
-    warm_up: bool = False,
-    progress: Callable[[], None] = lambda: None,
+    concurrency: int,  # prompts in an engine at a time
+    seed: int | None,  # prompt ``index`` is sampled with ``seed + index`` in both
+    rounds: int = 1,  # how often everything is repeated; every round must agree
+    warm_up: bool = False,  # run one group through both engines before, which doesn't count
+    progress: Callable[[], None] = lambda: None,  # called after each group of prompts
 ) -> InTurn:
     """Run the prompts through both engines.
-
-    Args:
-        baseline: the engine whose tokens are right.
-        candidate: the engine to be judged.
-        prompts: at least one.
-        concurrency: prompts in an engine at a time.
-        seed: prompt ``index`` is sampled with ``seed + index`` in both.
-        rounds: how often everything is repeated; every round must agree.
-        warm_up: run one group through both engines before, which doesn't count.
-        progress: called after each group of prompts.
 
     Raises:
         ValueError: there are no prompts, or an engine refuses one.

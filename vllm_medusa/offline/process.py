@@ -27,10 +27,6 @@ class EngineProcess:
     def __init__(self, settings: EngineSettings, sampling: Sampling):
         """Start the engine and wait until it is ready.
 
-        Args:
-            settings: model and engine options.
-            sampling: of every request.
-
         Raises:
             EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
             JobFailed: the engine or its process failed; the message has the end of its log.

@@ -96,12 +96,8 @@ def read_prompts(
 ) -> Iterator[Prompt | BadLine]:
     """Yield every record of a prompt file, bad ones as ``BadLine``, in the file's order.
 
-    Args:
-        path: the file.
-        format: "text" (one completion per line), "jsonl", "parquet", or "auto": by suffix.
-        column: the key (JSON lines) or column (Parquet) with the prompt; its value may be a text, a
-            list of texts (turns) or a list of messages. Absent: the first of ``CONTENT_KEYS`` that
-            a row has.
+    The format "auto" goes by the suffix. The value of ``column`` may be a text, a list of texts
+    (turns) or a list of messages; None: the first of ``CONTENT_KEYS`` that a row has.
 
     Raises:
         PromptError: the file as a whole can't be read.
@@ -132,11 +128,9 @@ def require_file(path: Path, what: str) -> None:
 def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | BadLine]:
     """Parse a file line by line; blank lines are left out, bad ones come as ``BadLine``.
 
-    Args:
-        path: a file of UTF-8 text, with or without a byte order mark.
-        parse: from (line without its end, index, line number from 1) to what is yielded; raises
-            ``PromptError`` for a bad line. ``index`` counts the lines that aren't blank from 0.
-
+    The file is UTF-8, with or without a byte order mark. ``parse`` makes what is yielded of a line
+    without its end, its index among those that aren't blank, and its number from 1; it raises
+    `PromptError` for a bad line.
     """
     index = 0
     with path.open("rb") as file:

@@ -114,18 +114,13 @@ def read_records(
     tokenizer: Any = None,
     *,
     vocab_size: int | None = None,
-    max_tokens: int | None = None,
-    min_generated: int = 1,
+    max_tokens: int | None = None,  # longer records are refused; None: none is
+    min_generated: int = 1,  # records with fewer tokens in their spans are refused
 ) -> Iterator[Record | BadLine]:
     """Yield every line of a file of records, those that can't be used as ``BadLine``.
 
-    Args:
-        path: the file.
-        tokenizer: the target's (of transformers); without it texts and conversations are bad lines.
-        vocab_size: token ids from this on are refused; None: as many as the tokenizer knows, if
-            there is one.
-        max_tokens: longer records are refused; None: none is.
-        min_generated: records with fewer tokens in their spans are refused.
+    Without the target's ``tokenizer`` texts and conversations are bad lines. Token ids from
+    ``vocab_size`` on are refused; None: from as many as the tokenizer knows, if there is one.
 
     Raises:
         PromptError: there is no such file.
@@ -188,9 +183,7 @@ def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record]
     Which ones depends on the prompts' contents alone: neither on their order nor on how many
     samples each has. Two shares of the same records are nested.
 
-    Args:
-        records: any records.
-        share: of the prompts, from 0 to below 1; above 0 at least one is held out.
+    A share above 0, which is below 1, holds out at least one prompt.
 
     Returns:
         The records to train on and those held out, each sorted by index.

@@ -62,20 +62,15 @@ class ResultLog:
 
     def __init__(
         self,
-        path: Path,
-        settings: Mapping[str, Any],
+        path: Path,  # the result file; its folder must exist
+        settings: Mapping[str, Any],  # everything that the results depend on, plain JSON
         *,
-        overwrite: bool = False,
-        provenance: Mapping[str, Any] | None = None,
+        overwrite: bool = False,  # throw away what the file holds; only a file of results is
+        provenance: Mapping[str, Any] | None = None,  # noted when the file is begun
     ):
         """Open or create a result file.
 
-        Args:
-            path: the result file; its folder must exist.
-            settings: everything that the results depend on, as plain JSON values. Results of other
-                settings are never mixed into one file.
-            overwrite: throw away what the file holds; only a file of results is.
-            provenance: noted in the manifest when the file is begun; nothing depends on it.
+        Results of other settings are never mixed into one file; nothing depends on provenance.
 
         Raises:
             FileRefused: the file belongs to other settings, is damaged, was not written by this

@@ -35,11 +35,6 @@ def distill(
 ) -> Distilled:
     """Let the target write each text that is not written yet.
 
-    Args:
-        options: what is read and written.
-        progress: told how it goes.
-        command: the words that ask for this, for the manifest.
-
     Raises:
         PromptError: the prompts can't be used; texts that were finished are kept.
         FileRefused: the output holds something else, or records of other settings.

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.heads.files import find_target
-from vllm_medusa.heads.fingerprint import target_fingerprint
+from vllm_medusa.heads.fingerprint import fingerprint_of
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.offline.records import Record, load_records, split_heldout
 from vllm_medusa.training.options import TextFiles, TrainOptions
 from vllm_medusa.training.target import TargetError
@@ -23,7 +24,6 @@ _NOT_COMPUTED = (
     *("bos_token_id", "eos_token_id", "pad_token_id"),
     *("id2label", "label2id", "medusa", "medusa_2"),
 )
-_SHOWN_BAD_LINES = 20
 _FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
 
 
@@ -46,29 +46,22 @@ class Inputs:
     def read(cls, options: TrainOptions, progress: Progress = SILENT) -> Inputs:
         """Read everything but the target's weights.
 
-        Args:
-            options: the target, the files, what to do with bad lines.
-            progress: told of bad lines, records that are left out, and how many there are.
-
         Raises:
             TargetError: no target there.
-            PromptError: no such file.
+            PromptError: no such file, or bad lines that are not to be skipped.
             DataError: records that can't be trained on, or none.
 
         """
         files = options.files
-        config, fingerprint = _identify(options.model)
+        config, fingerprint, written = _identify(options.model)
         limits = {
             "vocab_size": int(config.vocab_size),
             "max_tokens": files.max_text_tokens or getattr(config, "max_position_embeddings", None),
             "tokenizer": find_tokenizer(options.model),
         }
         read = {path: load_records(path, **limits) for path in (files.data, files.heldout) if path}
-        bad = [
-            f"{path}, line {b.line}: {b.reason}" for path, (_, found) in read.items() for b in found
-        ]
-        if bad:
-            _refuse_or_tell(bad, files.on_bad_line, progress)
+        for path, (_, bad) in read.items():
+            settle_bad_lines(path, bad, files.on_bad_line, progress)
         train = read[files.data][0]
         if not train:
             raise DataError(f"{files.data}: no usable records in it.")
@@ -91,18 +84,8 @@ class Inputs:
         progress.note(f"training on {_count(train)}; held out: {_count(heldout)}")
         dtype = getattr(config, "dtype", None)
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        found = find_target(options.model).config
-        computed = {key: value for key, value in found.items() if key not in _NOT_COMPUTED}
+        computed = {key: value for key, value in written.items() if key not in _NOT_COMPUTED}
         return cls(options.model, fingerprint, name, computed, train, heldout)
-
-
-def _refuse_or_tell(bad: list[str], on_bad_line: str, progress: Progress) -> None:
-    more = len(bad) - _SHOWN_BAD_LINES
-    shown = bad[:_SHOWN_BAD_LINES] + ([f"and {more} more"] if more > 0 else [])
-    lines = "".join(f"\n  {text}" for text in shown)
-    if on_bad_line == "refuse":
-        raise DataError(f"{len(bad)} bad lines; correct them, or pass --on-bad-line skip.{lines}")
-    progress.warn(f"skipping {len(bad)} bad lines:{lines}")
 
 
 def _untrained(
@@ -146,7 +129,8 @@ def require_labels(texts: Texts, num_heads: int, name: str) -> None:
         )
 
 
-def _identify(source: str) -> tuple[Any, dict[str, Any]]:
+def _identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Transformers' config, the fingerprint, and config.json as it is written."""
     from transformers import AutoConfig
 
     try:
@@ -155,7 +139,8 @@ def _identify(source: str) -> tuple[Any, dict[str, Any]]:
 
             snapshot_download(source, allow_patterns=_FILES)
         config = AutoConfig.from_pretrained(source).get_text_config()
-        return config, target_fingerprint(source)
+        files = find_target(source)
+        return config, fingerprint_of(files), files.config
     except (OSError, ValueError) as error:
         if isinstance(error, HeadsError):
             raise TargetError(str(error)) from error

@@ -64,11 +64,6 @@ def train(
 ) -> Trained:
     """Train heads; a run that was killed goes on where it was, and ends with the same weights.
 
-    Args:
-        options: what to train, on what, how.
-        progress: told of bad lines, texts, stages and steps.
-        command: the words of the command, for the heads' provenance.
-
     Raises:
         ValueError, OSError: what was given can't be used; nothing was made, or the run stays as it
             was.
