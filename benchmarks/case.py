@@ -19,22 +19,13 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Row:
-    """What one arm or one shape gave.
+    """What one arm or one shape gave."""
 
-    Attributes:
-        what: names it; always shown.
-        numbers: shown only if ``right``.
-        right: its result was checked and is right.
-        failed: why there are no numbers.
-        note: why there are none by design.
-
-    """
-
-    what: Mapping[str, Any]
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    right: bool = False
-    failed: str = ""
-    note: str = ""
+    what: Mapping[str, Any]  # names it; always shown
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # shown only if ``right``
+    right: bool = False  # its result was checked and is right
+    failed: str = ""  # why there are no numbers
+    note: str = ""  # why there are none by design
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -55,21 +46,11 @@ def attempt(what: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark.
+    """A benchmark."""
 
-    Attributes:
-        options: its options; the command line is made of them.
-        run: yields rows as they are found.
-        columns: of the table: key of a row -> (title, format of the value).
-        quick: options in place of the defaults with --quick.
-        bars: keys that are drawn, a panel each.
-        text: what stands under the table, made of the rows.
-
-    """
-
-    options: type[Options]
-    run: Callable[[Any, Progress], Iterator[Row]]
-    columns: Mapping[str, tuple[str, str]]
-    quick: Mapping[str, Any] = field(default_factory=dict)
-    bars: tuple[str, ...] = ()
-    text: Callable[[list[dict[str, Any]]], str] = lambda rows: ""
+    options: type[Options]  # its options; the command line is made of them
+    run: Callable[[Any, Progress], Iterator[Row]]  # yields rows as they are found
+    columns: Mapping[str, tuple[str, str]]  # key of a row -> (title, format of the value)
+    quick: Mapping[str, Any] = field(default_factory=dict)  # other defaults with --quick
+    bars: tuple[str, ...] = ()  # keys that are drawn, a panel each
+    text: Callable[[list[dict[str, Any]]], str] = lambda rows: ""  # under the table

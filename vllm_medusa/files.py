@@ -197,8 +197,25 @@ def ends_of(path: Path) -> bytes:
         return f"{path.name} {size}\n".encode() + head + file.read(_END_BYTES)
 
 
+def free_bytes(path: Path) -> int:
+    """What the disk has left on which a path is, or will be made."""
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return shutil.disk_usage(existing).free
+
+
+def require_parent(path: Path) -> None:
+    """Refuse an output whose folder isn't there.
+
+    Raises:
+        FileRefused: naming that folder.
+
+    """
+    if not path.absolute().parent.is_dir():
+        raise FileRefused(f"{path}: no folder {path.parent}. Make it, or name another output.")
+
+
 def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bool]) -> None:
-    """Refuse an output that exists, unless it is empty or a JSON object that is ``ours``.
+    """Refuse an output in no folder, or one that is neither empty nor a JSON object of ``ours``.
 
     Args:
         path: the output.
@@ -206,9 +223,10 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
         ours: whether an object looks like that.
 
     Raises:
-        FileRefused: something else is there.
+        FileRefused: something else is there, or no folder.
 
     """
+    require_parent(path)
     if not os.path.lexists(path):
         return
     if path.is_file() and (size := path.stat().st_size) <= _LARGEST_JSON:

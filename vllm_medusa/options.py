@@ -89,28 +89,16 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class Flag:
-    """What a command line needs to know of a field beside its type and default.
+    """What a command line needs to know of a field beside its type and default."""
 
-    Attributes:
-        help: a few words; the default is added by itself.
-        names: other names, such as "-o"; one that starts with "--" replaces the field's own.
-        metavar: what stands for the value in the help.
-        parse: text to value, where the type alone doesn't say; raises ValueError.
-        shown: the default in words, where the value says too little; "" shows none.
-        positional: an argument without a name.
-        repeat: of a tuple, "--stop A --stop B" instead of "--stop A B".
-        joined: of a tuple, what stands between its values in one word, as "," in "0.3,0.7".
-
-    """
-
-    help: str = ""
-    names: tuple[str, ...] = ()
-    metavar: str | None = None
-    parse: Callable[[str], Any] | None = None
-    shown: str | None = None
-    positional: bool = False
-    repeat: bool = False
-    joined: str = ""
+    help: str = ""  # a few words; the default is added by itself
+    names: tuple[str, ...] = ()  # others, such as "-o"; one with "--" replaces the field's own
+    metavar: str | None = None  # what stands for the value in the help
+    parse: Callable[[str], Any] | None = None  # text to value; raises ValueError
+    shown: str | None = None  # the default in words, where the value says too little; "" shows none
+    positional: bool = False  # an argument without a name
+    repeat: bool = False  # of a tuple, "--stop A --stop B" instead of "--stop A B"
+    joined: str = ""  # of a tuple, what stands between its values in one word, as "," in "0.3,0.7"
 
 
 class _More(TypedDict, total=False):
@@ -185,28 +173,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Described:
-    """A field with its type taken apart.
-
-    Attributes:
-        name: of the field.
-        kind: its type, without None, bounds and a tuple around it.
-        bounds: which of its values are allowed; None: all.
-        choices: of a `Literal`.
-        many: it is a tuple of such values.
-        optional: None is allowed.
-        flag: for the command line.
-        default: `MISSING` for required ones.
-
-    """
+    """A field with its type taken apart."""
 
     name: str
-    kind: Any
-    bounds: Number | Place | None
-    choices: tuple[Any, ...]
-    many: bool
-    optional: bool
-    flag: Flag
-    default: Any
+    kind: Any  # its type, without None, bounds and a tuple around it
+    bounds: Number | Place | None  # which of its values are allowed; None: all
+    choices: tuple[Any, ...]  # of a `Literal`
+    many: bool  # it is a tuple of such values
+    optional: bool  # None is allowed
+    flag: Flag  # for the command line
+    default: Any  # `MISSING` for required ones
 
     def problem(self, value: Any) -> str:
         """What is wrong with a value, in words that follow "is"; empty: nothing."""

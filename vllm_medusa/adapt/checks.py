@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.files import digest, digest_json, read_json, refuse_strangers
+from vllm_medusa.files import (
+    digest,
+    digest_json,
+    free_bytes,
+    read_json,
+    refuse_strangers,
+    require_parent,
+)
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.options import values_of
@@ -104,9 +110,8 @@ def _check_output(options: AdaptOptions) -> None:
             f"--output {output} is the folder that this was started in, or one around it, and is "
             f"replaced as a whole. Name a folder in it, such as {output / 'heads'}."
         )
-    for parent in (output.parent, place.parent):
-        if not parent.is_dir():
-            raise ValueError(f"{output}: no folder {parent}. Make it, or name another --output.")
+    for path in (output, place):
+        require_parent(path)
     if work.resolve().is_relative_to(place):
         raise ValueError(
             f"--work {work} is in --output {output}, which is empty until the end and then "
@@ -171,11 +176,10 @@ def _check_disk(plan: Plan) -> None:
     heads = layers * hidden * hidden * 4 * 6  # state, copies, result
     needed = 2 * texts + heads + _LEAST_FREE
     work = plan.options.work_folder
-    existing = next(p for p in (work, *work.absolute().parents) if p.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(work)
     if free < needed:
         raise ValueError(
-            f"{existing} has {free / 1e9:.1f} GB free, and records and heads may need "
+            f"the disk of {work} has {free / 1e9:.1f} GB free, and records and heads may need "
             f"{needed / 1e9:.1f} GB beside the target's hidden states. Free some, name a --work "
             "folder on another disk, or lower --samples or --max-tokens."
         )

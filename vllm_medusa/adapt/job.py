@@ -17,17 +17,11 @@ from vllm_medusa.training.options import TrainOptions
 
 @dataclass(frozen=True)
 class Adapted:
-    """Heads for a target.
-
-    Attributes:
-        document: of report.json.
-        made: False if the output had them already.
-
-    """
+    """Heads for a target."""
 
     output: Path
-    document: dict[str, Any]
-    made: bool
+    document: dict[str, Any]  # of report.json
+    made: bool  # False if the output had them already
 
 
 def adapt(

@@ -32,26 +32,15 @@ class StageFailed(JobFailed):
 
 @dataclass(frozen=True)
 class Stage:
-    """One call of a job.
+    """One call of a job."""
 
-    Attributes:
-        name: of the stage, as in the folder's name.
-        job: a function of a module; it runs in a process of its own.
-        options: what it is asked for, given the stage's folder.
-        inputs: what its result depends on beside the options, as digests by name.
-        outputs: files that it leaves in its folder.
-        command: of `vllm-medusa`, that does the same; "": there is none.
-        prepare: called with the folder before every attempt, to put there what the job changes in
-            place.
-
-    """
-
-    name: str
-    job: Callable[..., Any]
-    options: Callable[[Path], Options]
-    inputs: Mapping[str, str]
-    outputs: Sequence[str] = ()
-    command: str = ""
+    name: str  # of the stage, as in the folder's name
+    job: Callable[..., Any]  # a function of a module; it runs in a process of its own
+    options: Callable[[Path], Options]  # what it is asked for, given the stage's folder
+    inputs: Mapping[str, str]  # what its result depends on beside the options, as digests by name
+    outputs: Sequence[str] = ()  # files that it leaves in its folder
+    command: str = ""  # of `vllm-medusa`, that does the same; "": there is none
+    # before every attempt, puts there what the job changes in place
     prepare: Callable[[Path], None] = lambda here: None
 
     @property

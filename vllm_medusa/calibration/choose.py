@@ -138,10 +138,6 @@ def _check(options: TreeOptions, observations: Observations) -> None:
             f"the heads in {options.heads} have changed since they were calibrated, so what is "
             "known of them is no longer true; run `vllm-medusa calibrate` again."
         )
-    if options.output and not options.output.parent.is_dir():
-        raise CalibrationError(
-            f"{options.output}: the folder {options.output.parent} doesn't exist; make it first."
-        )
 
 
 def _prompts(how: MeasureOptions, observations: Observations) -> tuple[list[list[int]], float]:

@@ -13,7 +13,7 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import Accuracy
 from vllm_medusa.calibration.confidence import reliability
 from vllm_medusa.calibration.observations import NO_LABEL, Observations
-from vllm_medusa.files import new_path
+from vllm_medusa.files import new_path, require_parent
 from vllm_medusa.tree.topology import Path as TreePath
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -36,8 +36,7 @@ def check_picture(path: Path) -> None:
             f"{path}: the suffix {path.suffix!r} is not a kind of picture known here; use "
             f"{', '.join(SUFFIXES)}."
         )
-    if not path.parent.is_dir():
-        raise CalibrationError(f"{path}: the folder {path.parent} doesn't exist; make it first.")
+    require_parent(path)
     if os.path.lexists(path) and not _drawn(path):
         raise CalibrationError(
             f"{path} exists and is not a {path.suffix} picture drawn by matplotlib, so it is not "

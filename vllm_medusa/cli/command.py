@@ -15,28 +15,17 @@ from vllm_medusa.options import Options
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
-
-    Attributes:
-        name: of the command.
-        help: a line in the list of commands.
-        options: its options; the parser is made of them.
-        run: works with the options and prints the result; returns the exit status.
-        description: what it does, above the options.
-        epilog: formats of files and the like, below them.
-        interrupted: what Ctrl-C leaves, given the parsed command line.
-        engine: it starts vLLM in this process, whose noise is kept off the terminal.
-
-    """
+    """One command."""
 
     name: str
-    help: str
-    options: type[Options]
-    run: Callable[[Any, ConsoleProgress], int]
-    description: str = ""
-    epilog: str = ""
+    help: str  # a line in the list of commands
+    options: type[Options]  # its options; the parser is made of them
+    run: Callable[[Any, ConsoleProgress], int]  # prints the result; returns the exit status
+    description: str = ""  # what it does, above the options
+    epilog: str = ""  # formats of files and the like, below them
+    # what Ctrl-C leaves, given the parsed command line
     interrupted: Callable[[argparse.Namespace], str] = lambda args: "nothing was written"
-    engine: bool = False
+    engine: bool = False  # it starts vLLM in this process, whose noise is kept off the terminal
 
     def add_to(self, commands: Any) -> None:
         """Add this command to the subcommands of a parser."""

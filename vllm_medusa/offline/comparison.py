@@ -61,8 +61,6 @@ def compare(
     """
     output = options.output
     if output is not None:
-        if not output.parent.is_dir():
-            raise ValueError(f"{output}: no folder {output.parent}. Make it first.")
         refuse_to_replace(output, "figures", is_document)
     tree, budgets = budgets_of(options)
     prompts, temperature = prompts_of(options, progress)

@@ -41,18 +41,11 @@ class Speed:
 
 @dataclass(frozen=True)
 class Generated:
-    """A file of results that has a line for each prompt.
+    """A file of results that has a line for each prompt."""
 
-    Attributes:
-        output: the file.
-        failed: prompts whose line is an error.
-        speed: of what was left to do; None: nothing was.
-
-    """
-
-    output: Path
-    failed: int
-    speed: Speed | None
+    output: Path  # the file
+    failed: int  # prompts whose line is an error
+    speed: Speed | None  # of what was left to do; None: nothing was
 
 
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:

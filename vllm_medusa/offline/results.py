@@ -25,6 +25,7 @@ from vllm_medusa.files import (
     ends_of,
     read_json,
     refuse_other_settings,
+    require_parent,
     try_lock,
     write_json,
 )
@@ -82,8 +83,7 @@ class ResultLog:
         self.done: set[int] = set()
         self.failed = 0
         self.torn_bytes = 0
-        if not path.parent.is_dir():
-            raise FileRefused(f"{path}: no folder {path.parent}. Make it, or name another output.")
+        require_parent(path)
         if path.exists() and not path.is_file():
             raise FileRefused(f"{path}: not a regular file, so it can't be resumed. Name another.")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.files import digest_json, new_path, try_lock, write_json
+from vllm_medusa.files import digest_json, free_bytes, new_path, try_lock, write_json
 from vllm_medusa.training.batches import pad
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Piece, Texts
@@ -114,13 +114,12 @@ class HiddenStates:
             CacheError: there is less free space than the missing shards take.
 
         """
-        existing = next(f for f in (self.folder, *self.folder.absolute().parents) if f.exists())
-        free = shutil.disk_usage(existing).free
+        free = free_bytes(self.folder)
         wanted = others + self.missing_bytes
         if wanted > free:
             raise CacheError(
-                f"the hidden states take {wanted / 1e9:.1f} GB, and {existing} has "
-                f"{free / 1e9:.1f} GB free. Bound them with --cache-gb (the rest is computed "
+                f"the hidden states take {wanted / 1e9:.1f} GB, and the disk of {self.folder} "
+                f"has {free / 1e9:.1f} GB free. Bound them with --cache-gb (the rest is computed "
                 "whenever it is needed), or name another disk with --cache."
             )
 

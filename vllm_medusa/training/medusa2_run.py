@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_medusa.files import free_bytes
 from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.offline.results import fingerprint
@@ -167,7 +168,7 @@ def _check_space(job: Job, run: TrainingRun, target: Target) -> None:
     """Refuse to start what the disk can't hold in the end: the merged model."""
     stored = DTYPES.get(job.inputs.dtype or "", job.dtype)
     wanted = sum(p.numel() for p in target.model.parameters()) * stored.itemsize
-    free = shutil.disk_usage(run.work).free
+    free = free_bytes(run.work)
     if wanted > free:
         raise ValueError(
             f"the new target takes {wanted / 1e9:.1f} GB, and {run.output} has {free / 1e9:.1f} GB "

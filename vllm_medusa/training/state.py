@@ -31,6 +31,7 @@ from vllm_medusa.files import (
     new_file,
     read_json,
     refuse_other_settings,
+    require_parent,
     take_lock,
     write_json,
 )
@@ -183,8 +184,7 @@ def check_output(output: Path) -> None:
         FileRefused: its parent is missing, it is a file, or it holds something else than a run.
 
     """
-    if not output.absolute().parent.is_dir():
-        raise FileRefused(f"{output}: no folder {output.parent}. Make it, or name another.")
+    require_parent(output)
     if output.exists() and not output.is_dir():
         raise FileRefused(f"{output} is a file; name a folder for the heads.")
     known = (output / "training" / "run.json").is_file() or _just_begun(output)

@@ -131,7 +131,7 @@ def test_missing_packages_are_named_with_their_extra(refused, monkeypatch):
 
 def test_a_disk_that_is_too_small(refused, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert "GB free" in refused()
 
 

@@ -15,6 +15,7 @@ from vllm_medusa.calibration.pictures import (
     draw_calibration,
     draw_tree,
 )
+from vllm_medusa.files import FileRefused
 from vllm_medusa.tree import load_preset
 
 
@@ -55,7 +56,7 @@ def test_pictures_are_written(tmp_path, suffix):
 def test_what_no_picture_can_be_is_refused_at_once(tmp_path):
     with pytest.raises(CalibrationError, match=r"\.png, \.svg"):
         check_picture(Path("tree.jpeg2"))
-    with pytest.raises(CalibrationError, match="doesn't exist"):
+    with pytest.raises(FileRefused, match=r"no folder .*nowhere"):
         check_picture(tmp_path / "nowhere" / "tree.png")
 
 

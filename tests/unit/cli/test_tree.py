@@ -121,7 +121,7 @@ def test_the_size_that_pays_pays_on_prompts_held_out(heads):
         (["--max-depth", "6"], "there are 5 heads"),
         (["--max-rank", "5"], "there are 4 calibrated choices"),
         (["--draw", "tree.txt"], "not a kind of picture"),
-        (["--output", "nowhere/tree.json"], "doesn't exist"),
+        (["--output", "nowhere/tree.json"], "no folder nowhere"),
         (["--sizes", "3"], "give --measure"),
         (["--measure", "prompts.jsonl"], "needs the target"),
         (["--step-cost", "nothing.json"], "can't be read"),
