@@ -156,12 +156,12 @@ def offences(path: str | PurePosixPath, source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.relative_to(REPOSITORY).as_posix())
-def test_every_file_keeps_to_its_room(file: Path) -> None:
+def test_every_file_keeps_to_its_room(file):
     relative = PurePosixPath(file.relative_to(REPOSITORY / PACKAGE).as_posix())
     assert offences(relative, file.read_text(encoding="utf-8")) == []
 
 
-def test_the_scan_sees_the_package() -> None:
+def test_the_scan_sees_the_package():
     names = {file.relative_to(REPOSITORY / PACKAGE).as_posix() for file in FILES}
     assert {"__init__.py", "config.py", "tree/topology.py", "plugin.py"} <= names
 
@@ -217,7 +217,7 @@ def test_the_scan_sees_the_package() -> None:
         ("helpers/a.py", "x = 1", "helpers is no room of the house"),
     ],
 )
-def test_planted_offences_are_found(path: str, source: str, offence: str) -> None:
+def test_planted_offences_are_found(path, source, offence):
     found = offences(path, source)
     assert any(text.startswith(offence) for text in found), found
 
@@ -248,17 +248,17 @@ def test_planted_offences_are_found(path: str, source: str, offence: str) -> Non
         ("heads/model.py", "'''What vllm_medusa.worker does and print() prints.'''\nx = a | b"),
     ],
 )
-def test_what_is_allowed_is_left_alone(path: str, source: str) -> None:
+def test_what_is_allowed_is_left_alone(path, source):
     assert offences(path, source) == []
 
 
-def test_importing_the_package_loads_neither_torch_nor_vllm() -> None:
+def test_importing_the_package_loads_neither_torch_nor_vllm():
     code = f"import sys, {PACKAGE}; print(sorted({{'torch', 'vllm'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_no_test_package_can_shadow_vllm() -> None:
+def test_no_test_package_can_shadow_vllm():
     """Pytest puts the parent of a package's top on sys.path: tests/vllm would become `vllm`."""
     shadows = [f for f in (REPOSITORY / "tests").rglob("__init__.py") if "vllm" in f.parts[-2]]
     assert shadows == []

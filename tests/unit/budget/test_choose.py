@@ -1,7 +1,5 @@
 """How many nodes: by what they are worth and cost, with room and without."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

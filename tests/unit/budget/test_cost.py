@@ -1,7 +1,5 @@
 """Step costs: found from noisy steps, followed as the machine changes, kept on disk."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

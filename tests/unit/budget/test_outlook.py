@@ -1,7 +1,5 @@
 """What drafts bring: pooled over the batch, corrected by what was accepted, forgotten in time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -13,9 +11,7 @@ def drafts(rng: np.random.Generator, requests: int, nodes: int = 8) -> np.ndarra
     return -np.sort(-(rng.random((requests, nodes)) ** 3), axis=1)
 
 
-def taught(
-    steps: int, truth=lambda survival: survival, seed: int = 0, verified: int = 8
-) -> Outlook:
+def taught(steps, truth=lambda survival: survival, seed=0, verified=8):
     """Of 8 requests; a node is accepted as often as ``truth`` says."""
     rng, outlook = np.random.default_rng(seed), Outlook()
     for _ in range(steps):
