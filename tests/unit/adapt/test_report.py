@@ -22,17 +22,10 @@ TREE = [[0], [1], [0, 0]]
 
 def row(nodes: int, ratio: float, tau: float) -> dict[str, Any]:
     return {
-        "num_draft_tokens": nodes,
-        "tau": tau,
-        "steps": 10,
-        "plain_steps": 15,
-        "ratio": ratio,
-        "ratios": [ratio - 0.1, ratio, ratio + 0.1],
-        "requests": 4,
-        "identical": True,
-        "differing_requests": 0,
-        "differences": [],
-    }
+        "num_draft_tokens": nodes, "tau": tau, "steps": 10, "plain_steps": 15, "ratio": ratio,
+        "ratios": [ratio - 0.1, ratio, ratio + 0.1], "requests": 4, "identical": True,
+        "differing_requests": 0, "differences": [],
+    }  # fmt: skip
 
 
 class Made:
@@ -59,18 +52,10 @@ class Made:
         (self.folders["split"] / "counts.json").write_text(json.dumps(counts))
         machine = {"cpu": "c", "cores": 2, "memory_gb": 8, "load_average_at_start": 0, "gpus": []}
         measured = {
-            "dtype": "float32",
-            "temperature": 0.7,
-            "batch": 1,
-            "rounds": 3,
-            "prompts": 4,
-            "data": "measurement.jsonl",
-            "max_tokens": 9,
-            "machine": machine,
-            "engine_args": {"enforce_eager": True},
-            "rows": rows,
-            "fastest": fastest,
-        }
+            "dtype": "float32", "temperature": 0.7, "batch": 1, "rounds": 3, "prompts": 4,
+            "data": "measurement.jsonl", "max_tokens": 9, "machine": machine, "rows": rows,
+            "engine_args": {"enforce_eager": True}, "fastest": fastest,
+        }  # fmt: skip
         (self.folders["compare"] / "compare.json").write_text(json.dumps(measured))
         (folder / "prompts.jsonl").touch()
         self.output = folder / "heads"

@@ -1,21 +1,15 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support import jobs
 from support.jobs import CopyOptions
+from support.told import Told
 
 from vllm_medusa.adapt.stages import Stage, StageFailed, WorkFolder
 from vllm_medusa.files import FileRefused
-from vllm_medusa.job import SILENT, Progress
-
-
-class Said(Progress):
-    def __init__(self) -> None:
-        self.text = ""
-
-    def note(self, text: str) -> None:
-        self.text += f"{text}\n"
+from vllm_medusa.job import SILENT
 
 
 class Work:
@@ -39,12 +33,12 @@ class Work:
         )
 
     def run(self, *stages: Stage) -> list[Path]:
-        said = Said()
+        told = Told()
         try:
-            with WorkFolder(self.folder, len(stages), said) as work:
+            with WorkFolder(self.folder, len(stages), told) as work:
                 return [work.run(stage) for stage in stages]
         finally:
-            self.said = said.text
+            self.said = "".join(f"{note}\n" for note in told.notes)
 
 
 @pytest.fixture
@@ -96,17 +90,15 @@ def test_a_path_alone_is_no_difference(work, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("damage", ["changed", "removed", "torn marker", "no marker"])
-def test_a_stage_whose_result_is_not_as_noted_runs_again(work, damage):
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [("out.json", "[]"), ("out.json", None), ("done.json", '{"outputs": {'), ("done.json", None)],
+)
+def test_a_stage_whose_result_is_not_as_noted_runs_again(work, name, left):
     (folder,) = work.run(work.copy())
-    if damage == "changed":
-        (folder / "out.json").write_text("[]")
-    elif damage == "removed":
-        (folder / "out.json").unlink()
-    elif damage == "torn marker":
-        (folder / "done.json").write_text('{"outputs": {')
-    else:
-        (folder / "done.json").unlink()
+    (folder / name).unlink()
+    if left is not None:
+        (folder / name).write_text(left)
     work.run(work.copy())
     assert "done before" not in work.said
     assert json.loads((folder / "out.json").read_text()) == {"a": 1}
@@ -125,33 +117,20 @@ def test_a_refusal_names_the_log_and_is_no_result(work, tmp_path):
 
 
 @pytest.mark.usefixtures("here")
-def test_a_failure_keeps_its_status(work):
-    stage = Stage("fails", jobs.broken, lambda here: CopyOptions(data=here, output=here), {})
-    with pytest.raises(StageFailed, match="fails: ") as failure:
-        work.run(stage)
-    assert failure.value.status == 3
-
-
-@pytest.mark.usefixtures("here")
-def test_a_job_that_leaves_nothing_has_failed(work):
+@pytest.mark.parametrize(
+    ("job", "message", "status"), [(jobs.broken, "copy: ", 3), (jobs.copy, r"left no out\.json", 1)]
+)
+def test_a_job_that_fails_or_leaves_nothing(work, job, message, status):
     options = CopyOptions(data=work.data, output=work.data.parent / "lost.json")
-    stage = Stage("copy", jobs.copy, lambda here: options, {}, ["out.json"])
-    with pytest.raises(StageFailed, match=r"left no out\.json") as failure:
-        work.run(stage)
-    assert failure.value.status == 1
+    with pytest.raises(StageFailed, match=message) as failure:
+        work.run(Stage("copy", job, lambda here: options, {}, ["out.json"]))
+    assert failure.value.status == status
 
 
 @pytest.mark.usefixtures("here")
 def test_what_prepares_a_stage_is_called_before_each_attempt_only(work):
     called = []
-    stage = Stage(
-        "copy",
-        jobs.copy,
-        lambda here: CopyOptions(data=work.data, output=here / "out.json"),
-        {},
-        ["out.json"],
-        prepare=called.append,
-    )
+    stage = replace(work.copy(), prepare=called.append)
     assert work.run(stage) == called
     assert work.run(stage) == called
 

@@ -3,13 +3,13 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
 
 import psutil
 import pytest
 from support import jobs
+from support.told import Told
 
-from vllm_medusa.job import JobFailed, Progress
+from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.children import run_in_process
 
 PARENT = """
@@ -23,20 +23,6 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
-
-
-class Heard(Progress):
-    def __init__(self) -> None:
-        self.said = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
-
-    def warn(self, text: str) -> None:
-        self.said.append(text)
-
-    def at(self, *values: Any) -> None:
-        self.said.append(values)
 
 
 def wait_for(condition: object, seconds: float = 60) -> None:
@@ -66,11 +52,12 @@ def running(tmp_path, log):
 
 
 def test_a_job_gets_options_and_gives_its_result_back(log):
-    heard = Heard()
-    options, command, pid = run_in_process(jobs.tell, {"a": 1}, heard, log=log, command=["b"])
+    told = Told()
+    options, command, pid = run_in_process(jobs.tell, {"a": 1}, told, log=log, command=["b"])
     assert (options, command) == ({"a": 1}, ["b"])
     assert gone(pid)
-    assert heard.said == ["noted", "warned", ("texts", 1, 2, "half")]
+    assert (told.notes, told.warnings) == (["noted"], ["warned"])
+    assert told.counts == [("texts", 1, 2, "half")]
 
 
 def test_what_a_job_started_ends_with_it(log):
@@ -87,23 +74,19 @@ def test_all_that_it_says_is_behind_what_the_log_had(log):
     assert set(lines[1:]) == said
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"), [(ValueError("no"), ValueError), (FileNotFoundError(2, "no", "x"), OSError)]
-)
-def test_errors_keep_kind_and_text(log, error, kind):
+@pytest.mark.parametrize("error", [ValueError("no"), FileNotFoundError(2, "no", "x")])
+def test_errors_keep_kind_and_text(log, error):
+    kind = OSError if isinstance(error, OSError) else ValueError
     with pytest.raises(kind) as raised:
         run_in_process(jobs.fail, error, log=log)
     assert str(raised.value) == str(error)
     assert str(error) in log.read_text()
 
 
-def test_a_failure_keeps_its_status(log):
+def test_failures_keep_their_status_and_faults_their_place(log):
     with pytest.raises(JobFailed, match="mend it") as raised:
         run_in_process(jobs.broken, "mend it", log=log)
     assert raised.value.status == 3
-
-
-def test_a_fault_is_told_and_its_place_is_in_the_log(log):
     with pytest.raises(JobFailed, match="the job failed: RuntimeError: a fault"):
         run_in_process(jobs.fail, RuntimeError("a fault"), log=log)
     assert "in fail\n" in log.read_text()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from support.fake_engine import FakeEngine
+from support.told import Told
 
-from vllm_medusa.job import Progress
 from vllm_medusa.offline import generate as job
 from vllm_medusa.offline import prompts
 from vllm_medusa.offline.engine import medusa_config
@@ -20,22 +20,6 @@ class Engine(FakeEngine):
         super().__init__(max_tokens=6, step_sizes=(2, 1), longest_prompt=20)
 
     def close(self) -> None: ...
-
-
-class Told(Progress):
-    def __init__(self) -> None:
-        self.notes = []
-        self.warnings = []
-        self.counts = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
-        self.counts.append((done, total))
 
 
 @pytest.fixture
@@ -64,7 +48,7 @@ def test_what_was_done_is_returned_and_told(tmp_path, reads):
     done = job.generate(options, told)
     assert (done.output, done.failed) == (tmp_path / "o.jsonl", 1)
     assert done.speed is not None and done.speed.tokens > 0
-    assert told.counts == [(1, 3), (2, 3), (3, 3)]
+    assert [values[1:3] for values in told.counts] == [(1, 3), (2, 3), (3, 3)]
     assert told.warnings == [f"skipped {path}, line 2: the prompt has 30 tokens"]
     assert reads == [path], "parsed once"
     again = Told()

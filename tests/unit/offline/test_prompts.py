@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, detect_format, read_prompts
+from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError, read_prompts
 
 
 def write(path: Path, text: str) -> Path:
@@ -55,6 +55,10 @@ BAD = [
     ('{"turns": ["a", 3]}', "role"),
     ('{"messages": [{"role": "user"}]}', "'content': text"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', "must be 'user'"),
+    (r'{"prompt": "a\ud800"}', "half of a surrogate pair"),
+    (r'{"prompt": "a", "id": "\ud800"}', "half of a surrogate pair"),
+    (r'{"turns": ["a", "\udfff"]}', "half of a surrogate pair"),
+    (r'{"messages": [{"role": "user", "content": "\ud800"}]}', "half of a surrogate pair"),
 ]
 
 
@@ -99,17 +103,16 @@ def test_a_column_is_chosen_by_name_in_both_formats(tmp_path):
 
 
 def test_files_that_can_not_be_read_say_what_to_do(tmp_path):
-    with pytest.raises(PromptError, match="no such file"):
-        list(read_prompts(tmp_path / "missing.txt"))
-    with pytest.raises(PromptError, match="a folder, not a file"):
-        list(read_prompts(tmp_path, "text"))
-    with pytest.raises(PromptError, match="--format"):
-        detect_format(tmp_path / "prompts")
-    with pytest.raises(PromptError, match="drop it"):
-        list(read_prompts(write(tmp_path / "a.txt", "x"), column="c"))
-    not_parquet = write(tmp_path / "b.parquet", "this is no table")
-    with pytest.raises(PromptError, match="not a Parquet file"):
-        list(read_prompts(not_parquet))
+    text, table = write(tmp_path / "a.txt", "x"), write(tmp_path / "b.parquet", "this is no table")
+    for path, options, words in (
+        (tmp_path / "missing.txt", {}, "no such file"),
+        (tmp_path, {"format": "text"}, "a folder, not a file"),
+        (write(tmp_path / "prompts", "x"), {}, "--format"),
+        (text, {"column": "c"}, "drop it"),
+        (table, {}, "not a Parquet file"),
+    ):
+        with pytest.raises(PromptError, match=words):
+            list(read_prompts(path, **options))
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=8))
@@ -118,21 +121,3 @@ def test_any_text_survives_json_lines(tmp_path_factory, texts):
     write(path, "".join(json.dumps({"prompt": t}, ensure_ascii=False) + "\n" for t in texts))
     read = list(read_prompts(path))
     assert [r.text for r in read if isinstance(r, Prompt)] == texts
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        r'{"prompt": "a\ud800"}',
-        r'{"prompt": "a", "id": "\ud800"}',
-        r'{"turns": ["a", "\udfff"]}',
-        r'{"messages": [{"role": "user", "content": "\ud800"}]}',
-    ],
-)
-def test_half_a_surrogate_pair_is_a_bad_line(tmp_path, row):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(row + '\n{"prompt": "good"}\n')
-    bad, good = read_prompts(path)
-    assert isinstance(bad, BadLine)
-    assert "half of a surrogate pair" in bad.reason
-    assert isinstance(good, Prompt)

@@ -75,12 +75,8 @@ def test_all_forms_in_one_file(tmp_path):
     )
     tokenizer = chat.tokenizer(chat.CHATML)
     records = [r for r in read_records(path, tokenizer) if isinstance(r, Record)]
-    assert [(r.index, r.line, r.request_id) for r in records] == [
-        (4, 1, "a"),
-        (1, 3, "m"),
-        (2, 4, "2"),
-        (3, 5, "3"),
-    ]
+    places = [(r.index, r.line, r.request_id) for r in records]
+    assert places == [(4, 1, "a"), (1, 3, "m"), (2, 4, "2"), (3, 5, "3")]
     assert records[1].token_ids == records[2].token_ids
     ((start, end),) = records[1].generated
     assert tokenizer.decode(records[1].token_ids[start:end]) == "Hello!<|im_end|>"

@@ -62,12 +62,13 @@ def test_other_settings_are_refused_and_named(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultLog(path, SETTINGS) as log:
         log.append({"index": 0})
-    with pytest.raises(FileRefused, match=r"model was 'm' and is now 'other'.*--overwrite"):
-        ResultLog(path, SETTINGS | {"model": "other"})
-    with pytest.raises(FileRefused, match="sampling was"):
-        ResultLog(path, {"model": "m"})
-    with pytest.raises(FileRefused, match="tree was None and is now 'x'"):
-        ResultLog(path, SETTINGS | {"tree": "x"})
+    for settings, words in (
+        (SETTINGS | {"model": "other"}, r"model was 'm' and is now 'other'.*--overwrite"),
+        ({"model": "m"}, "sampling was"),
+        (SETTINGS | {"tree": "x"}, "tree was None and is now 'x'"),
+    ):
+        with pytest.raises(FileRefused, match=words):
+            ResultLog(path, settings)
     assert lines(path) == [{"index": 0}]
     with ResultLog(path, SETTINGS | {"model": "other"}, overwrite=True) as log:
         assert log.done == set()
@@ -78,14 +79,15 @@ def test_other_settings_are_refused_and_named(tmp_path):
 def test_a_file_of_unknown_origin_is_left_alone(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"index": 0}\n')
-    with pytest.raises(FileRefused, match="not written by this command"):
-        ResultLog(path, SETTINGS)
-    manifest_path(path).write_text("{}")
-    with pytest.raises(FileRefused, match="not a manifest"):
-        ResultLog(path, SETTINGS)
-    manifest_path(path).write_text('{"version": 99, "settings": {}}')
-    with pytest.raises(FileRefused, match="version 99"):
-        ResultLog(path, SETTINGS)
+    for manifest, words in (
+        (None, "not written by this command"),
+        ("{}", "not a manifest"),
+        ('{"version": 99, "settings": {}}', "version 99"),
+    ):
+        if manifest is not None:
+            manifest_path(path).write_text(manifest)
+        with pytest.raises(FileRefused, match=words):
+            ResultLog(path, SETTINGS, overwrite=manifest is None)
     assert path.read_text() == '{"index": 0}\n'
 
 
