@@ -33,18 +33,10 @@ from vllm_medusa.tree import TokenTree
 
 VOCAB, HIDDEN = 199, 32
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+    "max_position_embeddings": 512, "tie_word_embeddings": False, "pad_token_id": 0,
+}  # fmt: skip
 WINDOW = 9  # shorter than every sequence here, and cuts between nodes of one tree
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),

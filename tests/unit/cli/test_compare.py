@@ -177,14 +177,8 @@ def test_what_is_wrong_is_said_before_an_engine_starts(arguments, capsys, change
 
 def test_the_table_for_files_marks_the_fastest():
     row = {
-        "num_draft_tokens": 4,
-        "tau": 1.5,
-        "steps": 10,
-        "plain_steps": 15,
-        "ratio": 1.25,
-        "ratios": [1.2, 1.25, 1.3],
-        "requests": 6,
-        "differing_requests": 0,
-    }
+        "num_draft_tokens": 4, "tau": 1.5, "steps": 10, "plain_steps": 15, "ratio": 1.25,
+        "ratios": [1.2, 1.25, 1.3], "requests": 6, "differing_requests": 0,
+    }  # fmt: skip
     lines = comparison.markdown({"rows": [row], "fastest": 4})
     assert lines[2] == "| **4** | **1.50** | **15 -> 10** | **1.25x** | **1.20-1.30** | **6/6** |"

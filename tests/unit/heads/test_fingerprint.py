@@ -17,13 +17,9 @@ from vllm_medusa.heads.samples import open_runs
 DEMO = Path(__file__).parents[3] / "demo" / "target"
 LAYERS, HIDDEN, VOCAB = 3, 96, 400
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": HIDDEN,
-    "vocab_size": VOCAB,
-    "num_hidden_layers": LAYERS,
-    "transformers_version": "4.1",
-    "torch_dtype": "bfloat16",
-}
+    "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "vocab_size": VOCAB,
+    "num_hidden_layers": LAYERS, "transformers_version": "4.1", "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 
 def weights(prefix="model.", dtype=torch.bfloat16):

@@ -14,11 +14,8 @@ def test_an_entry_says_what_made_the_heads(tmp_path, monkeypatch):
     entry = provenance(["vllm-medusa", "train"], [tmp_path / "data", tmp_path / "data" / "b.jsonl"])
     assert json.loads(json.dumps(entry)) == entry
     assert entry["command"] == ["vllm-medusa", "train"]
-    assert [(file["file"], file["bytes"]) for file in entry["data"]] == [
-        ("a.jsonl", 3),
-        ("b.jsonl", 3),
-        ("b.jsonl", 3),
-    ]
+    found = [(file["file"], file["bytes"]) for file in entry["data"]]
+    assert found == [("a.jsonl", 3), ("b.jsonl", 3), ("b.jsonl", 3)]
     assert entry["data"][0]["sha256"] == hashlib.sha256(b"one").hexdigest()
     assert entry["versions"]["vllm-medusa"] == vllm_medusa.__version__
     assert "torch" in entry["versions"]

@@ -52,17 +52,8 @@ class Cases:
     @pytest.mark.parametrize("part", [16, 2048])
     def test_candidates_of_a_shard(self, dtype, part, monkeypatch):
         monkeypatch.setattr(self.kernel, "_PARTS", (part,))
-        for seed, (vocab, num_ids, k) in enumerate(
-            [
-                (1, 1, 1),
-                (16, 16, 16),
-                (17, 16, 3),
-                (50, 50, 7),
-                (100, 81, 32),
-                (9, 4, 6),
-                (20, 0, 2),
-            ]
-        ):
+        sizes = [(1, 1, 1), (16, 16, 16), (17, 16, 3), (50, 50, 7), (100, 81, 32), (9, 4, 6)]
+        for seed, (vocab, num_ids, k) in enumerate([*sizes, (20, 0, 2)]):
             for logits in (
                 ties((1, 2, vocab), seed, dtype),
                 torch.randn(2, 1, vocab, generator=torch.Generator().manual_seed(seed)).to(dtype),

@@ -28,16 +28,8 @@ from vllm_medusa.scorer.paged import FP8_DTYPES
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {F32: 1e-5, F16: 4 * 2**-10, BF16: 8 * 2**-7}
-MIXED = [
-    tree(9, 37),
-    chunk(5, 9),
-    PADDING,
-    decode(33),
-    tree(1, 0),
-    tree(13, 16),
-    chunk(18),
-    PADDING,
-]
+MIXED = [tree(9, 37), chunk(5, 9), PADDING, decode(33), tree(1, 0), tree(13, 16), chunk(18)]
+MIXED.append(PADDING)
 
 
 def check(case: Case, by_torch: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,31 +23,11 @@ def test_tiles_fit(head_size, query, key, shared):
         assert tiles.block_m >= min(rows, 128 if (query == 2 and dim <= 128) else 16)
 
 
-def test_few_rows_get_small_tiles():
-    assert [tile_sizes(128, r, 2, 2).block_m for r in (1, 16, 17, 64, 65, 999)] == [
-        16,
-        16,
-        32,
-        64,
-        128,
-        128,
-    ]
-
-
-def test_padded_head():
-    assert [padded_head(d) for d in (1, 16, 17, *HEAD_SIZES)] == [
-        16,
-        16,
-        32,
-        64,
-        128,
-        128,
-        128,
-        128,
-        256,
-        256,
-        256,
-    ]
+def test_few_rows_get_small_tiles_and_heads_are_padded():
+    rows = [tile_sizes(128, r, 2, 2).block_m for r in (1, 16, 17, 64, 65, 999)]
+    assert rows == [16, 16, 32, 64, 128, 128]
+    heads = [padded_head(d) for d in (1, 16, 17, *HEAD_SIZES)]
+    assert heads == [16, 16, 32, 64, 128, 128, 128, 128, 256, 256, 256]
 
 
 def test_one_request_with_a_long_context_fills_the_gpu():

@@ -31,20 +31,12 @@ def test_forms(value, tree):
     assert read_tree(value) == tree
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        [[0], [0, 0], [1]],
-        {"paths": [[0], [0, 0], [1]]},
-        {"tree": [[0], [0, 0], [1]], "source": "measured"},
-    ],
-)
 @pytest.mark.parametrize("name", ["tree.json", "tree.txt"])
-def test_files(tmp_path, content, name):
-    file = tmp_path / name
-    file.write_text(json.dumps(content))
-    assert read_tree(file) == SMALL
-    assert read_tree(str(file)) == SMALL
+def test_files(tmp_path, name):
+    file, paths = tmp_path / name, [[0], [0, 0], [1]]
+    for content in (paths, {"paths": paths}, {"tree": paths, "source": "measured"}):
+        file.write_text(json.dumps(content))
+        assert read_tree(file) == read_tree(str(file)) == SMALL
 
 
 def test_the_preset_files_can_be_read_as_files(tmp_path):
@@ -82,23 +74,19 @@ def test_what_is_no_form_is_refused(value, words):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("content", "words"),
     [
-        ("[[0], [0]]", "listed twice"),
-        ("[[0],", "not JSON"),
-        ("3", "The JSON holds 3"),
-        ('"mc_sim_7b_63"', "The JSON holds 'mc_sim_7b_63'"),
+        (b"[[0], [0]]", "listed twice"),
+        (b"[[0],", "not JSON"),
+        (b"3", "The JSON holds 3"),
+        (b'"mc_sim_7b_63"', "The JSON holds 'mc_sim_7b_63'"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path, text, words):
+def test_a_bad_file_is_named(tmp_path, content, words):
     file = tmp_path / "bad.json"
-    file.write_text(text)
+    file.write_bytes(content)
     with pytest.raises(TreeError, match=rf"In the file '.*bad.json': .*{words}"):
         read_tree(file)
-
-
-def test_a_binary_file_is_no_tree(tmp_path):
-    file = tmp_path / "bad.json"
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TreeError, match="can't be read"):
         read_tree(file)

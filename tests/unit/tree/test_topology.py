@@ -30,24 +30,14 @@ def test_small_tree_by_hand():
     assert not tree.is_chain
 
 
-def test_lone_root():
-    root = TokenTree.chain(3).prefix(1)
+def test_lone_roots_chains_and_dense_trees_best_first():
+    root, chain, dense = TokenTree.chain(3).prefix(1), TokenTree.chain(3), TokenTree.dense([2, 2])
     assert (root.num_nodes, root.num_draft_tokens, root.max_depth) == (1, 0, 0)
-    assert root.parents == (-1,)
-    assert root.head_widths == ()
-    assert root.is_chain
-
-
-def test_chain():
-    tree = TokenTree.chain(3)
-    assert tree.paths == ((0,), (0, 0), (0, 0, 0))
-    assert tree.is_chain
-
-
-def test_dense_is_best_first():
-    tree = TokenTree.dense([2, 2])
-    assert tree.paths == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
-    assert tree.head_widths == (2, 2)
+    assert (root.parents, root.head_widths) == ((-1,), ())
+    assert chain.paths == ((0,), (0, 0), (0, 0, 0))
+    assert root.is_chain and chain.is_chain
+    assert dense.paths == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
+    assert dense.head_widths == (2, 2)
 
 
 @settings(deadline=None)
@@ -150,11 +140,6 @@ def test_a_list_that_is_no_tree_is_refused_in_plain_words(paths, words):
         TokenTree.from_paths(paths)
 
 
-def test_the_constructor_takes_no_child_before_its_parent():
-    with pytest.raises(TreeError, match=r"\[0, 0\] comes before its parent \[0\]"):
-        TokenTree(((0, 0), (0,)))
-
-
 @pytest.mark.parametrize(
     ("widths", "words"),
     [
@@ -184,6 +169,8 @@ def test_the_largest_trees():
     assert TokenTree.dense([255]).num_nodes == MAX_NODES
 
 
-def test_a_prefix_without_the_root_is_refused():
+def test_children_first_and_a_prefix_without_the_root_are_refused():
+    with pytest.raises(TreeError, match=r"\[0, 0\] comes before its parent \[0\]"):
+        TokenTree(((0, 0), (0,)))
     with pytest.raises(TreeError, match="the least is 1"):
         TokenTree.chain(2).prefix(0)

@@ -43,8 +43,7 @@ def make_drafter(heads: Path, tree: TokenTree, device: str = "cpu") -> MedusaDra
 def test_five_heads_trained_and_three_used_cost_what_three_cost(
     num_lm_heads, alone, tmp_path, monkeypatch
 ):
-    weights = []
-    products = []
+    weights, products = [], []
     original = compat.packed_linear
 
     def packed_linear(weight, bias):
