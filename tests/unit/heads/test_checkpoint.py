@@ -431,6 +431,18 @@ def test_a_rest_that_is_a_link_is_not_written_through(tmp_path):
     assert not (tmp_path / ".config.json.part").exists()
 
 
+def test_there_is_no_config_before_the_weights(tmp_path, monkeypatch):
+    """A run whose config.json is there is complete."""
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_medusa.heads.checkpoint.save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
+    assert not any(tmp_path.iterdir())
+
+
 def test_saved_files_have_the_permissions_of_any_new_file(tmp_path):
     save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
     (tmp_path / "other").touch()

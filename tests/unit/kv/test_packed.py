@@ -15,13 +15,12 @@ def numbered(start: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("isa", ["vec", "amx"])
 def test_all_layers_are_moved_once(isa):
-    """A cache that two layers share, too; 22 -> 21, 25 -> 22 and 96 -> 98."""
-    caches = [numbered(), numbered(7)]
-    layout = CacheLayout.of(caches[0], isa)
+    """A cache that two layers share and one of another form, too; 22 -> 21, 25 -> 22, 96 -> 98."""
+    caches = [numbered(), numbered(7), numbered(9).view(4, 1, 32, 128)]
     expected = torch.arange(4 * 32)
     expected[[21, 22, 98]] = torch.tensor([22, 25, 96])
     before = [gather_tokens(cache, isa, expected) for cache in caches]
-    given = [(cache, layout) for cache in (caches[0], caches[1], caches[0])]
+    given = [(cache, CacheLayout.of(cache, isa)) for cache in (*caches, caches[0])]
     compact_packed(given, SLOTS, NODES, ACCEPTED)
     for cache, tokens in zip(caches, before, strict=True):
         for found, wanted in zip(
