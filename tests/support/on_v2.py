@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -27,8 +28,24 @@ MARKS = [
 Outcomes = dict[str, dict[str, str]]  # file or test -> case -> what was wrong ("" if nothing was)
 
 
-def run_on_v2(selected: list[str], report: Path) -> Outcomes:
-    """Run these tests in one process; ``report`` is a file that isn't there yet."""
+def once_more(suite: list[str]) -> tuple[Any, Any]:
+    """A fixture that runs the suite in one process, to be named ``outcomes``, and its test."""
+
+    @pytest.fixture(scope="module")
+    def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+        return _run(suite, tmp_path_factory.mktemp("v2") / "report.xml")
+
+    @pytest.mark.parametrize("selected", suite)
+    def test_on_v2(outcomes: Outcomes, selected: str) -> None:
+        cases = outcomes[selected]
+        assert cases, "nothing ran"
+        wrong = [f"{name}: {text}" for name, text in cases.items() if text]
+        assert not wrong, "\n\n".join(wrong)[-8000:]
+
+    return outcomes, test_on_v2
+
+
+def _run(selected: list[str], report: Path) -> Outcomes:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "support.triton_on_cpu", "-p"]
     command += ["no:cacheprovider", "--timeout", "1800", f"--junitxml={report}", *selected]
     path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
@@ -48,9 +65,3 @@ def run_on_v2(selected: list[str], report: Path) -> Outcomes:
         for test in (file, f"{file}::{name.partition('[')[0]}"):
             found[test][name] = wrong
     return found
-
-
-def assert_passed(cases: dict[str, str]) -> None:
-    assert cases, "nothing ran"
-    wrong = [f"{name}: {text}" for name, text in cases.items() if text]
-    assert not wrong, "\n\n".join(wrong)[-8000:]

@@ -5,8 +5,7 @@ No refusals: they are said before a runner is built, in the same words for both 
 
 from __future__ import annotations
 
-import pytest
-from support.on_v2 import MARKS, Outcomes, assert_passed, run_on_v2
+from support.on_v2 import MARKS, once_more
 
 pytestmark = MARKS
 
@@ -22,12 +21,4 @@ SUITE = [  # a file's tests share an engine, so none is torn apart
     "tests/e2e/test_refusals.py::test_a_layer_with_a_backend_of_its_own_starts_nothing",
 ]
 
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_on_v2(SUITE, tmp_path_factory.mktemp("v2") / "report.xml")
-
-
-@pytest.mark.parametrize("selected", SUITE)
-def test_on_v2(outcomes: Outcomes, selected: str) -> None:
-    assert_passed(outcomes[selected])
+outcomes, test_on_v2 = once_more(SUITE)

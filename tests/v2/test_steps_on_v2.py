@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-from support.on_v2 import MARKS, Outcomes, assert_passed, run_on_v2
+from support.on_v2 import MARKS, once_more
 
 pytestmark = MARKS
 
@@ -34,12 +33,4 @@ SUITE = [  # a file's tests share an engine, so none is torn apart
     "tests/distributed/test_tensor_parallel.py::test_a_rank_that_differs_is_noticed",
 ]
 
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_on_v2(SUITE, tmp_path_factory.mktemp("v2") / "report.xml")
-
-
-@pytest.mark.parametrize("selected", SUITE)
-def test_on_v2(outcomes: Outcomes, selected: str) -> None:
-    assert_passed(outcomes[selected])
+outcomes, test_on_v2 = once_more(SUITE)
