@@ -11,7 +11,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines run here, where te
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a busy machine two threads wait for each other
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the network, nor waits for one
-# Some forty processes import vLLM, which takes nine seconds longer without compiled files.
+# Some thirty processes import vLLM, which takes nine seconds longer without compiled files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
