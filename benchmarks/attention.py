@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks.case import Case, Row
+from benchmarks.case import Case, Row, titled
 from vllm_medusa.job import Progress
 from vllm_medusa.options import Options, Positive, option
 from vllm_medusa.scorer import grouping
@@ -229,16 +229,11 @@ CASE = Case(
     AttentionOptions,
     run,
     {
-        "dtype": ("dtype", ""),
-        "nodes": ("nodes", ""),
-        "context": ("context", ""),
-        "batch": ("batch", ""),
-        "groups": ("groups", ""),
+        **titled("dtype nodes context batch groups"),
         "plan_us": ("plan us (once a step)", ".0f"),
         "layer_us": ("layer us", ".0f"),
         "causal_us": ("causal kernel us", ".0f"),
-        "one_by_one_us": ("one by one us", ".0f"),
-        "all_padded_us": ("all padded us", ".0f"),
+        **titled("one_by_one_us all_padded_us", ".0f"),
     },
     quick={"dtypes": ("bf16",), "nodes": (8, 64), "contexts": (512,), "batches": (1, 8)},
 )

@@ -54,3 +54,8 @@ class Case:
     quick: Mapping[str, Any] = field(default_factory=dict)  # other defaults with --quick
     bars: tuple[str, ...] = ()  # keys that are drawn, a panel each
     text: Callable[[list[dict[str, Any]]], str] = lambda rows: ""  # under the table
+
+
+def titled(keys: str, form: str = "") -> dict[str, tuple[str, str]]:
+    """Columns whose titles are their keys, "_" for a space; all of one format."""
+    return {key: (key.replace("_", " "), form) for key in keys.split()}

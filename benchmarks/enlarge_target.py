@@ -82,10 +82,7 @@ BIG = Shape(hidden_size=1024, intermediate_size=2816, num_layers=26, num_heads=1
 class Enlarger:
     """Maps the tensors of one model to those of a bigger one with the same outputs.
 
-    Args:
-        config: the small model's `config.json`.
-        big: the wanted shape; each dimension at least the small one's.
-        seed: of the random filling.
+    Each dimension of ``big`` is at least the small one's; ``seed`` is of the random filling.
 
     Raises:
         EnlargeError: the architecture is not supported or a dimension is too small.
@@ -134,12 +131,7 @@ class Enlarger:
         }
 
     def tensors(self, small: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the big model's tensors by name, in the dtypes of the small ones.
-
-        Args:
-            small: every tensor of the small checkpoint.
-
-        """
+        """Yields the big model's tensors by name, in the dtypes of the small ones."""
         yield from (
             (name, self._outer(name, tensor))
             for name, tensor in small.items()

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.case import Case, Row, attempt
+from benchmarks.case import Case, Row, attempt, titled
 from benchmarks.gpu.batches import choose_parts, step_batch, step_tree
 from benchmarks.gpu.clock import Clock, here
 from benchmarks.gpu.model import paged_tree_attention
@@ -329,10 +329,7 @@ CASE = Case(
     KernelsOptions,
     run,
     {
-        "layout": ("layout", ""),
-        "batch": ("batch", ""),
-        "context": ("context", ""),
-        "nodes": ("nodes", ""),
+        **titled("layout batch context nodes"),
         "splits": ("parts", ""),
         "ours_us": ("ours us", ".1f"),
         "of_floor": ("floor / ours", ".0%"),

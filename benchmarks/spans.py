@@ -39,12 +39,7 @@ class Spans:
     def hook(self, owner: Any, name: str, label: str, within: dict[str, str] | None = None) -> None:
         """Times `owner.name`, if there is one, as `label`.
 
-        Args:
-            owner: an object, class or module.
-            name: of a function or method.
-            label: of the span.
-            within: labels to use instead when the span directly around has the given label.
-
+        ``within`` has labels to use instead when the span directly around has the given label.
         """
         function: Callable[..., Any] | None = getattr(owner, name, None)
         if function is None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case, Row, attempt
+from benchmarks.case import Case, Row, attempt, titled
 from benchmarks.gpu.batches import step_tree
 from benchmarks.gpu.clock import Clock, here
 from benchmarks.gpu.decoder import Decoder, HeadLogits
@@ -135,17 +135,11 @@ CASE = Case(
     StepOptions,
     run,
     {
-        "model": ("model", ""),
-        "batch": ("batch", ""),
-        "context": ("context", ""),
-        "nodes": ("nodes", ""),
+        **titled("model batch context nodes"),
         "step_us": ("step us", ".0f"),
         "ratio": ("to a plain step", ".3f"),
         "ratio_shared": ("with the target's LM head", ".3f"),
-        "score_us": ("score us", ".0f"),
-        "attention_us": ("attention us", ".0f"),
-        "verify_us": ("verify us", ".0f"),
-        "propose_us": ("propose us", ".0f"),
+        **titled("score_us attention_us verify_us propose_us", ".0f"),
         "propose_shared_us": ("propose us, target's LM head", ".0f"),
         "step_eager_us": ("step eager us", ".0f"),
     },

@@ -53,10 +53,8 @@ def opening(
 def draft_flags(delivered: Sequence[int]) -> list[bool]:
     """Say of each generated token whether it was drafted and accepted.
 
-    Args:
-        delivered: tokens of each engine step, the prefill step first. The last token of a step is
-            the target's own, all before it were drafts.
-
+    ``delivered`` has the tokens of each engine step, the prefill step first. The last token of a
+    step is the target's own, all before it were drafts.
     """
     return [i < tokens - 1 for tokens in delivered for i in range(tokens)]
 
@@ -64,11 +62,8 @@ def draft_flags(delivered: Sequence[int]) -> list[bool]:
 def marked_text(answer: Answer, pieces: Sequence[str], *, colour: bool) -> Text:
     """The generated text with its draft tokens in colour, or else between marks.
 
-    Args:
-        answer: the answer; its ``delivered`` says which tokens were drafts.
-        pieces: the text of each of its tokens.
-        colour: False puts ``«`` and ``»`` around each run of draft tokens.
-
+    ``pieces`` are the texts of its tokens. Without ``colour`` there are ``«`` and ``»`` around each
+    run of draft tokens.
     """
     text = Text()
     inside = False

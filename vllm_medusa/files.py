@@ -36,10 +36,7 @@ def new_path(path: Path, tag: str = "part") -> Iterator[Path]:
 
     The file gets the permissions of any new file, not its writer's own.
 
-    Args:
-        path: the file to make or replace; its folder must exist.
-        tag: of the file aside; processes that may write one path at a time need their own.
-
+    Its folder must exist. Processes that may write one path at a time need tags of their own.
     """
     part = aside(path, tag)
     part.unlink(missing_ok=True)  # it may be a link to a file that somebody keeps
@@ -158,9 +155,7 @@ def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
 def take_lock(path: Path, busy: str) -> IO[bytes]:
     """Open and lock a file, which is made if it isn't there; closing it gives the lock back.
 
-    Args:
-        path: the file; nothing is written to it.
-        busy: the message if another process holds it: of what, and the remedy.
+    Nothing is written to it. ``busy`` is the message if another process holds it, with the remedy.
 
     Raises:
         FileRefused: another process holds it.
@@ -217,10 +212,7 @@ def require_parent(path: Path) -> None:
 def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bool]) -> None:
     """Refuse an output in no folder, or one that is neither empty nor a JSON object of ``ours``.
 
-    Args:
-        path: the output.
-        what: what the command writes there, in words.
-        ours: whether an object looks like that.
+    ``what`` is written there, in words.
 
     Raises:
         FileRefused: something else is there, or no folder.

@@ -119,12 +119,7 @@ def option(help: str = ..., *names: str, **more: Unpack[_More]) -> Any: ...
 def option(help: str = "", *names: str, default: Any = MISSING, **more: Any) -> Any:
     """A field with a `Flag`; without a default it is required.
 
-    Args:
-        help: see `Flag`, as all that follows.
-        names: see `Flag`.
-        default: the only place where it stands. A list or dict is copied for each object.
-        more: other attributes of `Flag`.
-
+    A default stands here alone; a list or dict is copied for each object. All else is `Flag`'s.
     """
     flag = {"flag": Flag(help, names, **more)}
     if isinstance(default, list | dict):

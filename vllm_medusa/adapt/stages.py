@@ -66,11 +66,7 @@ class WorkFolder:
     def __init__(self, folder: Path, count: int, progress: Progress):
         """Take the folder.
 
-        Args:
-            folder: made if it isn't there.
-            count: of stages that will be run.
-            progress: where stages are announced, and told by their jobs.
-
+        The folder is made if it isn't there; ``count`` stages will be run.
         """
         self.folder, self.count, self.progress = folder, count, progress
         self.finished: dict[str, Finished] = {}  # by the stages' names

@@ -79,11 +79,8 @@ def run_job(
 ) -> int:
     """Run a command's job and return its exit status: its own, 1 or 2 with an error, or 130.
 
-    Args:
-        job: reads the options, works, prints its result; returns the status.
-        interrupted: what Ctrl-C leaves behind, as "the same command goes on from OUTPUT".
-        engine: standard error may go to a log while an engine starts; this output does not.
-
+    ``interrupted`` is what Ctrl-C leaves behind, as "the same command goes on from OUTPUT". While
+    an engine starts, standard error may go to a log; this output does not.
     """
     with contextlib.ExitStack() as stack:
         terminal = stack.enter_context(os.fdopen(os.dup(2), "w")) if engine else sys.stderr

@@ -16,9 +16,7 @@ from vllm_medusa.plugin import set_up_command_line
 def run(arguments: Sequence[str]) -> int:
     """Serve until interrupted.
 
-    Args:
-        arguments: what follows `serve` on the command line, passed to vLLM untouched.
-
+    ``arguments``, what follows `serve` on the command line, are passed to vLLM untouched.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args

@@ -30,10 +30,8 @@ class Acceptance:
     def of(cls, delivered: Sequence[int]) -> Acceptance:
         """Acceptance of one request.
 
-        Args:
-            delivered: tokens delivered by each of its engine steps, the prefill step first; steps
-                that delivered nothing are not listed.
-
+        ``delivered`` are the tokens of each of its engine steps, the prefill step first, those that
+        delivered nothing left out.
         """
         if any(tokens < 1 for tokens in delivered):
             raise ValueError(f"every step delivers a token; got {list(delivered)}")

@@ -80,9 +80,7 @@ class Child:
     def end(self, *, interrupt: bool = False) -> None:
         """Wait until the process ends, then kill what is left of it and its descendants.
 
-        Args:
-            interrupt: ask it to end, by SIGINT; else its closed channel tells it to.
-
+        ``interrupt`` asks it to end, by SIGINT; else its closed channel tells it to.
         """
         self.channel.close()
         if interrupt:
@@ -170,10 +168,6 @@ def _die_with(parent: int) -> None:
 
     Works on Linux; elsewhere it does nothing, and only a parent that ends by itself, or by Ctrl-C,
     takes its children along.
-
-    Args:
-        parent: the process id of the parent, which may have ended before this call.
-
     """
     if sys.platform != "linux":
         return

@@ -22,9 +22,7 @@ def stderr_to_log(enabled: bool = True) -> Iterator[None]:
     shown, since it usually has the reason; errors about the user's input (`ValueError`, `OSError`)
     say it themselves.
 
-    Args:
-        enabled: False changes nothing.
-
+    Not ``enabled``, it changes nothing.
     """
     if not enabled:
         yield

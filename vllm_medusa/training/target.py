@@ -119,13 +119,8 @@ class Target:
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """What the LM head sees, after the final norm.
 
-        Args:
-            ids: int64 [B, L]; shorter texts are padded on the right.
-            attention_mask: [B, L], 1 where there is text; None: everywhere.
-
-        Returns:
-            [B, L, H] in the dtype the model computes in.
-
+        Of ids int64 [B, L], shorter texts padded on the right, and a mask [B, L], 1 where there is
+        text (None: everywhere): [B, L, H] in the dtype the model computes in.
         """
         out = self.backbone(input_ids=ids, attention_mask=attention_mask, use_cache=False)
         return out.last_hidden_state
@@ -133,12 +128,7 @@ class Target:
     def lm_head(self, x: Tensor) -> Tensor:
         """Logits with the target's bias, soft cap and scale, as in serving.
 
-        Args:
-            x: [..., H] of any float dtype; computed in the LM head's (autocast's, if it is on).
-
-        Returns:
-            [..., V].
-
+        [..., H] of any float dtype -> [..., V], in the LM head's (autocast's, if it is on).
         """
         if self.head.weight.is_floating_point():
             x = x.to(self.head.weight.dtype)
