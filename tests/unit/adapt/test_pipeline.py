@@ -174,16 +174,14 @@ def test_later_stages_get_what_earlier_ones_left(adapt):
     assert asked["distill"].engine.engine_args == {"enforce_eager": True}
 
 
-def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, monkeypatch):
     told = {"method": "medusa-2", "save": "merged", "degraded": True, "shortfalls": ["KL is 0.3"]}
     monkeypatch.setattr(pipeline, "train", lambda *_: Trained(tmp_path / "heads", told))
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):
         pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
 
 
-def test_a_bad_record_is_refused_unless_it_is_to_be_skipped(tmp_path: Path) -> None:
+def test_a_bad_record_is_refused_unless_it_is_to_be_skipped(tmp_path):
     (tmp_path / "records.jsonl").write_text(records(6) + "{\n")
     options = SplitOptions(data=tmp_path / "records.jsonl", output=tmp_path, heldout_share=0.1)
     with pytest.raises(ValueError, match="line 7"):

@@ -79,7 +79,7 @@ def test_every_budget_is_measured_and_the_fastest_named(arguments, tmp_path, cap
 
 
 def test_a_group_warms_the_engines_up_and_does_not_count(arguments, tmp_path, monkeypatch):
-    groups: dict[Any, list[int]] = {None: [], 2: []}
+    groups = {None: [], 2: []}
     measured = Engine.run
 
     def noted(self, prompts, concurrency, seed):

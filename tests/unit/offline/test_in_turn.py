@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 from support.fake_engine import FakeEngine
 
-from vllm_medusa.offline.batch import Delta
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.prompts import Prompt
 
@@ -59,7 +58,7 @@ def test_a_shorter_answer_differs():
 
 def test_another_reason_to_end_differs():
     class Stopping(Repeating):
-        def step(self) -> list[Delta]:
+        def step(self):
             return [replace(d, finish_reason=d.finish_reason and "stop") for d in super().step()]
 
     comparison = run_in_turn(Repeating(), Stopping(), PROMPTS, concurrency=4, seed=3)
@@ -73,7 +72,7 @@ def test_the_engines_take_turns_to_be_first():
     class Noting(Repeating):
         name = "a"
 
-        def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
+        def submit(self, key, prompt, seed):
             nonlocal begun
             begun += self.name
             super().submit(key, prompt, seed)

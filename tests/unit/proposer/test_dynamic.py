@@ -1,7 +1,5 @@
 """Dynamic proposals: confidences are the heads' own, alike on all ranks, tokens at their nodes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ POOL = Pool.from_tree(widest_pool(HEADS, VOCAB, num_nodes=60))
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
-def logits(request: pytest.FixtureRequest) -> torch.Tensor:
+def logits(request):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(BATCH, HEADS + 1, VOCAB, generator=generator) * 4
     values[0, 1, :40] = values[0, 1].max()  # ties across shards
@@ -24,9 +22,7 @@ def logits(request: pytest.FixtureRequest) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sharpness", [None, (0.5, 1.0, 2.0, 1.5)])
-def test_confidence_is_the_probability(
-    logits: torch.Tensor, sharpness: tuple[float, ...] | None
-) -> None:
+def test_confidence_is_the_probability(logits, sharpness):
     factors = None if sharpness is None else torch.tensor(sharpness)
     got = marginals(logits, HEADS, 7, factors)
     scaled = logits[:, :HEADS].double() * (1 if factors is None else factors[:, None].double())
@@ -36,7 +32,7 @@ def test_confidence_is_the_probability(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_ranks_agree_with_the_whole(logits: torch.Tensor, ranks: int) -> None:
+def test_ranks_agree_with_the_whole(logits, ranks):
     width, parts = -(-VOCAB // ranks), []
     shards = [VocabShard.of_rank(rank, width, VOCAB) for rank in range(ranks)]
     columns = [
@@ -48,7 +44,7 @@ def test_ranks_agree_with_the_whole(logits: torch.Tensor, ranks: int) -> None:
     for shard, own in zip(shards, columns, strict=True):  # what each would send
         marginals_sharded(own, HEADS, 7, shard, lambda keys: (parts.append(keys), keys[None])[1])
     factors = torch.tensor([1.0, 0.7, 1.3, 1.0])
-    sent: list[torch.Tensor] = []
+    sent = []
     for shard, own in zip(shards, columns, strict=True):
         marginals_sharded(
             own, HEADS, 7, shard, lambda keys: (sent.append(keys), keys[None])[1], factors
@@ -64,7 +60,7 @@ def test_ranks_agree_with_the_whole(logits: torch.Tensor, ranks: int) -> None:
         torch.testing.assert_close(result.log_confidence, whole.log_confidence)
 
 
-def test_tokens_stand_at_their_nodes(logits: torch.Tensor) -> None:
+def test_tokens_stand_at_their_nodes(logits):
     token_map = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
     choices = marginals(logits, HEADS, POOL.width, token_map=token_map)
     proposal = grow(choices, POOL, 20, torch.tensor([9, 9, 9]))
@@ -79,7 +75,7 @@ def test_tokens_stand_at_their_nodes(logits: torch.Tensor) -> None:
     assert (proposal.log_survival.diff(dim=1) <= 0).all() and not proposal.token_ids[:, 0].any()
 
 
-def test_nothing_deeper_than_is_of_use(logits: torch.Tensor) -> None:
+def test_nothing_deeper_than_is_of_use(logits):
     choices = marginals(logits, HEADS, POOL.width)
     proposal = grow(choices, POOL, 60, torch.tensor([0, 1, 4]))
     trees = POOL.trees(proposal.order, proposal.num_nodes)
@@ -89,7 +85,7 @@ def test_nothing_deeper_than_is_of_use(logits: torch.Tensor) -> None:
         assert int(trees.depths[row, : counts[row]].max()) == depth
 
 
-def test_logits_that_are_not_numbers_break_nothing(logits: torch.Tensor) -> None:
+def test_logits_that_are_not_numbers_break_nothing(logits):
     logits[1] = float("nan")
     logits[2, :, 5] = float("inf")
     choices = marginals(logits, HEADS, POOL.width)

@@ -1,7 +1,5 @@
 """Dynamic trees: the best nodes of the pool are a tree, and the tensors say which."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 
@@ -10,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.tree import MAX_NODES, TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree import MAX_NODES, TokenTree, TreeTensors
 from vllm_medusa.tree.dynamic import DynamicTree, widest_pool
 from vllm_medusa.tree.pool import Pool
 
@@ -31,7 +29,7 @@ def best_first(log_confidence: torch.Tensor, num_nodes: int) -> list[int]:
     """The definition, with a heap: the best reachable node, ties to the lower index."""
     survival = {0: torch.tensor(0.0)}
     queue, taken = [(0.0, 0)], []
-    children: dict[int, list[int]] = {}
+    children = {}
     for node, parent in enumerate(TREE.parents[1:], start=1):
         children.setdefault(parent, []).append(node)
     while queue and len(taken) < num_nodes:
@@ -46,7 +44,7 @@ def best_first(log_confidence: torch.Tensor, num_nodes: int) -> list[int]:
 
 @given(seeds, st.integers(1, 80))
 @settings(deadline=None, max_examples=60)
-def test_the_best_nodes_are_a_tree_best_first(seed: int, num_nodes: int) -> None:
+def test_the_best_nodes_are_a_tree_best_first(seed, num_nodes):
     log_confidence = confidences(seed)
     survival = POOL.survival(log_confidence)
     order = POOL.best(survival, num_nodes)
@@ -60,7 +58,7 @@ def test_the_best_nodes_are_a_tree_best_first(seed: int, num_nodes: int) -> None
 
 @given(seeds, st.lists(st.integers(1, 40), min_size=1, max_size=5))
 @settings(deadline=None, max_examples=60)
-def test_trees_are_what_their_paths_say(seed: int, sizes: list[int]) -> None:
+def test_trees_are_what_their_paths_say(seed, sizes):
     """Every request's tensors equal those of a static tree of the same paths."""
     order = POOL.best(POOL.survival(confidences(seed, len(sizes))), max(sizes))
     batch = POOL.trees(order, torch.tensor(sizes))
@@ -72,7 +70,7 @@ def test_trees_are_what_their_paths_say(seed: int, sizes: list[int]) -> None:
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
-def test_padding_may_be_any_node() -> None:
+def test_padding_may_be_any_node():
     """A request without drafts beside others has no order of its own."""
     order = torch.tensor([[0, 1, 3], [0, 0, 0]])
     batch = POOL.trees(order, torch.tensor([3, 1]))
@@ -83,10 +81,10 @@ def test_padding_may_be_any_node() -> None:
     assert not batch.valid[1, 1:].any()
 
 
-def test_a_prefix_of_a_batch_is_the_batch_of_prefixes() -> None:
+def test_a_prefix_of_a_batch_is_the_batch_of_prefixes():
     order = POOL.best(POOL.survival(confidences(1)), 70)
     small = POOL.trees(order[:, :9], torch.tensor([9, 4, 1]))
-    cut: TreeBatch = POOL.trees(order, torch.tensor([9, 4, 1])).prefix(9)
+    cut = POOL.trees(order, torch.tensor([9, 4, 1])).prefix(9)
     for name in ("num_nodes", "parents", "depths", "ancestor_bits", "ancestors"):
         got, expected = getattr(cut, name), getattr(small, name)
         exists = small.valid.reshape(3, 9, *[1] * (got.ndim - 2)) if got.ndim > 1 else torch.ones(3)
@@ -94,7 +92,7 @@ def test_a_prefix_of_a_batch_is_the_batch_of_prefixes() -> None:
 
 
 @pytest.mark.parametrize(("num_heads", "num_ranks"), [(1, 1), (1, 50), (2, 3), (5, 10)])
-def test_the_widest_pool(num_heads: int, num_ranks: int) -> None:
+def test_the_widest_pool(num_heads, num_ranks):
     tree = widest_pool(num_heads, num_ranks)
     assert tree.max_depth == num_heads and tree.num_nodes <= MAX_NODES
     assert max(tree.head_widths) == min(num_ranks, 10)
@@ -105,7 +103,7 @@ def test_the_widest_pool(num_heads: int, num_ranks: int) -> None:
         assert set(tree.paths) == set(every)
 
 
-def test_the_pool_follows_accuracies() -> None:
+def test_the_pool_follows_accuracies():
     table = [[0.4, 0.3, 0.2], [0.9, 0.05, 0.01]]
     assert widest_pool(2, 3, table, num_nodes=5).paths == ((0,), (0, 0), (1,), (1, 0))
     assert DynamicTree.from_dict(DynamicTree(TREE, 9, (1.0, 0.5)).to_dict()) == DynamicTree(

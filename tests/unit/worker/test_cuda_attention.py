@@ -13,17 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 from support.triton_layers import layer
-from support.triton_steps import (
-    BLOCK,
-    DIM,
-    HEADS,
-    KV_HEADS,
-    MOST,
-    NODES,
-    TREE,
-    Buffers,
-    build,
-)
+from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MOST, NODES, TREE, Buffers, build
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 

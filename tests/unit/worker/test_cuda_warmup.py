@@ -15,16 +15,7 @@ from support.interpreter import INTERPRETING
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
 from support import triton_layers
-from support.triton_steps import (
-    BLOCK,
-    DIM,
-    HEADS,
-    KV_HEADS,
-    MOST,
-    NODES,
-    Buffers,
-    build,
-)
+from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MOST, NODES, Buffers, build
 
 from vllm_medusa.kv import kernel as kv
 from vllm_medusa.kv.layers import LayerCaches

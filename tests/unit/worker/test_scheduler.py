@@ -1,7 +1,5 @@
 """The pool across a batch: the best drafts of all requests, as prefixes of each one's."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +10,7 @@ survivals = st.lists(st.lists(st.sampled_from([1.0, 0.5, 0.5, 0.2, 0.1]), max_si
 
 
 @given(survivals, st.integers(0, 20))
-def test_the_best_drafts_are_kept(lists: list[list[float]], total: int) -> None:
+def test_the_best_drafts_are_kept(lists, total):
     lists = [sorted(values, reverse=True) for values in lists]
     counts = share(lists, total)
     kept = [value for values, n in zip(lists, counts, strict=True) for value in values[:n]]
@@ -24,5 +22,5 @@ def test_the_best_drafts_are_kept(lists: list[list[float]], total: int) -> None:
 @pytest.mark.parametrize(
     ("total", "expected"), [(0, [0, 0, 0]), (1, [1, 0, 0]), (3, [2, 0, 1]), (9, [2, 1, 2])]
 )
-def test_ties_go_to_the_first(total: int, expected: list[int]) -> None:
+def test_ties_go_to_the_first(total, expected):
     assert share([[0.9, 0.5], [0.3], [0.5, 0.1]], total) == expected
