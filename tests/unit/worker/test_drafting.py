@@ -12,7 +12,8 @@ from support.random_heads import HIDDEN, VOCAB, random_heads, write
 from vllm.v1.worker.cpu_worker import Worker  # that module first: it fits V2 to the CPU
 
 from vllm_medusa.config import AcceptanceConfig
-from vllm_medusa.heads import MedusaHeads, load_heads
+from vllm_medusa.heads import MedusaHeads, load_heads, save_heads
+from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.worker import compat, drafting, sharding
 from vllm_medusa.worker.drafting import MedusaDrafter
@@ -99,6 +100,24 @@ def test_a_rank_s_device_never_holds_rows_of_others(ranks, loaded, rows, tmp_pat
     assert {p.device.type for p in drafter.heads.parameters()} == {"meta"}
     assert drafter.heads.lm_head_weight is not None
     assert drafter.heads.lm_head_weight.shape == (2, rows, HIDDEN)
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    known = torch.tensor([7, 11, 9, 13, 5])
+    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=known).requires_grad_(False)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter)
+    save_heads(tmp_path, heads)
+    drafter = make_drafter(tmp_path, TokenTree.dense([3]))
+    drafter.load_model(SimpleNamespace())
+    states = torch.randn(4, HIDDEN)
+    logits = heads.compute_logits(heads(states), None)  # [B, K, 5]
+    if in_parts:  # as the only rank of several
+        drafter._shard = VocabShard.of_rank(0, 5, 5)
+        monkeypatch.setattr(sharding, "all_gather", lambda keys: keys.unsqueeze(0))
+    assert torch.equal(drafter.propose(states), known[logits[:, 0].topk(3).indices])
 
 
 def test_heads_outlive_a_sleep_of_level_2(monkeypatch):

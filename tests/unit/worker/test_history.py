@@ -10,6 +10,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from vllm_medusa.worker.v1.history import MinTokensAt, PathHistory, needs_tokens
+from vllm_medusa.worker.v1.verification import _is_plain_greedy
 
 ALL = torch.tensor([True, True])
 FIRST = torch.tensor([True, False])
@@ -101,3 +102,23 @@ def test_min_tokens_by_node():
     at = MinTokensAt({0: (2, [7], [4], False)}, [(0, 0), (1, 0), (0, 1), (0, 2)])
     logits = at.apply(torch.zeros(4, 5))
     assert logits.isinf().nonzero().tolist() == [[0, 4]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"all_greedy": False},
+        {"no_penalties": False},
+        {"bad_words_token_ids": {1: [[3]]}},
+        {"allowed_token_ids_mask": torch.ones(2, 9, dtype=torch.bool)},
+        {"max_num_logprobs": 0},
+        {"logprob_token_ids": {0: [1]}},
+        {"logitsprocs": LogitsProcessors([MinTokens({0: (2, [], {5})})])},
+        {"logitsprocs": LogitsProcessors([Other()])},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_the_argmax_is_not_all_that_greedy_requests_may_ask_for(changes):
+    plain = {"all_greedy": True, "all_random": False, "temperature": None}
+    assert _is_plain_greedy(metadata(**plain))
+    assert not _is_plain_greedy(metadata(**plain | changes))
