@@ -227,3 +227,24 @@ def test_automatic_budgets(automatic: LLM, reference: Reference) -> None:
     assert differing(reference.completions, got) == []
     assert budget.cost.steps > before + TOKENS
     assert float(budget.cost.ms(4, 4, False)) > 0
+
+
+def test_nobody_waits_for_drafts(automatic: LLM, reference: Reference, monkeypatch: Patch) -> None:
+    """However many drafts are offered, every running request has its row in every step."""
+    monkeypatch.setattr(chosen(automatic), "choose", lambda gain, _, free: min(len(gain) - 1, free))
+    monkeypatch.setattr(chosen(automatic), "draft_next", lambda *_: True)
+    left_out = []
+    scheduler = automatic.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        running = {request.request_id for request in scheduler.running}
+        output = schedule(*args, **kwargs)
+        kept = {request.request_id for request in scheduler.running}
+        left_out.extend((running & kept) - set(output.num_scheduled_tokens))
+        assert sum(output.num_scheduled_tokens.values()) <= 64
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", watched)
+    run(automatic, reference)
+    assert left_out == []

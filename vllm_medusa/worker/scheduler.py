@@ -11,6 +11,7 @@ size; any object that can be indexed will do).
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import time
@@ -113,11 +114,13 @@ class TreeScheduler(Scheduler):
         """Cut the drafts to what the next step verifies."""
         req_ids, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
         survival = getattr(draft_token_ids, "survival", None) or [[] for _ in drafts]
-        free = self._free_rows()
-        if sum(map(len, drafts)):
-            total = min(free, sum(map(len, drafts)))
+        free, has_prefill = self._next_rows()
+        if any(drafts):
+            total = free
             if self.budget is not None:
                 gain = self.budget.outlook.gain_of(np.concatenate(survival))
+                # beside a prefill rows cost what arithmetic costs, which drafts rarely earn
+                free = 0 if has_prefill else free
                 total = self.budget.choose(gain, len(self.running), free)
             counts = share(survival, total)
             drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
@@ -152,21 +155,30 @@ class TreeScheduler(Scheduler):
         if problem := save_cost(self._costs_at, self._costs_of, self.budget.cost, tag):
             compat.logger.warning_once("Step costs are not kept: %s", problem)
 
-    def _free_rows(self) -> int:
-        """Rows of the next step that neither a running request nor a prefill has a use for."""
-        most, running = self.max_num_scheduled_tokens, len(self.running)
-        taken = 0
-        for request in self.running:
-            taken += max(1, request.num_tokens - request.num_computed_tokens)
+    def _next_rows(self) -> tuple[int, bool]:
+        """Rows of the next step that no request has a use for, and whether it has a prefill."""
+        admits = len(self.running) < self.max_num_running_reqs and not self._blocked
+        coming = itertools.chain(self.running, self.waiting if admits else ())
+        most, taken, has_prefill = self.max_num_scheduled_tokens, 0, False
+        for request in coming:
+            rows = max(1, request.num_tokens - request.num_computed_tokens)
+            has_prefill |= rows > 1
+            taken += rows
             if taken >= most:
-                return 0
-        if running < self.max_num_running_reqs and not self._blocked:
-            for request in self.waiting:
-                taken += max(1, request.num_tokens - request.num_computed_tokens)
-                if taken >= most:
-                    return 0
-        free = most - taken
-        return max(0, free if self._max_rows is None else min(free, self._max_rows - running))
+                return 0, has_prefill
+        free = min(most - taken, self._free_slots())
+        if self._max_rows is not None:
+            free = min(free, self._max_rows - len(self.running))
+        return max(0, free), has_prefill
+
+    def _free_slots(self) -> int:
+        """KV slots that drafts can have without a running request being preempted for them.
+
+        Each request may need a block for itself and one more for the ragged end of its drafts.
+        """
+        groups = len(self.kv_cache_config.kv_cache_groups)
+        blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() // groups
+        return max(0, blocks - 2 * len(self.running)) * self.block_size
 
     def _learn_cost(self, step: _Step, ms: float) -> None:
         if self.budget is not None and not step.prefill:
