@@ -92,6 +92,14 @@ def chain_arm(options: ArmOptions, depth: int) -> Arm:
     return Arm(f"chain {depth}, ours", "ours", depth, config)
 
 
+def dynamic_arm(options: ArmOptions, budget: int | str) -> Arm:
+    """A tree of its own for every request and step: of so many draft nodes, or "auto"."""
+    config = {"method": "medusa", "model": str(options.heads.absolute()), "budget": budget}
+    if isinstance(budget, int):
+        return Arm(f"dynamic {budget}", "ours", budget, config)
+    return Arm("automatic", "ours", 0, config)
+
+
 def stock_arm(options: ArmOptions, depth: int) -> Arm:
     """VLLM's own Medusa chain on the same heads, without this package."""
     model = str(options.heads.absolute())

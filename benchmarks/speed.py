@@ -20,6 +20,7 @@ from benchmarks.arms import (
     ArmOptions,
     chain_arm,
     chosen,
+    dynamic_arm,
     engine,
     ngram_arm,
     stock_arm,
@@ -51,6 +52,7 @@ class SpeedOptions(ArmOptions):
         "vLLM's own chain, and ours beside it", default=(2, 5)
     )
     tree_sizes: tuple[Positive, ...] = option("draft nodes", default=(4, 7, 10, 14, 22, 32, 63))
+    dynamic_sizes: tuple[Positive, ...] = option("draft nodes of dynamic trees", default=(4, 7, 14))
     ngrams: tuple[Positive, ...] = option("tokens of vLLM's n-gram lookup", default=(5,))
     only: str | None = option("regular expression of the arms' names", default=None)
     repeats: Positive = option("rounds of each arm in turn with plain vLLM", default=3)
@@ -65,6 +67,8 @@ def arms(options: SpeedOptions) -> list[Arm]:
         if depth in options.stock_depths:
             found.append(stock_arm(options, depth))
     found += [tree_arm(options, nodes) for nodes in options.tree_sizes]
+    found += [dynamic_arm(options, nodes) for nodes in options.dynamic_sizes]
+    found.append(dynamic_arm(options, "auto"))
     found += [ngram_arm(tokens) for tokens in options.ngrams]
     return chosen(found, options.only)
 
@@ -155,6 +159,7 @@ CASE = Case(
         "chain_depths": (3,),
         "stock_depths": (5,),
         "tree_sizes": (7, 14),
+        "dynamic_sizes": (7,),
     },
     bars=("ratio", "tau"),
     text=lambda rows: WHY if any(row.get("note") == NO_BASELINE for row in rows) else "",

@@ -27,6 +27,7 @@ def options():
         chain_depths=(3,),
         stock_depths=(2,),
         tree_sizes=(2, 99),  # the heads' own tree has 12 nodes
+        dynamic_sizes=(7,),
         prompts=3,
         repeats=2,
     )
@@ -60,7 +61,8 @@ def test_arms_with_plain_s_tokens_get_a_ratio(options, monkeypatch):
         return lambda: FakeEngine(step_sizes=(1,) if config is None else (2,))
 
     rows = rows_of(options, monkeypatch, like)
-    names = ["chain 2, ours", "chain 2, vLLM's", "chain 3, ours", "tree 2", "n-gram 5, vLLM's"]
+    names = ["chain 2, ours", "chain 2, vLLM's", "chain 3, ours", "tree 2", "dynamic 7"]
+    names += ["automatic", "n-gram 5, vLLM's"]
     assert list(rows) == [f"{name}, T {t}" for t in ("0", "0.8") for name in names]
     assert rows["tree 2, T 0"]["ratio"] == 1 and rows["tree 2, T 0"]["tau"] > 1.3
     assert rows["tree 2, T 0"]["step_ms"] > rows["tree 2, T 0"]["plain_step_ms"]
@@ -69,7 +71,7 @@ def test_arms_with_plain_s_tokens_get_a_ratio(options, monkeypatch):
 def test_stock_speculation_is_no_baseline_when_sampling(options, monkeypatch):
     """Its chain through our engine stands in the row before."""
     rows = rows_of(options, monkeypatch, lambda config: FakeEngine)
-    for name, ours in (("chain 2, vLLM's", "chain 2, ours"), ("n-gram 5, vLLM's", "tree 2")):
+    for name, ours in (("chain 2, vLLM's", "chain 2, ours"), ("n-gram 5, vLLM's", "automatic")):
         assert rows[f"{name}, T 0.8"]["note"] == NO_BASELINE
         assert "ratio" not in rows[f"{name}, T 0.8"] and "ratio" in rows[f"{ours}, T 0.8"]
         assert "ratio" in rows[f"{name}, T 0"]
