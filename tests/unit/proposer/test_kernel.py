@@ -7,7 +7,7 @@ from support.interpreter import INTERPRETING, run_interpreting
 from torch import Tensor
 
 from vllm_medusa import proposer
-from vllm_medusa.proposer import sharded
+from vllm_medusa.proposer import dispatch, sharded
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeTensors
@@ -128,6 +128,17 @@ class Cases:
 
             tokens = self.kernel.propose_sharded(own, tensors, shard, all_gather)
             assert torch.equal(tokens.cpu(), expected)
+
+    def test_dispatch_hands_on_all_that_it_is_given(self):
+        tree, known = TokenTree.dense([3, 2]), torch.tensor([4, 9, 2, 7, 5, 11])
+        logits = torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(5))
+        expected = proposer.propose(logits, TreeTensors.from_tree(tree), known)
+        there = TreeTensors.from_tree(tree, self.device)
+        given, mapped = logits.to(self.device), known.to(self.device)
+        assert torch.equal(dispatch.propose(given, there, mapped).cpu(), expected)
+        whole = VocabShard.of_rank(0, 6, 6)
+        drafts = dispatch.propose_sharded(given, there, whole, lambda keys: keys[None], mapped)
+        assert torch.equal(drafts.cpu(), expected)
 
     def test_a_prefix_of_the_tree(self):
         tree = TreeTensors.from_tree(TREES["65 nodes"])
