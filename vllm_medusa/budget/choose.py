@@ -6,6 +6,7 @@ the long run. That heads have run is no reason to verify what they drafted.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,8 @@ from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.tries import Tries
 
 _KEEP = 0.005  # of a step's time by which another number of nodes has to be better
-_START, _STOP = 1.01, 0.995  # drafts against plain steps: where drafting starts, and where it ends
-_CAUTION = 0.5  # standard deviations that drafts may be overrated by when drafting starts
+_START, _STOP = 1.015, 1.0  # drafts against plain steps: where drafting starts, and where it ends
+_CAUTION = 0.5  # standard deviations that the first drafts' steps may be dearer than known
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,14 @@ class NodeBudget:
     def observe(self, rows: int, requests: int, drafted: bool, ms: float) -> None:
         """Learn what a step took; see `StepCost.observe`."""
         self.cost.observe(rows, requests, drafted, ms)
-        self.tries.earn(float(self.cost.ms(rows, requests, drafted)))
+        self.tries.earn(self.cost.ms(rows, requests, drafted))
 
     def forecast(self, requests: int, free_rows: int) -> Forecast:
         """What drafts would bring to a batch of ``requests``, at least one."""
         key = (requests, free_rows, self.cost.steps)
         if self._known and self._known[0] == key:
             return self._known[1]
-        plain = requests / float(self.cost.ms(requests, requests, False))
+        plain = requests / self.cost.ms(requests, requests, False)
         most = min(requests * self.max_per_request, max(free_rows, 0))
         sizes = self.cost.sizes(requests + 1, requests + most) - requests
         gain = self.outlook.gain(requests, sizes)
@@ -146,10 +147,10 @@ class NodeBudget:
         if self.drafting or forecast.ratio <= _START:
             return self.drafting and forecast.ratio > _STOP
         requests = forecast.requests
-        plain = self.cost.features(requests, requests, False)
-        best = self.cost.features(requests + forecast.nodes, requests, True)
-        doubt = float(np.hypot(self.cost.doubt(best, plain)[0], self.outlook.doubt))
-        return forecast.ratio > _START * np.exp(_CAUTION * doubt)
+        rows = requests + forecast.nodes
+        both = self.cost.features([(requests, requests, False), (rows, requests, True)])
+        doubt = float(self.cost.doubt(both, both[0])[1])
+        return forecast.ratio > _START * math.exp(_CAUTION * doubt)
 
     def _try(self, forecast: Forecast) -> bool:
         """Whether the heads run, in a step that may try something else."""
@@ -157,18 +158,19 @@ class NodeBudget:
         sizes = np.concatenate([[0], forecast.sizes])  # 0: neither heads nor drafts
         rates = np.concatenate([[forecast.plain], forecast.rates])
         tokens = requests + np.concatenate([[0.0], forecast.gain])
-        features = self.cost.features(requests + sizes, requests, True)
-        features[0] = self.cost.features(requests, requests, False)
+        steps = ((requests + size, requests, size > 0) for size in sizes.tolist())
+        features = self.cost.features(steps)
         now = 1 + int(forecast.rates.argmax()) if self.drafting else 0
         doubts = self.cost.doubt(features, features[now])
         other_kind = (sizes > 0) != self.drafting
         doubts = np.where(other_kind, np.hypot(doubts, self.outlook.doubt), doubts)
-        hopes = rates * np.exp(self.tries.bold * doubts) / rate
-        hopes[now] = 0.0
+        if self.drafting:  # other sizes and none at all, in turn
+            doubts = np.where((sizes > 0) == (self.tries.turn % 2 == 1), doubts, 0.0)
+        doubts[now] = 0.0
         lost = self.cost.ms(requests + sizes, requests, True) - tokens / rate
         if not self.drafting:  # heads run in a step before it
-            lost += float(self.cost.ms(requests, requests, True)) - requests / rate
-        tried = self.tries.pick(hopes, lost)
+            lost += self.cost.ms(requests, requests, True) - requests / rate
+        tried = self.tries.pick(rates / rate, doubts, lost)
         if tried is None:
             return self.drafting
         self._wanted = int(sizes[tried]) or None

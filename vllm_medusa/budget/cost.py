@@ -11,7 +11,8 @@ What hasn't been seen for a while becomes uncertain again, at most as much as it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,15 @@ Floats = npt.NDArray[np.floating]
 
 _DENSE = 64  # every number of rows up to here has a knot of its own, then eight an octave
 _FORGET = 0.0025  # a second: of the way back to the first uncertainty
+_AGED_BY = 8  # steps at a time
 _SCALE = 2.0  # standard deviations of logarithms: of the machine's speed as a whole
 _SHAPE, _SHAPE_OCTAVES = 0.5, 4.0  # of the line over rows, and how far its knots go together
-_ROUGH = 0.05  # of one row count against its neighbours
+_ROUGH = 0.03  # of one row count against its neighbours
 _SURCHARGE, _SURCHARGE_OCTAVES = 0.4, 3.0  # of trees and of heads
 _NOISE = (0.02, 0.3)  # bounds of the noise of a step
-_OUTLIER = 3.0  # standard deviations; what is further away counts as if it were there
-_STREAK = 3  # so many outliers to one side are no outliers: something changed
+_OUTLIER = 3.0  # standard deviations; what is further away counts little
+_STREAK = 2  # but so many steps of a kind that are too slow, or too fast, are no outliers
+_SHAKEN = 0.2  # how much of the first uncertainty comes back then
 
 
 class StepCost:
@@ -51,7 +54,8 @@ class StepCost:
         self._rows = np.concatenate([dense, np.round(sparse)]).astype(np.float64)
         self._per_request = np.arange(0.0, 7.0)  # log2 of the rows of a request
         self._requests = np.arange(0.0, 10.0)  # log2
-        sizes = [len(self._rows), len(self._per_request), len(self._requests)]
+        self._lists = [k.tolist() for k in (self._rows, self._per_request, self._requests)]
+        sizes = [len(knots) for knots in self._lists]
         self._starts = [0, *np.cumsum(sizes).tolist()]
         base, tree, heads = (slice(*self._starts[i : i + 2]) for i in range(3))
         self._mean = np.zeros(self._starts[-1])
@@ -66,7 +70,9 @@ class StepCost:
         self._prior = prior
         self._covariance = prior.copy()
         self._noise = 0.1**2
-        self._streaks: dict[tuple[bool, bool], int] = {}
+        self._age = 0.0  # seconds since it grew doubtful
+        self._streaks: dict[tuple[bool, bool], int] = {}  # outliers of a kind to one side
+        self._last = 0  # side of the last step if it was one
         self.steps = 0
         self.surprises = 0  # times that the machine was found changed all at once
 
@@ -74,65 +80,91 @@ class StepCost:
         """Learn from a step; one without requests or time teaches nothing."""
         if not (0 < ms < math.inf and 0 < requests <= rows):
             return
-        at = self.features(rows, requests, drafted)[0]
-        usual = float(self._log_ms(rows, requests, drafted))
+        places, shares = self._shares(rows, requests, drafted)
+        usual = float(self._mean[places] @ shares)
         error = math.log(ms) - usual
         if self.steps == 0:  # nothing is known of the machine's speed, whatever its curve is
             self._mean[: len(self._rows)] += error
             usual, error = math.log(ms), 0.0
         self.steps += 1
-        seconds = min(math.exp(usual) / 1e3, 1.0)  # not an outlier's
-        self._covariance += (_FORGET * seconds) * (self._prior - self._covariance)
-        error = self._without_outliers(error, at, (rows > requests, drafted))
-        reach = self._covariance @ at
-        known = float(at @ reach)
+        self._age += min(math.exp(usual) / 1e3, 1.0)  # not an outlier's
+        if self.steps % _AGED_BY == 0:
+            self._covariance += (_FORGET * self._age) * (self._prior - self._covariance)
+            self._age = 0.0
+        reach = self._covariance[:, places] @ shares
+        known = float(reach[places] @ shares)
+        kind = (rows > requests, drafted)
+        if abs(error) <= _OUTLIER * math.sqrt(known + self._noise):
+            self._streaks.pop(kind, None)
+            self._last = 0
+        elif self._is_change(kind, 1 if error > 0 else -1, error**2):
+            reach = self._covariance[:, places] @ shares
+            known = float(reach[places] @ shares)
+        else:
+            error = math.copysign(_OUTLIER * math.sqrt(self._noise), error)
         self._mean += reach * (error / (known + self._noise))
-        self._covariance -= np.outer(reach, reach) / (known + self._noise)
-        low, high = _NOISE
-        self._noise += 0.02 * (error**2 - known - self._noise)
-        self._noise = min(max(self._noise, low**2), high**2)
+        reach /= math.sqrt(known + self._noise)
+        self._covariance -= np.multiply.outer(reach, reach)
+        if known < self._noise:  # else what is off isn't noise
+            low, high = _NOISE
+            self._noise += 0.02 * (error**2 - known - self._noise)
+            self._noise = min(max(self._noise, low**2), high**2)
 
-    def _without_outliers(self, error: float, at: Floats, kind: tuple[bool, bool]) -> float:
-        """Bound the error, unless steps of the kind keep saying the same."""
-        limit = _OUTLIER * math.sqrt(float(at @ self._covariance @ at) + self._noise)
-        if abs(error) <= limit:
-            self._streaks[kind] = 0
-            return error
-        side = 1 if error > 0 else -1
-        streak = max(0, side * self._streaks.get(kind, 0)) + 1
-        self._streaks[kind] = side * streak
-        if streak < _STREAK:
-            return side * limit
-        self._streaks[kind] = 0
+    def _is_change(self, kind: tuple[bool, bool], side: int, size: float) -> bool:
+        """Whether an outlier is none, because others said the same; if so, grow doubtful."""
+        before = self._streaks.pop(kind, 0) * side
+        self._streaks[kind] = side * (max(before, 0) + 1)
+        again, self._last = self._last == side, side
+        if again:  # two steps in a row, whatever they did: the whole machine
+            base = len(self._rows)
+            self._covariance[:base, :base] += size
+            self._covariance += _SHAKEN * min(size, 1.0) * self._prior
+        elif abs(self._streaks[kind]) >= _STREAK:  # steps of a kind, with others in between
+            self._covariance += _SHAKEN * self._prior
+        else:
+            return False
+        self._streaks.clear()
         self.surprises += 1
-        self._covariance += self._prior
-        return error
+        return True
 
     def ms(self, rows: Any, requests: int, drafted: bool) -> Any:
         """Expected time of a step, or of steps with ``rows``, [n]."""
-        return np.exp(self._log_ms(rows, requests, drafted))
-
-    def _log_ms(self, rows: Any, requests: int, drafted: bool) -> Any:
+        if isinstance(rows, int):
+            places, shares = self._shares(rows, requests, drafted)
+            return math.exp(float(self._mean[places] @ shares)) * max(rows / self._rows[-1], 1.0)
         rows = np.asarray(rows, np.float64)
         base, tree, heads = np.split(self._mean, self._starts[1:3])
         found = np.interp(rows, self._rows, base)
-        found = found + np.log(np.maximum(rows / self._rows[-1], 1.0))
         over = np.log2(np.maximum(rows / requests, 1.0))
         found += np.where(rows > requests, np.interp(over, self._per_request, tree), 0.0)
         if drafted:
             found += np.interp(math.log2(requests), self._requests, heads)
-        return found
+        return np.exp(found) * np.maximum(rows / self._rows[-1], 1.0)
 
-    def features(self, rows: Any, requests: int, drafted: bool) -> Floats:
-        """How much each knot counts for steps with ``rows``: [n, knots]."""
-        rows = np.atleast_1d(np.asarray(rows, np.float64))
-        found = np.zeros((len(rows), len(self._mean)))
-        over = np.log2(np.maximum(rows / requests, 1.0))
-        _place(found, self._starts[0], self._rows, rows)
-        _place(found, self._starts[1], self._per_request, over, rows > requests)
+    def _shares(self, rows: int, requests: int, drafted: bool) -> tuple[list[int], Floats]:
+        """Which knots count for a step, and how much."""
+        values = [(0, self._lists[0], float(rows))]
+        if rows > requests:
+            values.append((self._starts[1], self._lists[1], math.log2(rows / requests)))
         if drafted:
-            _place(found, self._starts[2], self._requests, np.full(len(rows), math.log2(requests)))
-        return found
+            values.append((self._starts[2], self._lists[2], math.log2(requests)))
+        places, shares = [], []
+        for start, knots, value in values:
+            right = min(max(bisect_left(knots, value), 1), len(knots) - 1)
+            share = (value - knots[right - 1]) / (knots[right] - knots[right - 1])
+            share = min(max(share, 0.0), 1.0)
+            places += [start + right - 1, start + right]
+            shares += [1.0 - share, share]
+        return places, np.array(shares)
+
+    def features(self, steps: Iterable[tuple[int, int, bool]]) -> Floats:
+        """How much each knot counts for each step of rows, requests and drafted: [n, knots]."""
+        found = [np.zeros_like(self._mean)]
+        for step in steps:
+            places, shares = self._shares(*step)
+            found.append(np.zeros_like(self._mean))
+            found[-1][places] = shares
+        return np.stack(found)[1:]
 
     def sizes(self, low: int, high: int) -> npt.NDArray[np.int64]:
         """Numbers of rows from ``low`` to ``high``: both, and all that have a knot."""
@@ -182,19 +214,3 @@ class StepCost:
 
 def _apart(knots: Floats) -> Floats:
     return np.abs(knots[:, None] - knots[None, :])
-
-
-def _place(
-    found: Floats,
-    start: int,
-    knots: Floats,
-    values: Floats,
-    where: npt.NDArray[np.bool_] | None = None,
-) -> None:
-    """Add each value's two shares in the knots beside it; beyond the ends, the end has all."""
-    right = np.clip(np.searchsorted(knots, values), 1, len(knots) - 1)
-    left = right - 1
-    share = np.clip((values - knots[left]) / (knots[right] - knots[left]), 0.0, 1.0)
-    some = np.flatnonzero(np.ones(len(values), bool) if where is None else where)
-    found[some, start + left[some]] += 1.0 - share[some]
-    found[some, start + right[some]] += share[some]

@@ -43,9 +43,10 @@ class Outlook:
         self._accepted = np.zeros(_BUCKETS)
         self._predicted = np.zeros(_BUCKETS)
         self._ratio = np.ones(_BUCKETS)
+        self._line: tuple[Floats, Floats] | None = None  # nodes of a request and what they bring
         survival = np.minimum.accumulate(np.diff(np.asarray([1.0, *taus])).clip(0.0, 1.0))
         for _ in range(4):  # a first word, soon outvoted
-            self._remember(survival[None, :])
+            self._remember(survival[None, :], _octaves(survival[None, :]))
 
     def observe(
         self,
@@ -62,35 +63,35 @@ class Outlook:
             accepted: [B] how many were accepted. Both empty: nothing was verified.
 
         """
-        survival = np.asarray(survival, np.float64)
-        survival = np.where(np.isfinite(survival), survival.clip(0.0, 1.0), 0.0)
+        survival = np.nan_to_num(np.asarray(survival, np.float64)).clip(0.0, 1.0)
         if survival.size == 0:
             return
-        self._remember(survival)
+        octaves = _octaves(survival)
+        self._line = None
+        self._remember(survival, octaves)
         if len(verified):
-            self._correct(survival, np.asarray(verified), np.asarray(accepted, np.float64))
+            nodes = np.arange(survival.shape[1])[None, :] < np.asarray(verified)[:, None]
+            self._correct(survival * nodes, octaves, np.asarray(accepted, np.float64))
 
-    def _remember(self, survival: Floats) -> None:
-        weight = math.exp(-len(survival) / _WINDOW)
-        values = survival[survival >= 2.0**-_OCTAVES]
-        bins = np.minimum((-np.log2(values) * _PARTS).astype(np.int64), _OCTAVES * _PARTS - 1)
-        size = len(self._count)
+    def _remember(self, survival: Floats, octaves: Floats) -> None:
+        kept = octaves < _OCTAVES
+        values, bins = survival[kept], (octaves[kept] * _PARTS).astype(np.int64)
+        size, weight = len(self._count), math.exp(-len(survival) / _WINDOW)
         self._count = weight * self._count + np.bincount(bins, minlength=size)
         self._sum = weight * self._sum + np.bincount(bins, values, size)
         self._seen = weight * self._seen + len(survival)
 
-    def _correct(self, survival: Floats, verified: npt.NDArray, accepted: Floats) -> None:
+    def _correct(self, survival: Floats, octaves: Floats, accepted: Floats) -> None:
         """Share what was accepted among the buckets of what was verified, as it was expected."""
-        nodes = np.arange(survival.shape[1])[None, :] < verified[:, None]
-        values = np.where(nodes, survival, 0.0)
-        bucket = np.minimum(-np.log2(values.clip(2.0**-30, 1.0)), _BUCKETS - 1).astype(np.int64)
-        mass = np.stack([(values * (bucket == b)).sum(1) for b in range(_BUCKETS)], 1)
-        told = mass.sum(1) > 0
-        mass, accepted = mass[told], accepted[told]
+        requests = len(survival)
+        bucket = np.minimum(octaves.astype(np.int64), _BUCKETS - 1)
+        bucket += _BUCKETS * np.arange(requests)[:, None]
+        mass = np.bincount(bucket.ravel(), survival.ravel(), requests * _BUCKETS)
+        mass = mass.reshape(requests, _BUCKETS)
         believed = mass * self._ratio
-        shares = believed / believed.sum(1, keepdims=True)
-        weight = np.exp(-len(mass) / _RATIO_WINDOW)
-        self._accepted = weight * self._accepted + (shares * accepted[:, None]).sum(0)
+        shares = believed * (accepted / np.maximum(believed.sum(1), 1e-12))[:, None]
+        weight = math.exp(-requests / _RATIO_WINDOW)
+        self._accepted = weight * self._accepted + shares.sum(0)
         self._predicted = weight * self._predicted + mass.sum(0)
         whole = (self._accepted.sum() + _TRUST) / (self._predicted.sum() + _TRUST)
         ratio = (self._accepted + _TRUST * whole) / (self._predicted + _TRUST)
@@ -107,8 +108,7 @@ class Outlook:
     def corrected(self, survival: npt.ArrayLike) -> Floats:
         """Survivals as far as they are to be believed; the better one stays the better one."""
         survival = np.asarray(survival, np.float64)
-        octaves = -np.log2(survival.clip(2.0**-30, 1.0))
-        ratio = np.interp(octaves, np.arange(_BUCKETS) + 0.5, self._ratio)
+        ratio = np.interp(_octaves(survival), np.arange(_BUCKETS) + 0.5, self._ratio)
         return (survival * ratio).clip(0.0, 1.0)
 
     def gain_of(self, survival: npt.ArrayLike) -> Floats:
@@ -123,17 +123,13 @@ class Outlook:
 
     def gain(self, requests: int, nodes: npt.ArrayLike) -> Floats:
         """Expected extra tokens of a batch of ``requests`` with so many of its best nodes."""
-        filled = self._count > 0
-        count, total = self._count[filled], self._sum[filled]
-        mean = np.minimum.accumulate(self.corrected(total / count))
-        scale = requests / max(self._seen, 1e-9)
-        at = np.concatenate([[0.0], np.cumsum(count * scale)])
-        worth = np.concatenate([[0.0], np.cumsum(count * mean * scale)])
-        return np.interp(np.asarray(nodes, np.float64), at, worth)
-
-    def most(self, requests: int) -> float:
-        """How many nodes a batch of ``requests`` is likely to have."""
-        return float(self._count.sum()) * requests / max(self._seen, 1e-9)
+        if self._line is None:
+            filled = self._count > 0
+            count = self._count[filled] / self._seen
+            mean = self._sum[filled] / self._count[filled]
+            worth = count * np.minimum.accumulate(self.corrected(mean))
+            self._line = tuple(np.concatenate([[0.0], each.cumsum()]) for each in (count, worth))
+        return requests * np.interp(np.asarray(nodes, np.float64) / requests, *self._line)
 
     @property
     def doubt(self) -> float:
@@ -144,6 +140,11 @@ class Outlook:
     def ratio(self) -> Floats:
         """[buckets] what survivals from 1, 1/2, 1/4, .. down are worth."""
         return self._ratio.copy()
+
+
+def _octaves(survival: Floats) -> Floats:
+    """From 0 of the surest on; a chance of 0 is far away."""
+    return -np.log2(survival.clip(2.0**-30, 1.0))
 
 
 def _curve(survival: Floats) -> Floats:

@@ -1,8 +1,8 @@
 """When a step tries what doesn't look best: what wasn't tried for a while may have changed.
 
-Tries get rarer while nothing comes of them, and bolder: at first only what may well be better is
-tried, later what would be if all that is known of it were wrong. All together they may cost a small
-share of the time.
+Tries are bold in turn: first what may well be better, then what would be if all that is known of it
+were wrong. They get rarer while nothing promises much, and all together may cost a small share of
+the time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from vllm_medusa.budget.cost import Floats
 
 _ALLOWANCE = 0.004  # of all time
 _SAVED = 4.0  # steps' worth of it, at the start and at most
-_DEAREST = 3.0  # steps' worth that a try costs at most; a table that says more may be wrong
-_WAIT = (16, 1024)  # steps between tries
-_NEAR, _WAIT_NEAR = 0.1, 128  # where the two are about as fast, or tries promise something
-_BOLD, _BOLDER = (1.0, 4.0), 0.5  # standard deviations that what is tried may be underrated by
+_DEAREST = 2.0  # steps' worth that a try costs at most; a table that says more may be wrong
+_WAIT = (8, 1024)  # steps between tries, doubling
+_NEAR, _WAIT_NEAR = 0.1, 16  # where both are about as fast, tries are cheap
+_CHEAP = 0.25  # steps' worth: so are these
+_BOLD = (1.0, 2.0, 3.0, 4.0)  # standard deviations that what is tried may be underrated by, in turn
+_LIKELY = 2.0  # so many are no boldness: while that promises something, waiting grows no longer
 _GROWTH = 2.0  # of the load, either way, by which all is new
 
 
@@ -24,8 +26,8 @@ class Tries:
     """A schedule that counts steps; it knows nothing of what is tried."""
 
     def __init__(self) -> None:
-        self.bold = _BOLD[0]
         self.count = 0
+        self.turn = 0  # of two in a row, as bold as each other
         self._usual = 0.0  # ms of a step
         self._allowance = 0.0  # ms
         self._requests = 0  # for which the waiting counts
@@ -52,32 +54,33 @@ class Tries:
         if not self._requests / _GROWTH <= requests <= self._requests * _GROWTH:
             self._requests, changed = requests, True
         if changed:
-            self._wait, self.bold = _WAIT[0], _BOLD[0]
+            self._wait, self.turn = _WAIT[0], 0
 
     @property
     def due(self) -> bool:
         """Whether this step may try something."""
         return self._waited >= min(self._wait, _WAIT_NEAR if self._near else self._wait)
 
-    def pick(self, hopes: Floats, lost: Floats) -> int | None:
+    def pick(self, rates: Floats, doubts: Floats, lost: Floats) -> int | None:
         """Which of some choices is tried now, if any; its price is taken out of the allowance.
 
         Args:
-            hopes: [n] how fast each may be, against the best that is known.
+            rates: [n] how fast each is, against the best that is known.
+            doubts: [n] standard deviations of their logarithms; 0: this is no try.
             lost: [n] ms that a try costs if what is known is right.
 
         """
-        self._waited = 0
+        bold = _BOLD[self.turn // 2 % len(_BOLD)]
+        hopes = np.where(doubts > 0, rates * np.exp(bold * doubts) - 1.0, 0.0)
         lost = lost.clip(0.0, _DEAREST * self._usual)
-        if not (hopes > 1.0).any():
-            self.bold = min(self.bold + _BOLDER, _BOLD[1])
-            self._wait = min(2 * self._wait, _WAIT[1])
-            return None
-        worth = np.where(lost <= self._allowance, (hopes - 1.0) / (lost + 0.1 * self._usual), 0.0)
+        worth = np.where(lost <= self._allowance, hopes / (lost + 0.1 * self._usual), 0.0)
         best = int(worth.argmax())
-        if worth[best] <= 0.0:
+        self._waited = 0
+        self.turn += 1
+        if worth[best] <= 0:
             return None
+        is_cheap = bold <= _LIKELY or lost[best] < _CHEAP * self._usual
+        self._wait = min(2 * self._wait, _WAIT_NEAR if is_cheap else _WAIT[1])
         self._allowance -= float(lost[best])
-        self._wait = min(2 * self._wait, max(_WAIT_NEAR, self._wait))
         self.count += 1
         return best

@@ -61,7 +61,7 @@ def test_vectors_are_the_single_values():
         many = cost.ms(rows, 4, drafted)
         assert many.shape == rows.shape
         assert many == pytest.approx([float(cost.ms(int(r), 4, drafted)) for r in rows])
-        means = cost.features(rows, 4, drafted) @ cost._mean
+        means = cost.features((int(r), 4, drafted) for r in rows) @ cost._mean
         assert np.exp(means) == pytest.approx(many)
 
 
@@ -104,7 +104,7 @@ def test_a_wrong_table_is_unlearned(factor):
 
 def test_what_is_not_seen_gets_doubtful_and_no_more_than_at_first():
     cost = learned()
-    plain, tree = cost.features(1, 1, False), cost.features(4, 1, True)
+    plain, tree = cost.features([(1, 1, False)]), cost.features([(4, 1, True)])
     first = StepCost(64).doubt(tree, plain)
     doubts = [cost.doubt(tree, plain)]
     for _ in range(3):
