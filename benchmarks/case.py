@@ -53,6 +53,7 @@ class Case:
     columns: Mapping[str, tuple[str, str]]  # key of a row -> (title, format of the value)
     quick: Mapping[str, Any] = field(default_factory=dict)  # other defaults with --quick
     bars: tuple[str, ...] = ()  # keys that are drawn, a panel each
+    picture: Callable[[list[dict[str, Any]], Path], None] | None = None  # in place of bars
     text: Callable[[list[dict[str, Any]]], str] = lambda rows: ""  # under the table
 
 

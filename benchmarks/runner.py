@@ -39,6 +39,7 @@ CASES = {  # name -> what it measures; each is the `CASE` of the module of its n
     "attention": "tree attention on CPUs, one layer",
     "kernels": "tree attention on a GPU against the memory's bandwidth and torch's kernels",
     "step": "a whole decode step on a GPU, by the number of nodes",
+    "gpu_shapes": "no measurement: what the budget would bring on GPUs, by their data sheets",
     "enlarge": "no measurement: makes a small target and its heads large, with equal outputs",
 }
 TURNS = 2  # of --base
@@ -193,9 +194,10 @@ def _write(document: dict[str, Any], cases: dict[str, Case], path: Path, text: s
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     for name, case in cases.items():
         picture = path.with_suffix(".png") if len(cases) == 1 else path.with_suffix(f".{name}.png")
-        if case.bars:
+        rows = document["cases"][name]["rows"]
+        if case.bars or case.picture:
             try:
-                draw(document["cases"][name]["rows"], case.bars, picture)
+                case.picture(rows, picture) if case.picture else draw(rows, case.bars, picture)
             except Exception as error:  # a picture is not worth a run
                 Lines().note(f"no picture: {type(error).__name__}: {error}")
 
