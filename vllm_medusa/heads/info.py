@@ -44,6 +44,13 @@ class HeadsInfo:
         return self.config.get("medusa") or {}
 
     @property
+    def taus(self) -> tuple[float, ...]:
+        """Tokens per step with 1, 2, .. nodes of the heads' own tree; empty: not known."""
+        found = self.medusa.get("tree_tokens_per_step")
+        numbers = isinstance(found, list) and all(isinstance(tau, int | float) for tau in found)
+        return tuple(map(float, found)) if numbers and found else ()
+
+    @property
     def sharpness(self) -> tuple[float, ...] | None:
         """[num_heads] factors on logits that make the heads' confidence right; None: not known.
 

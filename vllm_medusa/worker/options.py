@@ -43,6 +43,7 @@ class EngineOptions:
     tree: TokenTree | DynamicTree
     acceptance: AcceptanceConfig
     budget: Literal["auto"] | int | dict[str, int] | None = None  # None: a static tree
+    taus: tuple[float, ...] = ()  # tokens per step with 1, 2, .. draft nodes; empty: not known
 
     @property
     def max_rows(self) -> int | None:
@@ -59,6 +60,7 @@ class EngineOptions:
             tree=_tree_of(plain["tree"]),
             acceptance=AcceptanceConfig(**plain["acceptance"]),
             budget=plain["budget"],
+            taus=tuple(plain["taus"]),
         )
 
     @property
@@ -77,6 +79,7 @@ class EngineOptions:
             ),
             "acceptance": self.acceptance.model_dump(mode="json"),
             "budget": self.budget,
+            "taus": list(self.taus),
         }
 
 
@@ -173,6 +176,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
             tree=_dynamic(config, info, model_config),
             acceptance=config.acceptance,
             budget=config.budget,
+            taus=info.taus,
         )
     tree = TreeConfig.resolve(
         config.tree,

@@ -36,6 +36,7 @@ from vllm_medusa.worker.options import EngineOptions
 
 _KEEP_EVERY = 60.0  # seconds
 _WORTH_KEEPING = 50  # steps
+_LOG_EVERY = 10.0  # seconds
 
 
 @dataclass
@@ -57,6 +58,34 @@ class _Step:
     nodes: dict[str, int]  # request -> drafts verified
 
 
+@dataclass
+class _Seen:
+    """What the log says of the decoding steps since the last time."""
+
+    since: float  # seconds
+    steps: int = 0
+    requests: int = 0
+    nodes: int = 0
+    ms: float = 0.0
+    predicted: float = 0.0  # ms
+    accepted: int = 0
+
+    def add(self, step: _Step, ms: float, predicted: float) -> None:
+        self.steps += 1
+        self.requests += step.requests
+        self.nodes += sum(step.nodes.values())
+        self.ms += ms
+        self.predicted += float(predicted)
+
+    def __str__(self) -> str:
+        return (
+            f"Medusa: {self.nodes / self.steps:.1f} draft nodes a step for "
+            f"{self.requests / self.steps:.1f} requests, {self.accepted / self.requests:.2f} "
+            f"accepted by each; a step took {self.ms / self.steps:.1f} ms "
+            f"({self.predicted / self.steps:.1f} expected), {self.steps} steps."
+        )
+
+
 class TreeScheduler(Scheduler):
     """Schedules as vLLM does, with the drafts that are worth their time."""
 
@@ -68,6 +97,7 @@ class TreeScheduler(Scheduler):
         fixed = isinstance(options.budget, int)
         self.budget = None if fixed else self._learned()
         self.dynamic_sd_lookup = _Counts(self)  # type: ignore[assignment]
+        self._seen = _Seen(time.perf_counter())
         self._step: _Step | None = None
         self._last: _Step | None = None  # whose time ends when the next one starts
         self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
@@ -100,8 +130,8 @@ class TreeScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
         """Learn what was accepted; the rest is vLLM's."""
         step, self._step = self._step, None
-        if step is not None and step.nodes and self.budget is not None:
-            self._learn_acceptance(step, output)
+        if step is not None and self._survival and self.budget is not None:
+            self._learn_acceptance(self.budget, step, output)
         result = super().update_from_output(scheduler_output, output)
         if step is not None and step.requests:
             if self.has_unfinished_requests():
@@ -117,10 +147,10 @@ class TreeScheduler(Scheduler):
         free, has_prefill = self._next_rows()
         if any(drafts):
             total = free
-            if self.budget is not None:
+            if self.budget is not None and has_prefill:
+                total = 0  # rows cost what arithmetic costs then, which drafts rarely earn
+            elif self.budget is not None:
                 gain = self.budget.outlook.gain_of(np.concatenate(survival))
-                # beside a prefill rows cost what arithmetic costs, which drafts rarely earn
-                free = 0 if has_prefill else free
                 total = self.budget.choose(gain, len(self.running), free)
             counts = share(survival, total)
             drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
@@ -143,7 +173,8 @@ class TreeScheduler(Scheduler):
         if problem:
             compat.logger.info("Step costs are measured anew: %s", problem)
         self._kept_at, self._kept_steps = time.perf_counter(), cost.steps
-        return NodeBudget(cost, Outlook(), self._most)
+        taus = EngineOptions.of(self.vllm_config).taus
+        return NodeBudget(cost, Outlook(taus) if taus else Outlook(), self._most)
 
     def _keep_costs(self) -> None:
         """Write the costs down, if there is anything new."""
@@ -181,26 +212,39 @@ class TreeScheduler(Scheduler):
         return max(0, blocks - 2 * len(self.running)) * self.block_size
 
     def _learn_cost(self, step: _Step, ms: float) -> None:
-        if self.budget is not None and not step.prefill:
-            self.budget.observe(step.rows, step.requests, step.drafted, ms)
+        if self.budget is None or step.prefill:
+            return
+        if self.log_stats:
+            self._seen.add(step, ms, self.budget.cost.ms(step.rows, step.requests, step.drafted))
+            if step.started - self._seen.since > _LOG_EVERY:
+                compat.logger.info("%s", self._seen)
+                self._seen = _Seen(step.started)
+        self.budget.observe(step.rows, step.requests, step.drafted, ms)
 
-    def _learn_acceptance(self, step: _Step, output: Any) -> None:
-        """Compare what was accepted with the survivals of all that was drafted."""
+    def _learn_acceptance(self, budget: NodeBudget, step: _Step, output: Any) -> None:
+        """Compare what was accepted with the survivals of all that was drafted.
+
+        Requests of whose drafts none was verified count too: else only sure ones would be seen.
+        """
         rows = [
-            (self._survival[req_id], count, len(output.sampled_token_ids[index]) - 1)
-            for req_id, count in step.nodes.items()
-            if (index := output.req_id_to_index.get(req_id)) is not None
-            and self._survival.get(req_id)
+            (values, step.nodes.get(req_id, 0), len(output.sampled_token_ids[index]) - 1)
+            for req_id, values in self._survival.items()
+            if values
+            and (index := output.req_id_to_index.get(req_id)) is not None
             and output.sampled_token_ids[index]
         ]
-        if not rows or self.budget is None:
+        self._survival = {}
+        if not rows:
             return
         survival = np.zeros((len(rows), max(len(values) for values, *_ in rows)))
         for row, (values, *_) in enumerate(rows):
             survival[row, : len(values)] = values
-        self.budget.outlook.observe(
-            survival, [count for _, count, _ in rows], [accepted for *_, accepted in rows]
-        )
+        accepted = [accepted for *_, accepted in rows]
+        self._seen.accepted += sum(accepted)
+        if step.nodes:
+            budget.outlook.observe(survival, [count for _, count, _ in rows], accepted)
+        else:
+            budget.outlook.observe(survival)
 
 
 def costs_of(config: Any) -> dict[str, str]:
