@@ -85,7 +85,7 @@ def run(options: SpeedOptions, progress: Progress) -> Iterator[Row]:
                     "name": f"{arm.name}, T {temperature:g}",
                     "temperature": temperature,
                     "arm": arm.name,
-                    "nodes": arm.num_draft_tokens,
+                    "nodes": arm.num_draft_tokens or "as pays",
                 }
                 if arm.kind == "stock" and temperature > 0:
                     yield Row(what, note=NO_BASELINE)

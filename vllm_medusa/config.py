@@ -325,9 +325,13 @@ def run_engines_in_this_process() -> None:
 
 def _in_words(kind: type[_Options], error: ValidationError) -> str:
     """One sentence for each thing that pydantic found wrong."""
-    sentences = []
+    sentences: list[str] = []
+    named: set[str] = set()
     for problem in error.errors():
         name = str(problem["loc"][0]) if problem["loc"] else ""
+        if len(problem["loc"]) > 1 and name in named:  # another form that the value hasn't
+            continue
+        named.add(name)
         if problem["type"] == "value_error":
             sentence = str(problem["ctx"]["error"])
         elif problem["type"] == "extra_forbidden":

@@ -217,6 +217,26 @@ class TestMedusaConfig:
             ({"tree": 3}, "tree is 3; give a preset name"),
             ({"tree": {1, 2}}, r"tree is \{1, 2\}; give .* plain JSON"),
             ({"tree": [object()]}, "plain JSON"),
+            *[
+                (
+                    {"budget": wrong},
+                    r"^The \S+ option budget is [^;]*; give [^.]*\.$",
+                )
+                for wrong in (
+                    0,
+                    256,
+                    True,
+                    1.5,
+                    "7",
+                    [],
+                    {},
+                    {"max_rows": 0},
+                    {"max_rows": "8"},
+                    {"max_rows": True},
+                    {"max_rows": 8, "more": 1},
+                )
+            ],
+            ({"budget": 7, "tree": [[0]]}, 'budget is 7, .* a static "tree" is named too'),
             ({"acceptance": "typcal"}, "Medusa acceptance mode is 'typcal'"),
             ({"acceptance": {"mode": "typical", "delta": 5}}, "Medusa acceptance delta is 5"),
         ],

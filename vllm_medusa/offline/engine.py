@@ -44,6 +44,7 @@ def medusa_config(
     tree: str | None = None,  # preset name, JSON file, or JSON text
     acceptance: str | None = None,  # "lossless", "typical", or JSON text
     num_speculative_tokens: int | None = None,  # at most this many draft nodes
+    budget: str | None = None,  # "auto", a number, or JSON text, for dynamic trees
 ) -> dict[str, Any]:
     """The ``speculative_config`` of a Medusa engine, from what a command line can hold.
 
@@ -54,6 +55,7 @@ def medusa_config(
         "tree": _json_or_text(tree),
         "acceptance": _json_or_text(acceptance),
         "num_speculative_tokens": num_speculative_tokens,
+        "budget": int(budget) if budget and budget.isdecimal() else _json_or_text(budget),
     }
     return {"method": "medusa"} | {k: v for k, v in options.items() if v is not None}
 

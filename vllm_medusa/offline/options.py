@@ -42,6 +42,10 @@ class MedusaOptions(Options):
     num_speculative_tokens: Positive | None = option(
         "at most N draft nodes", default=None, metavar="N"
     )
+    budget: str | None = option(
+        "in place of --tree: dynamic trees, auto or N nodes a request or '{\"max_rows\": N}'",
+        default=None,
+    )
 
     def check(self) -> None:
         """Refuse what no engine takes, before one starts."""
@@ -59,7 +63,10 @@ class MedusaOptions(Options):
 
         """
         return medusa_config(
-            self.speculative_model, self.tree, num_speculative_tokens=self.num_speculative_tokens
+            self.speculative_model,
+            self.tree,
+            num_speculative_tokens=self.num_speculative_tokens,
+            budget=self.budget,
         )
 
 
@@ -99,13 +106,20 @@ class PromptJob(Options):
         """What the engine is built from.
 
         Raises:
-            ValueError: see `MedusaOptions.speculative_config`.
+            ValueError: see `MedusaOptions.speculative_config`; or Medusa is asked for in
+                ``engine_args`` too, which has options for it.
 
         """
-        engine = self.engine
+        engine, medusa = self.engine, self.medusa.speculative_config()
+        other = engine.engine_args.get("speculative_config") or {}
+        if other and (medusa is not None or "medusa" in str(other)):
+            raise ValueError(
+                f"--engine-args: speculative_config is {other}; Medusa has options of its own "
+                "here. Say --speculative-model, --tree, --budget and the like instead."
+            )
         return EngineSettings(
             self.model,
-            self.medusa.speculative_config(),
+            medusa,
             engine.dtype,
             engine.max_model_len,
             engine.engine_args,
@@ -120,7 +134,13 @@ class GenerateMedusa(MedusaOptions):
 
     def check(self) -> None:
         """See `Options.check`."""
-        others = (self.speculative_model, self.tree, self.acceptance, self.num_speculative_tokens)
+        others = (
+            self.speculative_model,
+            self.tree,
+            self.acceptance,
+            self.budget,
+            self.num_speculative_tokens,
+        )
         if self.no_medusa and any(other is not None for other in others):
             raise ValueError("--no-medusa contradicts the other Medusa options; drop one of them.")
         super().check()
@@ -130,7 +150,11 @@ class GenerateMedusa(MedusaOptions):
         if self.no_medusa:
             return None
         return medusa_config(
-            self.speculative_model, self.tree, self.acceptance, self.num_speculative_tokens
+            self.speculative_model,
+            self.tree,
+            self.acceptance,
+            self.num_speculative_tokens,
+            self.budget,
         )
 
 

@@ -102,8 +102,12 @@ class DraftOptions(MedusaOptions):
 
     def check(self) -> None:
         """See `Options.check`."""
-        if self.speculative_model is None and (self.tree or self.num_speculative_tokens):
-            raise ValueError("--tree and --num-speculative-tokens need heads: --speculative-model.")
+        if self.speculative_model is None and any(
+            (self.tree, self.num_speculative_tokens, self.budget)
+        ):
+            raise ValueError(
+                "--tree, --num-speculative-tokens and --budget need heads: --speculative-model."
+            )
         super().check()
 
     def speculative_config(self) -> dict[str, Any] | None:

@@ -146,7 +146,9 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
 
 
 def _warn_if_crowded(config: Any, options: EngineOptions) -> None:
-    """Say so if running requests alone can take all tokens of a step."""
+    """Say so if running requests alone can take all tokens of a step; dynamic trees leave room."""
+    if options.budget is not None:
+        return
     nodes, scheduler = options.tree.num_nodes, config.scheduler_config
     budget, seqs = _budget(config), scheduler.max_num_seqs
     if seqs * nodes > budget:
@@ -172,7 +174,7 @@ def _budget(config: Any) -> int:
 
 def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:
     nodes, scheduler, budget = options.tree.num_nodes, config.scheduler_config, _budget(config)
-    if budget < nodes:
+    if options.budget is None and budget < nodes:
         yield (
             f"the tree has {nodes} nodes (root included) but a step schedules at most {budget} "
             "tokens, so no tree would ever fit. Raise max_num_batched_tokens (best: max_num_seqs "

@@ -79,11 +79,11 @@ class MedusaDrafter:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
         self.heads = arranged(heads, self.device, rows)
         compat.logger.info(
-            "Loaded %d of %d Medusa heads (format %s); %s tree has %d draft nodes.",
+            "Loaded %d of %d Medusa heads (format %s); %s %d draft nodes.",
             heads.num_heads,
             info.num_heads,
             info.format,
-            "the" if self.pool is None else "a request's dynamic",
+            "the tree has" if self.pool is None else "dynamic trees have at most",
             self.options.tree.num_draft_tokens,
         )
 

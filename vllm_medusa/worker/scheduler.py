@@ -127,12 +127,14 @@ class TreeScheduler(Scheduler):
         )
         return output
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, output: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> Any:
         """Learn what was accepted; the rest is vLLM's."""
         step, self._step = self._step, None
         if step is not None and self._survival and self.budget is not None:
-            self._learn_acceptance(self.budget, step, output)
-        result = super().update_from_output(scheduler_output, output)
+            self._learn_acceptance(self.budget, step, model_runner_output)
+        result = super().update_from_output(scheduler_output, model_runner_output)
         if step is not None and step.requests:
             if self.has_unfinished_requests():
                 self._last = step  # the next one follows at once

@@ -49,22 +49,16 @@ SERVERS = {
     "cpu, 1": Server(cpu),
     "cpu, 4": Server(cpu, batch(4)),
     "cpu, 16": Server(cpu, batch(16)),
-    "cpu, 32": Server(cpu, batch(32)),
     "dear rows, 1": Server(steep),
     "dear rows, 8": Server(steep, batch(8)),
     "dear rows, unsure, 2": Server(steep, batch(2), lambda step: 0.2),
     "cheap and dear counts, 4": Server(rough, batch(4)),
-    "memory wanders, 1": Server(wandering),
     "memory wanders, 8": Server(wandering, batch(8)),
     "twice as slow later": Server(twice_as_slow_later, batch(4)),
-    "traffic gets unsure": Server(cpu, batch(4), lambda step: 0.7 if step < 800 else 0.1),
     "traffic gets sure": Server(cpu, batch(8), lambda step: 0.1 if step < 800 else 0.7),
-    "overconfident": Server(cpu, batch(8), right=lambda step: 0.4),
     "underconfident": Server(cpu, batch(8), lambda step: 0.3, lambda step: 1.5),
     "outliers": Server(cpu, batch(4), outliers=0.01),
-    "dear rows, outliers": Server(steep, batch(8), outliers=0.01),
     "ramp": Server(cpu, ramp),
-    "dear rows, ramp": Server(steep, ramp),
 }
 
 

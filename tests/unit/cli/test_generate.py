@@ -154,6 +154,9 @@ def test_a_prompt_that_the_engine_refuses(arguments, prompts, tmp_path, engine, 
     assert errors == ["the prompt has 99 tokens"]
 
 
+MEDUSA_TOO = '{"speculative_config": {"method": "medusa"}}'
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -170,6 +173,10 @@ def test_a_prompt_that_the_engine_refuses(arguments, prompts, tmp_path, engine, 
         (["--temperature", "warm"], "'warm' is not allowed; use a number from 0"),
         (["--top-p", "1.5"], "'1.5' is not allowed; use a number above 0 to 1"),
         (["--engine-args", "[1]"], "use a JSON object"),
+        (["--engine-args", '{"speculative_config": {"budget": 7}}'], "Say --speculative-model"),
+        (["--no-medusa", "--engine-args", MEDUSA_TOO], "Say --speculative-model"),
+        (["--budget", "never"], "budget is 'never'; give \"auto\""),
+        (["--budget", "7", "--tree", "mc_sim_7b_63"], 'a static "tree" is named too'),
     ],
 )
 def test_what_can_not_work_is_refused(arguments, tmp_path, options, message, capfd):

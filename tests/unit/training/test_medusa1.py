@@ -79,7 +79,7 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path
     out = decode(
         target.model,
         made.heads,
-        TokenTree([(0,) * depth for depth in range(1, K + 1)]),
+        TokenTree.chain(K),
         torch.tensor(PROMPT),
         tokens - K,
     )
