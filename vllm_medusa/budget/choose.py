@@ -16,6 +16,7 @@ from vllm_medusa.budget.cost import Floats, StepCost
 from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.tries import Tries
 
+_KNOWN, _EVERY = 64, 8  # plain steps in a row from which one of so many is learned from
 _KEEP = 0.005  # of a step's time by which another number of nodes has to be better
 _START, _STOP = 1.015, 1.0  # drafts against plain steps: where drafting starts, and where it ends
 _CAUTION = 0.5  # standard deviations that the first drafts' steps may be dearer than known
@@ -75,6 +76,7 @@ class NodeBudget:
         self._surprises = 0
         self._wanted: int | None = None  # nodes of a try, for the next step that has drafts
         self._last = (0, 0)  # requests and nodes of the last choice
+        self._plain_steps = 0  # in a row
         self._known: tuple[tuple[int, int, int], Forecast] | None = None
 
     def choose(self, gain: npt.ArrayLike, requests: int, free_rows: int) -> int:
@@ -126,6 +128,11 @@ class NodeBudget:
 
     def observe(self, rows: int, requests: int, drafted: bool, ms: float) -> None:
         """Learn what a step took; see `StepCost.observe`."""
+        plain = rows == requests and not drafted
+        self._plain_steps = self._plain_steps + 1 if plain else 0
+        if self._plain_steps > _KNOWN and self._plain_steps % _EVERY:
+            self.tries.earn()  # many alike: an engine of tiny steps should not pay for each
+            return
         self.cost.observe(rows, requests, drafted, ms)
         self.tries.earn(self.cost.ms(rows, requests, drafted))
 

@@ -34,8 +34,9 @@ class Tries:
         self._wait, self._waited = _WAIT[0], 0
         self._near = False
 
-    def earn(self, usual: float) -> None:
-        """Add the allowance of a step that takes ``usual`` ms."""
+    def earn(self, usual: float | None = None) -> None:
+        """Add the allowance of a step that takes ``usual`` ms; None: as long as the last one."""
+        usual = self._usual if usual is None else usual
         self._allowance += _ALLOWANCE * usual if self._usual else _SAVED * usual
         self._allowance = min(self._allowance, _SAVED * usual)
         self._usual = usual
