@@ -48,7 +48,7 @@ def reference(chaotic_llama: str) -> Reference:
 
 @pytest.fixture(scope="module")
 def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
-    """32 blocks of 32: some requests are preempted and start again."""
+    """48 blocks of 32: some requests are preempted and start again."""
     config = dynamic(random_heads, 20)
     with engine(chaotic_llama, config, block_size=32, num_gpu_blocks_override=48) as llm:
         yield llm

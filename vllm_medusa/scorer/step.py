@@ -85,11 +85,6 @@ class TreeStep:
         """B."""
         return len(self.num_nodes)
 
-    @property
-    def has_trees(self) -> bool:
-        """Whether any request has drafts to verify."""
-        return self.tree.max_nodes > 1
-
     @functools.cached_property
     def branches(self) -> np.ndarray:
         """Bool [B]: the request's nodes are no chain, so plain causal attention won't do.

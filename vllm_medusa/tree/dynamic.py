@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_medusa.tree.topology import MAX_NODES, Path, TokenTree
 
 # How often a head's best, second ... choice is right, and what is left of that a head further on:
-# rounded from heads of several targets. It decides only which nodes are in the pool at all.
+# a guess of the usual shape. It decides only which nodes are in the pool at all.
 _BY_RANK = (0.5, 0.12, 0.06, 0.04, 0.03, 0.024, 0.02, 0.017, 0.014, 0.012)
 _NEXT_HEAD = 0.85
 
@@ -53,27 +53,18 @@ class DynamicTree:
         )
 
 
-def widest_pool(
-    num_heads: int,
-    num_ranks: int,
-    accuracies: Sequence[Sequence[float]] | None = None,
-    num_nodes: int = MAX_NODES,
-) -> TokenTree:
+def widest_pool(num_heads: int, num_ranks: int, num_nodes: int = MAX_NODES) -> TokenTree:
     """The pool for heads: the ``num_nodes - 1`` likeliest paths, best first.
 
     Args:
         num_heads: Levels at most.
         num_ranks: Choices of a head at most, at least 1.
-        accuracies: [K][R] how often head h's r-th choice is right, from a calibration; None: as it
-            commonly is. Heads and ranks beyond the table go on as its last ones.
         num_nodes: Nodes of the pool at most, root included.
 
     """
-    rows = accuracies or [[rank * _NEXT_HEAD**head for rank in _BY_RANK] for head in range(64)]
 
     def log_chance(head: int, rank: int) -> float:
-        row = rows[min(head, len(rows) - 1)]
-        return math.log(max(row[min(rank, len(row) - 1)], 1e-9)) - 1e-6 * rank  # lower ranks first
+        return math.log(_BY_RANK[rank]) + head * math.log(_NEXT_HEAD)
 
     num_ranks = min(num_ranks, len(_BY_RANK))
     paths: list[Path] = []

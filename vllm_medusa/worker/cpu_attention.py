@@ -1,6 +1,6 @@
 """vLLM's CPU attention backend with trees: rows of trees that branch take ours, all others vLLM's.
 
-Chains are what vLLM's kernel is for, and it takes a third of the time.
+Chains are what vLLM's kernel is for.
 """
 
 from __future__ import annotations

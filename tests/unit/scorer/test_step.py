@@ -38,7 +38,6 @@ def build(shape: list[tuple[int, int]]) -> tuple[TreeStep, list[list[int]], torc
 def test_every_node_finds_its_row(shape):
     step, rows_of, ids = build(shape)
     assert step.batch_size == len(shape)
-    assert step.has_trees == any(nodes > 1 for _, nodes in shape)
     assert step.tree.max_nodes == max(nodes for _, nodes in shape)
     assert step.root_rows.tolist() == [rows[0] for rows in rows_of]
     for b, rows in enumerate(rows_of):
