@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -187,8 +188,9 @@ def _main(descriptor: str, parent: str) -> None:
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
     except Exception as error:
+        traceback.print_exc()  # first: who reads the failure interrupts this process
         channel.send((_FAILED, f"failed: {type(error).__name__}: {error}"))
-        raise
+        sys.exit(1)
 
 
 if __name__ == "__main__":
