@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from support.models import COMMON
 from vllm_medusa.scorer.paged import PagedBatch
+from vllm_medusa.scorer.step import Trees as TreesOf
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TokenTree, TreeTensors
 from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
@@ -34,9 +35,11 @@ def save_target(folder: Path) -> Path:
     return folder
 
 
-def make_config(target: Path, heads: str | None) -> Any:
-    """An engine's config; with ``heads``, for `TREE`."""
+def make_config(target: Path, heads: str | None, dynamic: bool = False) -> Any:
+    """An engine's config; with ``heads``, for `TREE`, or for dynamic trees of as many nodes."""
     asked = {"method": "medusa", "model": heads, "tree": TREE.to_lists()}
+    if dynamic:
+        asked = {"method": "medusa", "model": heads, "budget": NODES - 1}
     return EngineArgs(
         str(target),
         dtype="float32",
@@ -64,7 +67,7 @@ class Buffers:
         self.slot_mapping = torch.zeros(200, dtype=torch.int64)
 
     def batch(self, requests: list[tuple[int, int]], padded: int = 0) -> CommonAttentionMetadata:
-        """Requests of (rows, context), padded to ``padded`` requests of whole trees."""
+        """Requests of (rows, context), padded to ``padded`` requests of the longest one's rows."""
         count, rows = len(requests), [rows for rows, _ in requests]
         padded = max(padded, count)
         total = sum(rows)
@@ -77,7 +80,7 @@ class Buffers:
             query_start_loc_cpu=self.query_start_loc[: padded + 1].clone(),
             seq_lens=self.seq_lens[:padded],
             num_reqs=padded,
-            num_actual_tokens=total if padded == count else padded * NODES,
+            num_actual_tokens=total if padded == count else padded * max(rows),
             max_query_len=max(rows),
             max_seq_len=int(self.seq_lens.max()),
             block_table_tensor=self.block_table[:padded],
@@ -85,10 +88,11 @@ class Buffers:
         )
 
 
-def step_of(num_nodes: list[int]) -> TreeStep:
+def step_of(num_nodes: list[int], trees: TreesOf | None = None) -> TreeStep:
+    """A step of requests with so many nodes, of `TREE` unless other trees are given."""
     total = sum(num_nodes)
     return TreeStep.build(
-        TreeTensors.from_tree(TREE).batch,
+        trees or TreeTensors.from_tree(TREE).batch,
         np.array(num_nodes, dtype=np.int64),
         torch.arange(total),
         torch.zeros(total, dtype=torch.int32),
@@ -96,10 +100,13 @@ def step_of(num_nodes: list[int]) -> TreeStep:
 
 
 def build(
-    builder: TreeMetadataBuilder, common: CommonAttentionMetadata, num_nodes: list[int] | None
+    builder: TreeMetadataBuilder,
+    common: CommonAttentionMetadata,
+    num_nodes: list[int] | None,
+    trees: TreesOf | None = None,
 ) -> TritonAttentionMetadata:
     """As `TreeModelState` does."""
-    builder.step = None if num_nodes is None else step_of(num_nodes)
+    builder.step = None if num_nodes is None else step_of(num_nodes, trees)
     try:
         return builder.build(0, common)
     finally:

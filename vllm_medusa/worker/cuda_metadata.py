@@ -1,10 +1,11 @@
 """A step's metadata for the Triton attention with trees, and the memory that its steps share.
 
-CUDA graphs. vLLM captures full graphs for batches in which every request has as many rows as the
-tree has nodes (`AttentionCGSupport.UNIFORM_BATCH`), and captures them before any tree was drafted.
-So `build_for_cudagraph_capture` builds a batch of whole trees. All that a replay reads lies where
-it lay at capture: vLLM's own buffers (lengths, block table), the tree, and ``is_tree``, which tells
-whose rows are nodes and which `build` writes in place. A request that pads a batch has no rows.
+CUDA graphs. vLLM captures full graphs for batches in which every request has the same number of
+rows (`AttentionCGSupport.UNIFORM_BATCH`), and captures them before any tree was drafted. So
+`build_for_cudagraph_capture` builds a batch of trees wherever there may be some, whatever their
+size. All that a replay reads lies where it lay at capture: vLLM's own buffers (lengths, block
+table), the trees, and ``is_tree``, which tells whose rows are nodes; `build` writes them in place,
+in steps without trees too. A request that pads a batch has no rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from vllm_medusa.kernels import uses_kernel
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.scorer.tiles import FEWEST_SPLITS, LARGEST_BLOCK_M
-from vllm_medusa.tree import TreeTensors
+from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree.packing import num_words
 from vllm_medusa.worker.options import EngineOptions, is_medusa
 
 _LENGTH_STEP = 512  # lengths are rounded up to it, so that the number of parts is mostly looked up
@@ -47,9 +49,9 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._trees: _StaticTrees | None = None
+        self._trees: _Trees | None = None
         if is_medusa(vllm_config.speculative_config):
-            self._trees = _StaticTrees.of(
+            self._trees = _Trees.of(
                 vllm_config, kv_cache_spec, self.num_heads_q, torch.device(device)
             )
 
@@ -72,10 +74,9 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
         if trees is None:
             return plain
         if step is None:
-            if plain.max_query_len == trees.num_nodes:
-                trees.is_tree.zero_()  # a graph of whole trees may be replayed for this batch
+            trees.is_tree.zero_()  # a graph of trees may be replayed for this batch
             return plain
-        torch.gt(step.tree.num_nodes, 1, out=trees.is_tree[: step.batch_size])
+        trees.write(step.tree)
         return trees.add_to(plain)
 
     def empty_batches(self) -> Iterator[PagedBatch]:
@@ -85,10 +86,10 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TritonAttentionMetadata:
-        """Build what a graph is captured with: whole trees of the shortest context."""
+        """Build what a graph is captured with: trees of the shortest context, cut or whole."""
         plain = super().build_for_cudagraph_capture(common_attn_metadata)
         trees = self._trees
-        if trees is None or plain.max_query_len != trees.num_nodes:
+        if trees is None or not 1 < plain.max_query_len <= trees.num_nodes:
             return plain
         trees.is_tree.fill_(True)
         return trees.add_to(plain)
@@ -130,36 +131,46 @@ def _splits(shape: _Shape, batch: int, max_query_len: int, max_seq_len: int) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class _StaticTrees:
+class _Trees:
     """What all steps of one KV cache group share, on the device and in one place for good."""
 
-    tensors: TreeTensors
+    depths: Tensor  # int64 [most requests of a step, N]
+    ancestor_bits: Tensor  # int64 [most requests of a step, N, W]
+    static: bool  # one tree for all: the two are views of it
     is_tree: Tensor  # bool [most requests of a step]
     workspace: SplitWorkspace | None  # None: no step has its keys split
     shape: _Shape
 
     @classmethod
-    def of(cls, vllm_config: Any, spec: Any, num_heads: int, device: torch.device) -> _StaticTrees:
+    def of(cls, vllm_config: Any, spec: Any, num_heads: int, device: torch.device) -> _Trees:
         """Make the buffers; the workspace is as large as the largest step of whole trees needs."""
-        tensors = TreeTensors.from_tree(EngineOptions.of(vllm_config).static_tree, device)
+        tree = EngineOptions.of(vllm_config).tree
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         shape = _Shape(
             num_heads, spec.num_kv_heads, spec.head_size, model.dtype, spec.dtype, device
         )
         most = 0
         for batch in range(1, scheduler.max_num_seqs + 1):
-            splits = shape.splits(batch, tensors.num_nodes, model.max_model_len)
+            splits = shape.splits(batch, tree.num_nodes, model.max_model_len)
             if splits > 1:
-                most = max(most, batch * tensors.num_nodes * num_heads * splits)
+                most = max(most, batch * tree.num_nodes * num_heads * splits)
         workspace = SplitWorkspace.allocate(most, spec.head_size, device) if most else None
         with torch.inference_mode(False):  # else only inference mode could write to it
             is_tree = torch.zeros(scheduler.max_num_seqs, dtype=torch.bool, device=device)
-        return cls(tensors, is_tree, workspace, shape)
+            if static := isinstance(tree, TokenTree):
+                tensors = TreeTensors.from_tree(tree, device)
+                depths, bits = tensors.depths, tensors.ancestor_bits
+                rows = [each.expand(len(is_tree), *each.shape) for each in (depths, bits)]
+            else:
+                nodes = tree.num_nodes
+                shapes = (nodes,), (nodes, num_words(nodes))
+                rows = [is_tree.new_zeros((len(is_tree), *s), dtype=torch.int64) for s in shapes]
+        return cls(rows[0], rows[1], static, is_tree, workspace, shape)
 
     @property
     def num_nodes(self) -> int:
         """N, root included."""
-        return self.tensors.num_nodes
+        return self.depths.shape[1]
 
     @property
     def group(self) -> int:
@@ -174,6 +185,14 @@ class _StaticTrees:
         if max_query_len <= self.num_nodes:
             return self.num_nodes
         return max(max_query_len, -(-LARGEST_BLOCK_M // self.group))
+
+    def write(self, tree: TreeBatch) -> None:
+        """Put a step's trees where its graph, if there is one, reads them."""
+        torch.gt(tree.num_nodes, 1, out=self.is_tree[: tree.batch_size])
+        if not self.static:  # what lies behind is of earlier steps, and no row sees it
+            batch, nodes, words = tree.ancestor_bits.shape
+            self.depths[:batch, :nodes] = tree.depths
+            self.ancestor_bits[:batch, :nodes, :words] = tree.ancestor_bits
 
     def add_to(self, plain: TritonAttentionMetadata) -> TreeMetadata:
         """The metadata with the trees; ``is_tree`` is written, before or after."""
@@ -200,8 +219,8 @@ class _StaticTrees:
             seq_lens=seq_lens,
             block_table=block_table,
             is_tree=self.is_tree[:count],
-            ancestor_bits=self.tensors.ancestor_bits.expand(count, -1, -1),
-            depths=self.tensors.depths.expand(count, -1),
+            ancestor_bits=self.ancestor_bits[:count],
+            depths=self.depths[:count],
             max_query_len=rows,
             num_splits=splits,
             workspace=self.workspace,

@@ -15,8 +15,8 @@ def make_builder(target, random_heads):
     """A metadata builder for the Triton attention, made anew; of a longer model if asked for."""
     from support.triton_steps import make_builder, make_config
 
-    def made(heads=random_heads, length=None):
-        config = make_config(target, heads)
+    def made(heads=random_heads, length=None, dynamic=False):
+        config = make_config(target, heads, dynamic)
         config.model_config.max_model_len = length or config.model_config.max_model_len
         return make_builder(config)
 

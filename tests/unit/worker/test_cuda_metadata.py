@@ -1,6 +1,6 @@
 """What a step's metadata for the Triton attention holds, and what of it stays where it was."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -26,7 +26,10 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
+from vllm_medusa.scorer.step import Trees
 from vllm_medusa.tree import TreeTensors
+from vllm_medusa.tree.dynamic import widest_pool
+from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker import cuda_metadata
 from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder
 
@@ -101,34 +104,69 @@ class TestMetadata:
 
     @pytest.mark.usefixtures("splits")
     @pytest.mark.parametrize("real", [4, 3])
-    def test_a_graph_replayed(self, make_builder, real):
-        """What was built for capture is right for later steps of its size, padded ones too."""
-        builder, buffers = make_builder(), Buffers()
-        capture = builder.build_for_cudagraph_capture(buffers.batch([(NODES, 0)] * 4))
+    @pytest.mark.parametrize("size", [NODES, 3, 2])
+    @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+    def test_a_graph_replayed(self, make_builder, real, size, dynamic):
+        """What was built for capture is right for later steps of its size, padded ones too.
+
+        Sizes below the whole tree's are captured where vLLM has several: then trees are cut.
+        """
+        builder, buffers = make_builder(dynamic=dynamic), Buffers()
+        capture = builder.build_for_cudagraph_capture(buffers.batch([(size, 0)] * 4))
         captured = paged(capture)
         assert captured.is_tree.all()
         assert capture.seq_lens.tolist() == [1] * 4
         assert captured.num_splits == 3
-        build(builder, buffers.batch([(3, 3), (NODES, 8)]), [1, NODES])  # some other step
+        other = own_trees(2, seed=1) if dynamic else None
+        build(builder, buffers.batch([(3, 3), (NODES, 8)]), [1, NODES], other)  # some other step
 
-        requests = [(NODES, 20), (NODES, 3), (NODES, 60), (NODES, 11)][:real]
-        nodes = [NODES, 1, NODES, 1][:real]  # a plain request of as many rows is no tree
-        fresh = paged(build(builder, buffers.batch(requests, padded=4), nodes))
+        requests = [(size, 20), (size, 3), (size, 60), (size, 11)][:real]
+        nodes = [size, 1, size, 1][:real]  # a plain request of as many rows is no tree
+        trees = own_trees(real, seed=2) if dynamic else None
+        fresh = paged(build(builder, buffers.batch(requests, padded=4), nodes, trees))
         assert addresses(fresh) == addresses(captured)
-        query, keys, values = random_layer(4 * NODES)
+        query, keys, values = random_layer(4 * size)
         outs = [torch.full_like(query, torch.nan) for _ in range(2)]
         for batch, out in zip((captured, fresh), outs, strict=True):
             paged_tree_attention(query, keys, values, batch, 0.2, out=out)
-        assert torch.equal(*[out[: real * NODES] for out in outs])
-        assert outs[0][: real * NODES].isfinite().all()
-        assert outs[0][real * NODES :].isnan().all()
+        assert torch.equal(*[out[: real * size] for out in outs])
+        assert outs[0][: real * size].isfinite().all()
+        assert outs[0][real * size :].isnan().all()
         assert captured.is_tree.tolist()[:real] == [n > 1 for n in nodes]
+        tree = (trees or TreeTensors.from_tree(TREE).batch)(size, torch.tensor(nodes))
+        for b in range(0, real, 2):
+            assert torch.equal(captured.depths[b, :size], tree.depths[b])
+            assert torch.equal(captured.ancestor_bits[b, :size], tree.ancestor_bits[b])
 
-    def test_a_uniform_batch_without_trees_is_told_to_the_graph(self, make_builder):
+    @pytest.mark.parametrize("size", [NODES, 3])
+    def test_a_uniform_batch_without_trees_is_told_to_the_graph(self, make_builder, size):
         builder, buffers = make_builder(), Buffers()
-        captured = paged(builder.build_for_cudagraph_capture(buffers.batch([(NODES, 0)] * 2)))
-        build(builder, buffers.batch([(NODES, 4), (NODES, 9)]), None)
+        captured = paged(builder.build_for_cudagraph_capture(buffers.batch([(size, 0)] * 2)))
+        build(builder, buffers.batch([(size, 4), (size, 9)]), None)
         assert not captured.is_tree.any()
+
+    def test_one_row_a_request_is_captured_as_vllm_does(self, make_builder):
+        captured = make_builder().build_for_cudagraph_capture(Buffers().batch([(1, 0)] * 2))
+        assert type(captured) is TritonAttentionMetadata
+
+    def test_every_request_has_its_own_tree(self, make_builder):
+        """A step of fewer nodes leaves of an earlier one's rows what no row sees."""
+        builder, buffers = make_builder(dynamic=True), Buffers()
+        build(builder, buffers.batch([(NODES, 9)] * 3), [NODES] * 3, own_trees(3, seed=5))
+        trees = own_trees(3, seed=6)
+        common = buffers.batch([(5, 20), (1, 7), (4, 40)])
+        got = paged(build(builder, common, [5, 1, 4], trees))
+        tree = trees(5, torch.tensor([5, 1, 4]))
+        assert got.is_tree.tolist() == [True, False, True]
+        query, keys, values = random_layer(10)
+        outs = [torch.full_like(query, torch.nan) for _ in range(2)]
+        alone = replace(got, depths=tree.depths, ancestor_bits=tree.ancestor_bits)
+        for batch, out in zip((got, alone), outs, strict=True):
+            paged_tree_attention(query, keys, values, batch, 0.2, out=out)
+        assert torch.equal(*outs) and outs[0].isfinite().all()
+        wrong = replace(got, ancestor_bits=got.ancestor_bits.flip(0), depths=got.depths.flip(0))
+        paged_tree_attention(query, keys, values, wrong, 0.2, out=outs[1])
+        assert not torch.equal(*outs)
 
     def test_prefill_gets_no_more_parts_than_fit(self, make_builder, monkeypatch):
         monkeypatch.setattr(cuda_metadata, "_splits", lambda shape, batch, *_: 8 // batch)
@@ -136,6 +174,17 @@ class TestMetadata:
         for beside, parts in (([], 8), ([(12, 0)], 2), ([(99, 0)], 1)):
             batch = buffers.batch([(NODES, 60), *beside])
             assert paged(build(builder, batch, [NODES, 1][: 1 + len(beside)])).num_splits == parts
+
+
+def own_trees(batch: int, seed: int) -> Trees:
+    """A random part of a pool for each request."""
+    pool = Pool.from_tree(widest_pool(4, 50, num_nodes=40))
+    place = torch.rand(batch, 40, generator=torch.Generator().manual_seed(seed))
+    for node in range(1, 40):
+        place[:, node] = torch.maximum(place[:, node], place[:, pool.tensors.parents[node]])
+    place[:, 0] = -1
+    order = place.sort(dim=1, stable=True).indices
+    return lambda width, counts: pool.trees(order[:, :width], counts)
 
 
 def random_layer(rows: int) -> tuple[Tensor, Tensor, Tensor]:
