@@ -129,9 +129,17 @@ def _planting_on_v2(drafts_of: DraftsOf) -> Iterator[None]:
                 output_token_ids=tokens[prompt:],
                 sampling_params=SimpleNamespace(seed=int(seed.np[slot])),
             )
-            planted = drafts_of(request, self.drafter.options.tree)
+            tree = self.drafter.options.tree
+            if isinstance(tree, DynamicTree):
+                survival = self.trees.log_survival
+                count = 0 if survival is None else int(survival[index].isfinite().sum())
+                if not count:
+                    continue
+                nodes = self.trees.topologies.order[slot, 1 : 1 + count].tolist()
+                tree = TokenTree(tuple(tree.pool.paths[node - 1] for node in nodes))
+            planted = drafts_of(request, tree)
             if planted is not None:
-                drafts[index] = torch.tensor(planted)
+                drafts[index, : len(planted)] = torch.tensor(planted)
         return drafts
 
     GPUModelRunner.sample_tokens, TreeSpeculator.propose = sample, propose

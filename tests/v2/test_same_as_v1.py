@@ -22,12 +22,14 @@ pytestmark = [
 ]
 
 TREE = [[0], [1], [0, 0], [1, 0], [0, 0, 0]]
+DYNAMIC = {"method": "medusa", "model": HEADS, "budget": 7}
 Told = tuple[list[Completion], list[list[tuple[int, ...]]], Counts]
 
 
 # (engine options, async scheduling, metrics left out)
 KINDS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "chunks": ({"max_num_batched_tokens": 22, "max_num_seqs": 4}, False, ()),
+    "dynamic": ({"config": DYNAMIC}, False, ()),
     "async": ({}, True, ("iteration_tokens", "prefix_cache")),  # a step ahead of what it knows
 }
 
@@ -46,11 +48,11 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return [*prompts, prompts[0]], params
 
 
-def told(**options: Any) -> Told:
+def told(config: Any = None, **options: Any) -> Told:
     """Everything an engine says about the requests, time left out."""
     prompts, params = requests()
     options = {"enable_prefix_caching": True, "block_size": 32, **options}
-    with engine(TARGET, medusa(HEADS, TREE), **options) as llm:
+    with engine(TARGET, config or medusa(HEADS, TREE), **options) as llm:
         got = complete(llm, prompts, params)
         got += complete(llm, prompts[:1], greedy(6))  # its prompt is cached
         return got, [[each.drafted, each.accepted] for each in got], counts(llm)

@@ -5,7 +5,6 @@ Runs in `test_sampling_on_v2`.
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -18,12 +17,12 @@ import torch
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.metrics import counts, drafted_and_accepted
 from support.models import COMMON, VOCAB
+from support.no_waiting import NoWaiting, watched
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
 from support.planted import planted, planted_by_seed
 from support.reference import differing, plain_greedy
 from support.runner import ON_V2, async_scheduling
 from support.spies import mean_accepted, recorded_steps, tree_rows
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -42,8 +41,6 @@ if ON_V2:
     from vllm_medusa.worker.v2 import sampler as sampler_module
     from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
     from vllm_medusa.worker.v2.sampler import TreeSampler
-    from vllm_medusa.worker.v2.speculator import TreeSpeculator
-    from vllm_medusa.worker.v2.trees import Trees
 
 DEMO = Path(__file__).parents[2] / "demo"
 TREE = [[0], [1], [0, 0], [1, 0], [1, 0, 0]]
@@ -158,39 +155,10 @@ def run_mixed(llm: LLM, expected: list[Outcome]) -> list[Outcome]:
         return outcomes(llm, *mixed())
 
 
-class NoWaiting(TorchDispatchMode):
-    """Raises where a device would be asked for a value."""
-
-    ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().removeprefix("aten::").partition(".")[0]
-        if name in ("index", "index_put", "index_put_"):
-            indices = [index for index in args[1] if index is not None]
-            assert all(index.dtype != torch.bool for index in indices), "index of unknown size"
-        assert not name.startswith(self.ASKS), f"{name} waits for the device"
-        return func(*args, **kwargs or {})
-
-
 def test_a_step_never_waits_for_the_device(
     llm: LLM, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: dict[str, int] = {}
-
-    def watched(owner: type, name: str) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] = calls.get(name, 0) + 1
-            with NoWaiting():
-                return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    for owner, name in ((Trees, "begin"), (Trees, "positions"), (TreeSampler, "__call__"),
-                        (TreeSpeculator, "propose")):  # fmt: skip
-        watched(owner, name)
+    calls = watched(monkeypatch)
     assert_same(plain["seeded"], outcomes(llm, *mixed()))
     params = mixed()[1]
     for param in params:

@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.models import VOCAB, save_model
 from support.planted import planted
+from support.random_topologies import random_topologies
 from support.reference import Reference, assert_chaotic, differing, plain_greedy
 from support.spies import Step, mean_accepted, mixed, recorded_steps
 from torch import Tensor
@@ -34,8 +35,8 @@ if INTERPRETING:
 from vllm_medusa import proposer
 from vllm_medusa.proposer import kernel
 from vllm_medusa.scorer.paged import PagedBatch
-from vllm_medusa.tree import TreeTensors
-from vllm_medusa.worker import cuda_attention
+from vllm_medusa.tree import TreeBatch, TreeTensors
+from vllm_medusa.worker import cuda_attention, cuda_metadata
 
 pytestmark = pytest.mark.engine
 IN_INTERPRETER = pytest.mark.skipif(
@@ -144,6 +145,9 @@ class Cases:
     window: int | None = None
     lengths: tuple[int, ...]  # of the prompts
 
+    def config(self, heads: str) -> dict[str, Any]:
+        return medusa(heads, TREE)
+
     @pytest.fixture(scope="class")
     def setting(self, tmp_path_factory: pytest.TempPathFactory) -> Setting:
         changes = {"sliding_window": self.window} if self.window else {}
@@ -163,7 +167,7 @@ class Cases:
     def llm(self, setting: Setting, random_heads: str) -> Iterator[LLM]:
         with (
             triton_attention_on_cpu(),
-            engine(setting[0], medusa(random_heads, TREE), **SMALL) as llm,
+            engine(setting[0], self.config(random_heads), **SMALL) as llm,
         ):
             check_warm_up(worker_of(llm))
             yield llm
@@ -236,6 +240,35 @@ class TestMistral(Cases):
     lengths = (45,)
 
 
+@IN_INTERPRETER
+class TestDynamic(TestMistral):
+    """Every request and step has a tree of its own, whose depths the window goes by."""
+
+    lengths = (45, 30)
+
+    def config(self, heads: str) -> dict[str, Any]:
+        return {"method": "medusa", "model": heads, "budget": len(TREE)}
+
+    def test_same_tokens(  # type: ignore[override]
+        self, llm: LLM, setting: Setting, attended: Attended, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, reference = setting
+        random_topologies(monkeypatch)
+        depths = set()
+        write = cuda_metadata._Trees.write
+
+        def spy(trees: Any, tree: TreeBatch) -> None:
+            write(trees, tree)
+            depths.update(map(tuple, trees.depths[: tree.batch_size].tolist()))
+
+        monkeypatch.setattr(cuda_metadata._Trees, "write", spy)
+        with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
+            got = complete(llm, reference.prompts, greedy(TOKENS))
+        assert differing(reference.completions, got) == []
+        assert mean_accepted(steps) > 0.5 and len(depths) > 10
+        assert attended.windows == {self.window}
+
+
 @pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
 def test_in_a_process_that_interprets() -> None:
-    run_interpreting(__file__, "TestLlama or TestMistral")
+    run_interpreting(__file__, "TestLlama or TestMistral or TestDynamic")

@@ -1,75 +1,79 @@
 """Root paths as chains of rows, for kernels that find a token's history in the rows before its own.
 
-What such a kernel is handed for a tree of four nodes:
+Such a kernel gets, of a tree of H levels, H rows for each node: its path from the root on, and
+behind it nothing that counts. For nodes 1 and 2 under the root and 3 under 1, H = 3:
 
-    node      0   1     2     3            tree: 1 and 2 under 0, 3 under 1
-    nodes     0   0 1   0 2   0 1 3
-    local     0   0 1   0 1   0 1 2        a row's place in its chain, its node's depth
-    last      0     2     4       7        the row at which node i's chain ends
+    node      0       1       2       3
+    nodes     0 . .   0 1 .   0 2 .   0 1 3
+    local     0 0 0   0 1 0   0 1 0   0 0 2    how many rows before are a row's history
+    index     0         4       7         11   the row that stands for the node
 
-The number of nodes of every request is known to the host, and so is all of this: numpy.
+The host knows how many rows there are, the device whose they are: trees differ by request and step.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from vllm_medusa.tree import TokenTree
+from vllm_medusa.scorer.positions import ragged_rows
+from vllm_medusa.tree import TreeBatch
 
 
 @dataclass(frozen=True, eq=False)
 class RowLayout:
     """In which rows the nodes of B requests are drawn; R rows, those of a request together."""
 
-    rows: np.ndarray  # int64 [R] logits row
-    local: np.ndarray  # int32 [R] how many rows before are its history
-    first: np.ndarray  # int64 [B + 1] where a request's rows start
-    index: np.ndarray  # int64 [B, N] row of each node; padding repeats the last node
+    rows: Tensor  # int64 [R] logits row
+    local: Tensor  # int32 [R] how many rows before are its history
+    index: Tensor  # int64 [B, N] row of each node; padding repeats the last node
 
 
-@dataclass(frozen=True, eq=False)
-class PathChains:
-    """The chains of a tree's nodes, C rows; the first nodes have the first rows."""
+def height(tree: TreeBatch) -> int:
+    """H, rows of a chain: no node is deeper than there are nodes before it."""
+    return min(tree.max_depth + 1, tree.max_nodes)
 
-    nodes: np.ndarray  # int64 [C]
-    local: np.ndarray  # int32 [C]
-    last: np.ndarray  # int64 [N]
 
-    @classmethod
-    def of(cls, tree: TokenTree) -> PathChains:
-        """Lay out the chains of all nodes."""
-        paths: list[list[int]] = []
-        for node, parent in enumerate(tree.parents):
-            paths.append([*(paths[parent] if node else ()), node])
-        return cls(
-            nodes=np.array([node for path in paths for node in path]),
-            local=np.array([i for path in paths for i in range(len(path))], dtype=np.int32),
-            last=np.array([end - 1 for end in accumulate(map(len, paths))]),
-        )
+def first_rows(by_path: np.ndarray, num_nodes: np.ndarray, height: int) -> np.ndarray:
+    """Where each request's rows start: int64 [B + 1].
 
-    def lay_out(self, by_path: np.ndarray, num_nodes: np.ndarray) -> RowLayout:
-        """Chains for the requests of ``by_path`` (bool [B]), a row for each node of the others.
+    The requests of ``by_path`` (bool [B]) have chains for their ``num_nodes`` (int64 [B]) nodes,
+    the others a row for each.
+    """
+    sizes = np.where(by_path, height, 1) * num_nodes
+    return np.concatenate(([0], sizes.cumsum()))
 
-        ``num_nodes`` is int64 [B]; the logits rows are those of all nodes, request by request.
-        """
-        rows, local, first, index = [], [], [0], []
-        node = np.arange(num_nodes.max())
-        starts = num_nodes.cumsum() - num_nodes
-        for start, count, chained in zip(starts, num_nodes, by_path, strict=True):
-            of_node = np.minimum(node, count - 1)
-            if chained:
-                size = self.last[count - 1] + 1
-                rows.append(start + self.nodes[:size])
-                local.append(self.local[:size])
-                of_node = self.last[of_node]
-            else:
-                rows.append(start + np.arange(count))
-                local.append(np.arange(count, dtype=np.int32))
-            index.append(first[-1] + of_node)
-            first.append(first[-1] + len(rows[-1]))
-        return RowLayout(
-            np.concatenate(rows), np.concatenate(local), np.array(first), np.stack(index)
-        )
+
+def lay_out(tree: TreeBatch, by_path: Tensor, first: Tensor, num_rows: int) -> RowLayout:
+    """Lay out a step's rows. No host sync.
+
+    Args:
+        tree: Of B requests; the logits rows are those of all nodes, request by request.
+        by_path: bool [B], as in `first_rows`.
+        first: int64 [B + 1], what `first_rows` gave, on the device.
+        num_rows: R, its last entry.
+
+    """
+    levels, nodes = height(tree), torch.arange(tree.max_nodes, device=first.device)
+    # The ancestor of each node at each level; whatever is none lands in a column that is cut off.
+    level = torch.where(tree.ancestors, tree.depths.unsqueeze(1), levels).clamp_max(levels)
+    paths = nodes[:, None].expand(tree.batch_size, -1, levels + 1)
+    paths = paths.scatter(2, level, nodes.expand_as(level))[..., :levels]  # [B, N, H]
+    request, place = ragged_rows(first, num_rows)
+    chained = by_path[request]
+    node = torch.where(chained, place // levels, place)
+    step = torch.where(chained, place % levels, 0)
+    depth = tree.depths[request, node]
+    ancestor = torch.where(chained, paths[request, node, step], node)
+    ends = torch.where(chained, depth * (step == depth), place)
+    last = torch.minimum(nodes, tree.num_nodes[:, None].to(torch.int64) - 1)  # [B, N]
+    of_node = torch.where(by_path[:, None], last * levels + tree.depths.gather(1, last), last)
+    starts = tree.cu_num_nodes.to(torch.int64)
+    return RowLayout(
+        rows=starts[request] + ancestor,
+        local=ends.to(torch.int32),
+        index=first[:-1, None] + of_node,
+    )

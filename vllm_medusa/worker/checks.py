@@ -120,6 +120,11 @@ def _unsupported_on_v1(config: Any) -> Iterator[str]:
 
 def _unsupported_on_v2(config: Any) -> Iterator[str]:
     model = config.model_config
+    if config.scheduler_config.async_scheduling and EngineOptions.of(config).budget is not None:
+        yield (
+            'dynamic trees ("budget") are scheduled synchronously so far. Switch async scheduling '
+            'off (--no-async-scheduling), or name a static "tree".'
+        )
     if not config.use_v2_model_runner:
         yield (
             "vLLM fell back to its V1 model runner after V2 was chosen. Set "

@@ -63,12 +63,6 @@ class EngineOptions:
             taus=tuple(plain["taus"]),
         )
 
-    @property
-    def static_tree(self) -> TokenTree:
-        """The tree of engines that have one for all; V2 has no others yet."""
-        assert isinstance(self.tree, TokenTree)
-        return self.tree
-
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; `of` reads it back."""
         return {
@@ -117,11 +111,6 @@ def prepare(
     if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it too, without a remedy
         raise MedusaConfigError(ASYNC_ON_V1)
     config = MedusaConfig.from_speculative_config(_merged(engine_args))
-    if config.budget is not None and on_v2:
-        raise MedusaConfigError(
-            f'"budget" is {config.budget!r}: dynamic trees run on vLLM\'s V1 model runner only so '
-            'far. Set VLLM_USE_V2_MODEL_RUNNER=0, or name a static "tree" instead.'
-        )
     options = resolve(config, model_config)
     if compat.on_cuda():
         choose_triton_attention(engine_args)

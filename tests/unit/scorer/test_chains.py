@@ -1,33 +1,47 @@
 """Root paths laid out as chains, against the paths themselves."""
 
 import numpy as np
-import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.scorer.chains import PathChains
-from vllm_medusa.tree import TokenTree
+from vllm_medusa.scorer.chains import first_rows, height, lay_out
+from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree.pool import Pool
 
 BUSHY = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]])
-TREES = [TokenTree.chain(1), TokenTree.chain(5), TokenTree.dense([3, 2, 2]), BUSHY]
+POOL = Pool.from_tree(BUSHY)
 
 
-def root_path(tree: TokenTree, node: int) -> list[int]:
+def root_path(parents: list[int], node: int) -> list[int]:
     path = [node]
     while path[0]:
-        path.insert(0, tree.parents[path[0]])
+        path.insert(0, parents[path[0]])
     return path
 
 
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: f"{tree.num_nodes}_nodes")
-def test_every_node_ends_a_chain_of_its_own(tree):
-    chains = PathChains.of(tree)
-    assert len(chains.last) == tree.num_nodes and len(chains.nodes) == len(chains.local)
-    assert len(chains.nodes) == sum(depth + 1 for depth in tree.depths)
-    for node, last in enumerate(chains.last.tolist()):
-        rows = range(last - tree.depths[node], last + 1)
-        assert [int(chains.nodes[row]) for row in rows] == root_path(tree, node)
-        assert [int(chains.local[row]) for row in rows] == list(range(len(rows)))
+def check(tree: TreeBatch, counts: list[int], by_path: list[bool]) -> None:
+    """Every node's row, and the rows before it, are those of its path."""
+    num_nodes, chained = np.array(counts), np.array(by_path)
+    first = first_rows(chained, num_nodes, height(tree))
+    layout = lay_out(tree, torch.from_numpy(chained), torch.from_numpy(first), int(first[-1]))
+    assert len(layout.rows) == len(layout.local) == first[-1]
+    assert layout.index.shape == (len(counts), num_nodes.max())
+    logits_row = 0  # of the request's root
+    for b, count in enumerate(counts):
+        assert first[b + 1] - first[b] == count * (height(tree) if chained[b] else 1)
+        for node in range(layout.index.shape[1]):
+            real = min(node, count - 1)
+            row = int(layout.index[b, node])
+            assert first[b] <= row < first[b + 1]
+            assert layout.rows[row] == logits_row + real
+            if chained[b]:
+                history = layout.rows[row - int(layout.local[row]) : row + 1] - logits_row
+                assert history.tolist() == root_path(tree.parents[b].tolist(), real)
+        logits_row += count
+    owner = torch.repeat_interleave(torch.arange(len(counts)), torch.from_numpy(np.diff(first)))
+    row = torch.arange(len(owner))
+    assert torch.equal(owner[row - layout.local.long()], owner)  # no history is another's
 
 
 # Per request: the nodes it verifies, and whether it needs chains.
@@ -38,21 +52,21 @@ requests = st.lists(
 
 @given(requests)
 @settings(deadline=None)
-def test_rows_of_a_batch(shape):
-    num_nodes, by_path = (np.array(column) for column in zip(*shape, strict=True))
-    layout = PathChains.of(BUSHY).lay_out(by_path, num_nodes)
-    assert len(layout.rows) == len(layout.local) == layout.first[-1]
-    assert layout.index.shape == (len(shape), num_nodes.max())
-    logits_row = 0  # of the request's root
-    for b, (count, chained) in enumerate(shape):
-        for node in range(layout.index.shape[1]):
-            real = min(node, count - 1)
-            row = int(layout.index[b, node])
-            assert layout.first[b] <= row < layout.first[b + 1]
-            assert layout.rows[row] == logits_row + real
-            if chained:
-                history = layout.rows[row - layout.local[row] : row + 1] - logits_row
-                assert history.tolist() == root_path(BUSHY, real)
-        if not chained:
-            assert layout.first[b + 1] - layout.first[b] == count
-        logits_row += count
+def test_one_tree_for_all(shape):
+    counts, by_path = map(list, zip(*shape, strict=True))
+    tensors = TreeTensors.from_tree(BUSHY)
+    check(tensors.batch(max(counts), torch.tensor(counts)), counts, by_path)
+
+
+@given(requests, st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_trees_of_their_own(shape, rng):
+    counts, by_path = map(list, zip(*shape, strict=True))
+    orders = []
+    for _ in counts:
+        order, open_nodes = [0], [1, 2]
+        while open_nodes:
+            order.append(open_nodes.pop(rng.randrange(len(open_nodes))))
+            open_nodes += [n for n, p in enumerate(BUSHY.parents) if p == order[-1] and n]
+        orders.append(order[: max(counts)])
+    check(POOL.trees(torch.tensor(orders), torch.tensor(counts)), counts, by_path)

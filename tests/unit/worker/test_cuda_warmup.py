@@ -3,6 +3,7 @@
 What a launch would compile is told by Triton itself, for a GPU that isn't there; nothing runs.
 """
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +25,11 @@ from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.sampler import dispatch as sampler
 from vllm_medusa.scorer import dispatch as scorer
 from vllm_medusa.scorer import launch
-from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker import cuda_attention, cuda_metadata
 from vllm_medusa.worker.v2.cuda_warmup import warm_up_rules
+from vllm_medusa.worker.v2.topologies import Topologies
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
@@ -102,14 +105,23 @@ def target_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab", [512, 501])
-def test_acceptance(dtype, vocab):
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_acceptance(dtype, vocab, dynamic):
     """At temperature 1 vLLM hands the target's logits on as they are, else a copy in fp32."""
-    tensors = TreeTensors.from_tree(TokenTree.dense([15, 16]))
+    tree = TokenTree.dense([15, 16])
+    nodes, static = tree.num_nodes, TreeTensors.from_tree(tree)
+    topologies = Topologies(Pool.from_tree(tree), nodes, 16)
+
+    def trees(batch):
+        if not dynamic:
+            return static.batch
+        return functools.partial(topologies.trees, torch.arange(batch))
+
     with needed() as compiled:
-        warm_up_rules(tensors, target_logits(2, vocab, dtype))
+        warm_up_rules(trees(1), nodes, target_logits(2, vocab, dtype))
 
     def step(batch, width):
-        tree = TreeBatch.from_static(tensors.prefix(width), torch.ones(batch, dtype=torch.int64))
+        tree = trees(batch)(width, torch.ones(batch, dtype=torch.int64))
         ids = torch.zeros(batch, width, dtype=torch.int64)
         sampler.target_verdict(tree, ids, ids)
         logits = target_logits(batch * width, vocab, dtype)
@@ -117,7 +129,7 @@ def test_acceptance(dtype, vocab):
         for given in (logits, copy):
             sampler.typical_path(tree, ids, given, ids, torch.ones(batch), torch.ones(batch))
 
-    used = many(step, tensors.num_nodes)
+    used = many(step, nodes)
     assert used <= compiled
     assert {name for name, _ in used} == {
         "walk", "accept", "vocabulary", "plausible"

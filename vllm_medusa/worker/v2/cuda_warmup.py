@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.sampler.dispatch import target_verdict, typical_path
-from vllm_medusa.tree import TreeBatch, TreeTensors
+from vllm_medusa.scorer.step import Trees as TreesOf
 from vllm_medusa.worker.v2.platform import tree_backend
+from vllm_medusa.worker.v2.trees import Trees
 
 
 @torch.inference_mode()
@@ -30,24 +31,28 @@ def warm_up(runner: Any) -> None:
     model, device = runner.model_config, runner.device
     two = torch.zeros(2, model.get_hidden_size(), dtype=model.dtype, device=device)
     logits = runner.model.compute_logits(two)
-    warm_up_rules(speculator.trees.tensors, logits)
+    trees: Trees = speculator.trees
+    slot = torch.zeros(1, dtype=torch.int64, device=device)
+    warm_up_rules(trees.of(slot), trees.num_nodes, logits)
     for batch in (1, 16):  # strides of logits that are multiples of 16, or are not
         hidden = torch.zeros(batch, model.get_hidden_size(), dtype=model.dtype, device=device)
-        speculator.drafter.propose(hidden)
+        if trees.topologies is None:
+            speculator.drafter.propose(hidden)
+        else:
+            speculator.drafter.grow(hidden, trees.num_nodes, slot.expand(batch))
 
 
-def warm_up_rules(tensors: TreeTensors, logits: Tensor) -> None:
-    """Both rules, for whole trees and for steps in which all trees are cut.
+def warm_up_rules(trees: TreesOf, nodes: int, logits: Tensor) -> None:
+    """Both rules, for whole trees of one request and for steps in which all trees are cut.
 
     ``logits`` [2, V] are the target's. Where nothing has to be done to them (temperature 1) the
     rules get them as they are, in their dtype and with their padding behind each row; else vLLM's
     copy in fp32, which has the padding if it is of one row.
     """
-    nodes, device = tensors.num_nodes, logits.device
+    device = logits.device
     one = torch.ones(1, device=device)
     for width in (*(n for n in (16, 32, 64, 128, 192) if n < nodes), nodes):
-        count = torch.ones(1, dtype=torch.int64, device=device)
-        tree = TreeBatch.from_static(tensors.prefix(width), count)
+        tree = trees(width, torch.ones(1, dtype=torch.int64, device=device))
         ids = torch.zeros(1, width, dtype=torch.int64, device=device)
         target_verdict(tree, ids, ids)
         for rows in (logits[:1], logits):

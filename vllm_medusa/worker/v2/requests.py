@@ -30,9 +30,17 @@ class TypicalRule:
 class RequestOptions:
     """Kept on the host, where a step's questions to it are answered without the device."""
 
-    def __init__(self, max_num_reqs: int, default: AcceptanceConfig, device: torch.device):
+    def __init__(
+        self,
+        max_num_reqs: int,
+        default: AcceptanceConfig,
+        max_model_len: int,
+        device: torch.device,
+    ):
         self.default = default
         self.device = device
+        self._max_model_len = max_model_len
+        self._most_tokens = np.full(max_num_reqs, max_model_len, dtype=np.int64)
         self._by_path = np.zeros(max_num_reqs, dtype=bool)
         self._undrafted = np.zeros(max_num_reqs, dtype=bool)
         self._typical = np.zeros(max_num_reqs, dtype=bool)
@@ -40,9 +48,13 @@ class RequestOptions:
         self._epsilon = np.ones(max_num_reqs, dtype=np.float32)
         self._delta = np.ones(max_num_reqs, dtype=np.float32)
 
-    def add(self, slot: int, params: SamplingParams) -> None:
+    def add(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
         """Take a request in; its slot may have been another's."""
         rule = acceptance_of(params, self.default)
+        most = self._max_model_len
+        if params.max_tokens is not None:
+            most = min(most, prompt_len + params.max_tokens)
+        self._most_tokens[slot] = most
         typical = rule.mode == "typical" and params.temperature >= GREEDY_BELOW
         self._by_path[slot] = use_penalty(params) or bool(params.bad_words_token_ids)
         self._undrafted[slot] = follows_grammar(params)
@@ -61,6 +73,18 @@ class RequestOptions:
     def undrafted(self, slots: np.ndarray) -> Tensor | None:
         """Requests whose drafts must not count (`follows_grammar`), bool [B]; None: no request."""
         return self._mask(self._undrafted[slots])
+
+    def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
+        """How deep a node can be and still give a token that the request keeps, int64 [B].
+
+        ``num_tokens`` (integer [B]) are its tokens so far; the last of a step needs no node. 0:
+        it has no use for drafts.
+        """
+        depth = self._copy(self._most_tokens[slots]) - num_tokens - 1
+        undrafted = self.undrafted(slots)
+        if undrafted is not None:
+            depth = depth.masked_fill(undrafted, 0)
+        return depth.clamp_min(0)
 
     def typical(self, slots: np.ndarray) -> TypicalRule | None:
         """The requests that accept by the typical rule; None if there are none."""

@@ -7,7 +7,7 @@ else: it is `target_verdict` with the drawn tokens.
 
 Penalties and bad words look at the tokens before: vLLM's kernels find them in the rows before, as
 those of a chain. Where a request asks for them every node gets the rows of its own path
-(`PathChains`), in the last of which it is drawn.
+(`scorer.chains`), in the last of which it is drawn.
 
 Ranks of a tensor-parallel group see the same logits and so come to the same verdict: nothing here
 is random, and ties go to the first.
@@ -39,6 +39,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from vllm_medusa.sampler import Path, Verdict, close_path, select_verdict
 from vllm_medusa.sampler.dispatch import target_verdict, typical_path
+from vllm_medusa.scorer.chains import RowLayout, first_rows, height, lay_out
 from vllm_medusa.tree import TreeBatch
 from vllm_medusa.worker.v2.trees import Trees
 
@@ -118,12 +119,14 @@ class TreeSampler(RejectionSampler):
         slots = batch.idx_mapping_np
         by_path = trees.requests.by_path(slots)
         first_row = batch.cu_num_logits_np
+        layout: RowLayout | None = None
         if by_path.any():
-            layout = trees.chains.lay_out(by_path, step.num_nodes)
-            first_row = layout.first
-            row_of, local_of, index_of = (
-                async_tensor_h2d(array, device=device)
-                for array in (layout.rows, layout.local, layout.index)
+            first_row = first_rows(by_path, step.num_nodes, height(step.tree))
+            layout = lay_out(
+                step.tree,
+                async_tensor_h2d(by_path, device=device),
+                async_tensor_h2d(first_row, device=device),
+                int(first_row[-1]),
             )
         limit = get_max_chunk_logits(logits.shape[-1])
         start = 0
@@ -138,8 +141,9 @@ class TreeSampler(RejectionSampler):
             lo, hi = int(first_row[start]), int(first_row[end])
             rows: slice | Tensor = slice(lo, hi)
             index, local = of_node - lo, batch.expanded_local_pos[rows]
-            if by_path.any():
-                rows, local, index = row_of[lo:hi], local_of[lo:hi], index_of[chosen] - lo
+            if layout is not None:
+                rows, local = layout.rows[lo:hi], layout.local[lo:hi]
+                index = layout.index[chosen] - lo
             yield _Part(
                 tree=tree,
                 token_ids=token_ids[of_node].to(torch.int64),

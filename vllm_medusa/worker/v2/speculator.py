@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
@@ -16,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_medusa.worker.drafting import MedusaDrafter
 from vllm_medusa.worker.options import is_medusa
 from vllm_medusa.worker.overrides import override
+from vllm_medusa.worker.scheduler import TreeDrafts
 from vllm_medusa.worker.v2.state import tree_model_state
 from vllm_medusa.worker.v2.trees import Trees
 
@@ -44,7 +46,8 @@ class TreeSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self.drafter = MedusaDrafter(vllm_config)
-        self.trees = Trees(vllm_config, self.drafter.tree, device)
+        source = self.drafter.pool
+        self.trees = Trees(vllm_config, self.drafter.tree if source is None else source, device)
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """Load the heads; and have the target bring our state when the runner asks it for one."""
@@ -70,19 +73,57 @@ class TreeSpeculator(DraftModelSpeculator):
         attn_metadata: dict[str, Any] | None,
         slot_mappings: dict[str, Tensor] | None,
         last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
         *args: Any,
+        dummy_run: bool = False,
         is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Draft from ``last_hidden_states`` [T, H]: int64 [B, num_speculative_tokens].
+        """Draft from ``last_hidden_states`` [T, H]: int64 [B, num_speculative_steps].
 
-        A chain would go on from row ``query_end - 1 - num_rejected`` of each request.
+        A chain would go on from row ``query_end - 1 - num_rejected`` of each request. The runner
+        keeps the first ``num_speculative_tokens`` drafts; if that is 0, no head runs.
         """
         if is_profile:
             self._claim_memory(last_hidden_states)
-        cu_nodes = input_batch.cu_num_logits[: input_batch.num_reqs].to(torch.int64)
-        rows = input_batch.logits_indices[self.trees.last_rows(cu_nodes)]
-        return self.drafter.propose(last_hidden_states[rows])
+        trees, batch = self.trees, input_batch.num_reqs
+        cu_nodes = input_batch.cu_num_logits[:batch].to(torch.int64)
+        last_rows = trees.last_rows(cu_nodes)
+        trees.log_survival = None
+        if num_speculative_tokens == 0:
+            return self.draft_tokens[:batch]
+        hidden_states = last_hidden_states[input_batch.logits_indices[last_rows]]
+        if trees.topologies is None:
+            return self.drafter.propose(hidden_states)
+        num_tokens = input_batch.seq_lens[:batch] - num_rejected + 1
+        depth = trees.requests.useful_depth(input_batch.idx_mapping_np, num_tokens)
+        depth = depth.masked_fill(num_sampled == 0, 0)  # a prefill that isn't finished
+        proposal = self.drafter.grow(hidden_states, trees.num_nodes, depth)
+        if not dummy_run:
+            trees.topologies.keep(input_batch.idx_mapping, proposal.order)
+        trees.log_survival = proposal.log_survival[:, 1:]
+        return proposal.token_ids[:, 1:]
+
+    def worth(self, drafts: DraftTokenIds) -> DraftTokenIds:
+        """The last drafts with what they are worth, if trees are dynamic; waits for the device.
+
+        Of each request only those that it has a use for.
+        """
+        log_survival, tokens = self.trees.log_survival, drafts.draft_token_ids
+        if self.trees.topologies is None:
+            return drafts
+        if log_survival is None:  # no head ran
+            return TreeDrafts(drafts.req_ids, tokens, [[] for _ in tokens])
+        counts = log_survival.isfinite().sum(1).tolist()
+        survival = log_survival.exp().tolist()
+        return TreeDrafts(
+            drafts.req_ids,
+            [row[:n] for row, n in zip(tokens, counts, strict=True)],
+            [row[:n] for row, n in zip(survival, counts, strict=True)],
+        )
 
     def _claim_memory(self, hidden_states: Tensor) -> None:
         """Once hold the logits of as many nodes as a step can have.
@@ -90,7 +131,7 @@ class TreeSpeculator(DraftModelSpeculator):
         vLLM's memory profiling samples one row a request; trees need one for each node, and it is
         start-up that has to find out if they don't fit.
         """
-        rows = min(self.max_num_reqs * self.trees.tensors.num_nodes, len(hidden_states))
+        rows = min(self.max_num_reqs * self.trees.num_nodes, len(hidden_states))
         logits = self._target.compute_logits(hidden_states[:rows])
         part = logits[: get_max_chunk_logits(logits.shape[-1])]  # verified at a time, in fp32
         part.to(torch.float32, copy=True).softmax(-1)

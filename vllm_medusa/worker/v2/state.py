@@ -44,7 +44,9 @@ class TreeModelState(DefaultModelState):
         """Note the request's options beside vLLM's own state of it."""
         super().add_request(req_index, new_req_data)
         if new_req_data.sampling_params is not None:
-            self.trees.requests.add(req_index, new_req_data.sampling_params)
+            self.trees.requests.add(
+                req_index, new_req_data.sampling_params, new_req_data.prompt_len
+            )
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables

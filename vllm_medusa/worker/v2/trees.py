@@ -1,6 +1,8 @@
-"""What the seams of one runner share: the tree, the requests' options, the step under way."""
+"""What the seams of one runner share: the trees, the requests' options, the step under way."""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import torch
@@ -9,35 +11,53 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_medusa.sampler import Verdict
-from vllm_medusa.scorer.chains import PathChains
 from vllm_medusa.scorer.positions import write_node_positions
+from vllm_medusa.scorer.step import Trees as TreesOf
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeTensors
+from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.v2.requests import RequestOptions
+from vllm_medusa.worker.v2.topologies import Topologies
 
 
 class Trees:
     """Written by one seam and read by the next ones of the same step."""
 
-    def __init__(self, vllm_config: VllmConfig, tensors: TreeTensors, device: torch.device):
+    def __init__(self, vllm_config: VllmConfig, source: TreeTensors | Pool, device: torch.device):
         scheduler, options = vllm_config.scheduler_config, EngineOptions.of(vllm_config)
-        self.tensors = tensors
-        self.requests = RequestOptions(scheduler.max_num_seqs, options.acceptance, device)
-        self.chains = PathChains.of(options.static_tree)
+        self.num_nodes = options.tree.num_nodes  # of a request, root included, at most
+        self.topologies: Topologies | None = None  # None: one static tree
+        if isinstance(source, Pool):
+            self.topologies = Topologies(source, self.num_nodes, scheduler.max_num_seqs)
+        else:
+            self._static = source
+        self.requests = RequestOptions(
+            scheduler.max_num_seqs,
+            options.acceptance,
+            vllm_config.model_config.max_model_len,
+            device,
+        )
         # int64 [most tokens of a step]; one place for good: CUDA graphs read it there
         self.buffer = torch.zeros(
             scheduler.max_num_batched_tokens, dtype=torch.int64, device=device
         )
         self.step: TreeStep | None = None  # None: no request has drafts
         self.verdict: Verdict | None = None
+        self.log_survival: Tensor | None = None  # float32 [B, K] of the last drafts, if dynamic
+
+    def of(self, slots: Tensor) -> TreesOf:
+        """The topologies of the requests in ``slots``, int64 [B]."""
+        if self.topologies is None:
+            return self._static.batch
+        return functools.partial(self.topologies.trees, slots)
 
     def begin(self, batch: InputBatch, slot_mappings: Tensor) -> TreeStep | None:
         """Lay out the trees of a batch; ``slot_mappings`` is int64 [KV groups, T]."""
         self.step = self.verdict = None
         if batch.num_draft_tokens:
             self.step = TreeStep.lay_out(
-                self.tensors.batch,
+                self.of(batch.idx_mapping),
                 np.diff(batch.cu_num_logits_np).astype(np.int64),
                 batch.cu_num_logits,
                 batch.logits_indices,

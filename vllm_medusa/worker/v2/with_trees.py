@@ -43,14 +43,18 @@ class WithTrees(WorkerBase):
         """Tell the scheduler what was drafted: nothing for requests that follow a grammar.
 
         vLLM asks where it schedules synchronously, or has a grammar to check drafts against. It
-        then schedules no drafts for them, or (async, where it has done so) counts none.
+        then schedules no drafts for them, or (async, where it has done so) counts none. Drafts of
+        dynamic trees go with what they are worth.
         """
         drafts = super().take_draft_token_ids()
-        if drafts is not None:
-            state: Any = self.model_runner
-            undrafted = state.speculator.trees.requests.is_undrafted
-            slots = state.req_states.req_id_to_index
-            for place, req_id in enumerate(drafts.req_ids):
-                if req_id in slots and undrafted(slots[req_id]):
-                    drafts.draft_token_ids[place] = []
+        if drafts is None:
+            return None
+        state: Any = self.model_runner
+        if not self.vllm_config.scheduler_config.async_scheduling:
+            drafts = state.speculator.worth(drafts)
+        undrafted = state.speculator.trees.requests.is_undrafted
+        slots = state.req_states.req_id_to_index
+        for place, req_id in enumerate(drafts.req_ids):
+            if req_id in slots and undrafted(slots[req_id]):
+                drafts.draft_token_ids[place] = []
         return drafts

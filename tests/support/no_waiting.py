@@ -1,0 +1,49 @@
+"""A watch over what a step of the V2 runner asks the device for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class NoWaiting(TorchDispatchMode):
+    """Raises where a device would be asked for a value."""
+
+    ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        if name in ("index", "index_put", "index_put_"):
+            indices = [index for index in args[1] if index is not None]
+            assert all(index.dtype != torch.bool for index in indices), "index of unknown size"
+        assert not name.startswith(self.ASKS), f"{name} waits for the device"
+        return func(*args, **kwargs or {})
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Have every seam of a step watched; returns how often each was called, by name."""
+    from vllm_medusa.worker.v2.sampler import TreeSampler
+    from vllm_medusa.worker.v2.speculator import TreeSpeculator
+    from vllm_medusa.worker.v2.trees import Trees
+
+    calls: dict[str, int] = {}
+
+    def watch(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = calls.get(name, 0) + 1
+            with NoWaiting():
+                return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in ((Trees, "begin"), (Trees, "positions"), (TreeSampler, "__call__"),
+                        (TreeSpeculator, "propose")):  # fmt: skip
+        watch(owner, name)
+    return calls

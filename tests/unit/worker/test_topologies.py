@@ -1,0 +1,79 @@
+"""Topologies by slot on the V2 runner: what was kept for a request is what it is verified by."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+import numpy as np
+
+from vllm_medusa.config import AcceptanceConfig
+from vllm_medusa.tree.dynamic import widest_pool
+from vllm_medusa.tree.pool import Pool
+
+POOL = Pool.from_tree(widest_pool(3, 50, num_nodes=20))
+SLOTS = 5
+
+
+@pytest.fixture
+def topologies():
+    from vllm_medusa.worker.v2.topologies import Topologies
+
+    return Topologies(POOL, 8, SLOTS)
+
+
+def orders(*seeds):
+    """Random parts of the pool, 8 nodes each, parents first."""
+    rows = []
+    for seed in seeds:
+        place = torch.rand(20, generator=torch.Generator().manual_seed(seed))
+        for node in range(1, 20):
+            place[node] = torch.maximum(place[node], place[POOL.tensors.parents[node]])
+        place[0] = -1
+        rows.append(place.sort(stable=True).indices[:8])
+    return torch.stack(rows)
+
+
+def same(one, other):
+    for name in ("num_nodes", "parents", "depths", "ancestors", "ancestor_bits"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_each_slot_has_its_own_until_it_is_renewed(topologies):
+    first, later = orders(1, 2, 3), orders(4)
+    topologies.keep(torch.tensor([4, 0, 2]), first)
+    topologies.keep(torch.tensor([0]), later)
+    counts = torch.tensor([8, 5, 3])
+    got = topologies.trees(torch.tensor([2, 0, 4]), 8, counts)
+    expected = torch.stack([first[2], later[0], first[0]])
+    same(got, POOL.trees(expected, counts))
+    cut = topologies.trees(torch.tensor([2, 0]), 3, torch.tensor([3, 1]))
+    same(cut, POOL.trees(expected[:2, :3], torch.tensor([3, 1])))
+
+
+def test_nothing_moves_and_a_slot_never_drafted_for_has_a_tree(topologies):
+    place = topologies.order.data_ptr()
+    topologies.keep(torch.tensor([1]), orders(7))
+    assert topologies.order.data_ptr() == place
+    tree = topologies.trees(torch.tensor([3]), 8, torch.tensor([8]))
+    assert tree.parents[0].tolist() == list(POOL.tensors.parents[:8])
+
+
+def test_useful_depth_of_requests():
+    """Tokens left of max_tokens or of the model's length, less the one that needs no node."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from vllm_medusa.worker.v2.requests import RequestOptions
+
+    options = RequestOptions(SLOTS, AcceptanceConfig(), 100, torch.device("cpu"))
+    options.add(0, SamplingParams(max_tokens=10), 20)
+    options.add(1, SamplingParams(max_tokens=500), 20)
+    options.add(2, SamplingParams(max_tokens=10), 95)
+    options.add(
+        3,
+        SamplingParams(max_tokens=10, structured_outputs=StructuredOutputsParams(regex="a")),
+        20,
+    )
+    slots, lengths = np.array([3, 2, 1, 0, 0]), torch.tensor([25, 96, 50, 29, 30])
+    assert options.useful_depth(slots, lengths).tolist() == [0, 3, 49, 0, 0]
+    assert options.useful_depth(np.array([0]), torch.tensor([21])).tolist() == [8]
