@@ -22,6 +22,7 @@ from support.reference import Reference, differing, plain_greedy
 from support.spies import assert_told, mean_accepted, recorded_steps, tree_rows
 from transformers import AutoModelForCausalLM
 from vllm import LLM
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.decode import decode
 from vllm_medusa.heads import load_heads
@@ -157,6 +158,25 @@ def test_a_wrong_topology_costs_acceptance(
     right = run(llm, reference)
     control(monkeypatch)
     assert run(llm, reference) < 0.7 * right
+
+
+def test_accepted_tokens_are_counted_by_depth(
+    llm: LLM, reference: Reference, monkeypatch: Patch
+) -> None:
+    """Every `complete` compares them with what requests tell; counts by node would be noticed."""
+
+    def by_node(self: Any, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        observe(self, num_draft_tokens, num_accepted_tokens)
+        counted = self.num_accepted_tokens_per_pos
+        counted[0] -= num_accepted_tokens > 0
+        counted[num_draft_tokens - 1] += num_accepted_tokens > 0
+
+    observe = SpecDecodingStats.observe_draft
+    assert run(llm, reference) > 1
+    monkeypatch.setattr(SpecDecodingStats, "observe_draft", by_node)
+    with pytest.raises(AssertionError) as noticed:
+        run(llm, reference)
+    assert noticed.traceback[-1].name == "assert_counted"
 
 
 def chosen(llm: LLM) -> Any:

@@ -13,8 +13,9 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from support.metrics import added, assert_counted, counts, drafted_and_accepted
+from support.metrics import added, assert_counted, counts, drafted_and_accepted, positions
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.options import EngineOptions, is_medusa
 
 Prompt = list[int]
 
@@ -122,6 +123,10 @@ def generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
     )
     assert_counted(added(before, counts(llm)), results)
+    config = llm.llm_engine.vllm_config
+    if is_medusa(config.speculative_config):
+        tree = EngineOptions.of(config).tree
+        assert positions(llm) == min(tree.max_depth, tree.num_draft_tokens)
     return results
 
 

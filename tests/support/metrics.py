@@ -38,6 +38,12 @@ def counts(llm: LLM) -> Counts:
     return found
 
 
+def positions(llm: LLM) -> int:
+    """How many positions of accepted tokens are counted; 0 without speculation."""
+    (values,) = [m.values for m in llm.get_metrics() if type(m).__name__ == "Vector"] or [[]]
+    return len(values)
+
+
 def added(before: Counts, after: Counts) -> Counts:
     """What was counted in between; nothing of what stayed the same."""
     more = {name: value - before.get(name, 0) for name, value in after.items()}

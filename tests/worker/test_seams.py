@@ -30,6 +30,12 @@ PATCHED = {  # see vllm_medusa/worker/overrides.py
     ("vllm.sampling_params", "SamplingParams._validate_spec_decode"): (
         "self", "speculative_config",
     ),
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger.__init__"): (
+        "self", "vllm_config", "engine_indexes",
+    ),
+    ("vllm.v1.metrics.loggers", "LoggingStatLogger.__init__"): (
+        "self", "vllm_config", "engine_index",
+    ),
     ("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader.get_all_weights"): (
         "self", "model_config", "model",
     ),
@@ -45,6 +51,14 @@ NAMED = {  # looked up by name at run time: as a global that is swapped, or an a
     ("vllm._custom_ops", "create_onednn_mm"),
     ("vllm._custom_ops", "onednn_mm"),
 }
+USED = {  # attributes that are set or shadowed: how their class mentions them
+    ("vllm.v1.metrics.loggers", "PrometheusStatLogger"): {
+        "self.spec_decoding_prom = self._spec_decoding_cls(",
+    },
+    ("vllm.v1.metrics.loggers", "LoggingStatLogger"): {
+        "self.spec_decoding_logging = ", "self.spec_decoding_logging.log(log_fn=log_fn)",
+    },
+}  # fmt: skip
 # Shims: (release it is for, its place there, its place in later releases).
 MOVED = {
     (
@@ -69,6 +83,7 @@ OVERRIDES = {
         "prepare_dummy_inputs", "custom_sampler", "postprocess_state",
     },
     "TreeSampler": {"__init__", "__call__"},
+    "DepthLogging": {"__init__", "observe"},
 }  # fmt: skip
 FREE = {"__init__", "__post_init__"}  # called by us, or with keywords of ours
 
@@ -131,6 +146,14 @@ def test_patched_functions_have_these_parameters(source: Source) -> None:
         found = source.parameters(module, name)
         assert found is not None, f"{module} has no {name}"
         assert found.positional == expected and not found.keyword_only, name
+
+
+def test_attributes_are_there(source: Source) -> None:
+    for (module, name), mentions in USED.items():
+        found = source.home(module, name)
+        assert found is not None, f"{module} has no {name}"
+        text = ast.unparse(found[1])
+        assert not (gone := {each for each in mentions if each not in text}), f"{name}: {gone}"
 
 
 def test_methods_override_what_they_are_meant_to(source: Source) -> None:

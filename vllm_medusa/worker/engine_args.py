@@ -30,10 +30,12 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
         if method != METHOD:
             _refuse_lost_keys(asked, method)
             return original(self, target_model_config, target_parallel_config)
+        from vllm_medusa.worker.metrics import install_metrics
         from vllm_medusa.worker.options import prepare
         from vllm_medusa.worker.requests import install_request_check
 
         install_request_check()
+        install_metrics()
         return prepare(self, original, target_model_config, target_parallel_config)
 
     return create_speculative_config

@@ -58,6 +58,19 @@ LEDGER: tuple[Override, ...] = (
         "vLLM lets a proposer validate requests.",
     ),
     Override(
+        "PrometheusStatLogger.__init__",
+        "Counts accepted tokens by depth; vLLM has a counter for each draft token, so for each "
+        "node of a tree, of which those beyond its depth never count.",
+        "v1/spec_decode/metrics.py: positions are num_speculative_tokens",
+        "vLLM asks the drafter how many positions a draft has.",
+    ),
+    Override(
+        "LoggingStatLogger.__init__",
+        "The same for its line of the log.",
+        "v1/metrics/loggers.py: SpecDecodingLogging is named there",
+        "together with the counters.",
+    ),
+    Override(
         "DefaultModelLoader.get_all_weights (during load_model only)",
         "A full Medusa-2 checkpoint holds the heads beside the target, and vLLM's models refuse "
         "tensors they do not know.",

@@ -1,0 +1,70 @@
+"""vLLM's own counters and log for trees, without an engine: positions are depths."""
+
+import pytest
+
+pytest.importorskip("vllm")
+from support.triton_steps import TREE, make_config
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+from vllm.v1.metrics.reader import get_metrics_snapshot
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+NODES, DEPTH = TREE.num_draft_tokens, TREE.max_depth  # 6, 3
+STEPS = [(6, 3), (6, 0), (4, 1), (6, 1), (2, 2)]  # draft nodes of a request, accepted
+
+
+@pytest.fixture
+def config(target, random_heads):
+    yield make_config(target, random_heads)
+    unregister_vllm_metrics()
+
+
+def sent(stats):
+    """As they come from an engine core in another process."""
+    outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(spec_decoding_stats=stats))
+    parts = MsgpackEncoder().encode(outputs)
+    return MsgpackDecoder(EngineCoreOutputs).decode([bytes(part) for part in parts]).scheduler_stats
+
+
+def record(logger):
+    stats = SpecDecodingStats.new(NODES)
+    for nodes, accepted in STEPS:
+        stats.observe_draft(nodes, accepted)
+    logger.record(sent(stats), None)
+
+
+def counted(config):
+    """What /metrics and `LLM.get_metrics` say after `STEPS`."""
+    record(PrometheusStatLogger(config, [0]))
+    found = {m.name.removeprefix("vllm:spec_decode_num_"): m for m in get_metrics_snapshot()}
+    per_pos = found["accepted_tokens_per_pos"].values
+    return [found[name].value for name in ("drafts", "draft_tokens", "accepted_tokens")], per_pos
+
+
+def test_positions_are_depths(config):
+    assert DEPTH < NODES
+    assert counted(config) == ([5, 24, 7], [4, 2, 1])
+
+
+def test_vllm_itself_would_count_one_for_each_node(config, monkeypatch):
+    """What is undone; once this fails, the override can go."""
+    monkeypatch.setattr(PrometheusStatLogger, "__init__", PrometheusStatLogger.__init__.__wrapped__)
+    assert counted(config) == ([5, 24, 7], [4, 2, 1, 0, 0, 0])
+
+
+def test_other_engines_count_as_they_did(target, config):
+    PrometheusStatLogger(make_config(target, None), [0])
+    assert not [m for m in get_metrics_snapshot() if "spec_decode" in m.name]
+
+
+def test_the_line_of_the_log_has_depths(config):
+    logger, lines = LoggingStatLogger(config), []
+    record(logger)
+    logger.spec_decoding_logging.log(lambda text, *values: lines.append(text % values))
+    (line,) = lines
+    assert "Mean acceptance length: 2.40" in line
+    assert "0.800, 0.400, 0.200," in line
+    assert "0.000" not in line

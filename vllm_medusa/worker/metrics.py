@@ -1,0 +1,73 @@
+"""What vLLM's metrics and log say of drafts, so that they mean for trees what they do for chains.
+
+A step accepts a path: the i-th accepted token has depth i, so there are as many positions as the
+tree is deep. vLLM counts one for each draft token, which is one for each node. Draft tokens stay
+what they are, nodes that were verified: that is what they cost.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
+
+from vllm_medusa.worker.options import EngineOptions, is_medusa
+from vllm_medusa.worker.overrides import override
+
+
+def install_metrics() -> None:
+    """Count by depth in the front end, which has the registry and the log."""
+    override(PrometheusStatLogger, "__init__", _prometheus)
+    override(LoggingStatLogger, "__init__", _logging)
+
+
+def _prometheus(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        if is_medusa(vllm_config.speculative_config):
+            # a class attribute of vLLM's, for this one object
+            self._spec_decoding_cls = partial(by_depth, type(self)._spec_decoding_cls, vllm_config)
+        original(self, vllm_config, *args, **kwargs)
+
+    return __init__
+
+
+def by_depth(
+    counters: Callable[..., Any], vllm_config: Any, speculative_config: Any, *args: Any, **more: Any
+) -> Any:
+    """Make vLLM's counters with one position for each depth."""
+    config = copy.copy(speculative_config)
+    config.num_speculative_tokens = depth_of(vllm_config)
+    return counters(config, *args, **more)
+
+
+def depth_of(vllm_config: Any) -> int:
+    """The most draft tokens that a step can accept of a request."""
+    tree = EngineOptions.of(vllm_config).tree
+    return min(tree.max_depth, tree.num_draft_tokens)
+
+
+def _logging(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if is_medusa(vllm_config.speculative_config):
+            self.spec_decoding_logging = DepthLogging(depth_of(vllm_config))
+
+    return __init__
+
+
+class DepthLogging(SpecDecodingLogging):
+    """vLLM's line of the log, with one position for each depth."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
+
+    def observe(self, spec_decoding_stats: SpecDecodingStats) -> None:
+        """Take a step's numbers in, of the depths that there are."""
+        places = spec_decoding_stats.num_accepted_tokens_per_pos[: self.depth]
+        super().observe(replace(spec_decoding_stats, num_accepted_tokens_per_pos=places))
