@@ -6,9 +6,10 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +19,11 @@ from vllm_medusa.offline.engine import EngineSettings, Sampling
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, read_prompts
 from vllm_medusa.options import AtLeastZero, Dtype, FromZero, Options, Positive, option
+from vllm_medusa.tree.topology import MAX_NODES
 
 _OPENMP = "libiomp5.so"  # Intel's, which vLLM recommends: from intel-openmp, beside Python's own
 _KV_BYTES = 1 << 30
+_PREFILLS = 16  # prompts of full length that a step has room for
 
 
 class ArmOptions(Options):
@@ -33,9 +36,9 @@ class ArmOptions(Options):
         default=None,
     )
     prompt_file: Path = option(default=ROOT / "demo" / "prompts.jsonl", shown="demo/prompts.jsonl")
-    prompts: Positive = option("so many of them", default=8)
+    prompts: Positive = option("so many of them, again from the first if it has fewer", default=8)
     max_tokens: Positive = option("of each answer", default=64)
-    batch: Positive = option("requests at a time", default=1)
+    batch: tuple[Positive, ...] = option("requests at a time", default=(1,))
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.8))
     dtype: Dtype = option(default="bfloat16")
     max_model_len: Positive = option(default=512)
@@ -46,15 +49,21 @@ class ArmOptions(Options):
     eager: bool = option("no torch.compile", default=False)
 
     def read_prompts(self) -> list[Prompt]:
-        """The first prompts of the file; raises ValueError for a line that is not a prompt."""
+        """So many as ``prompts`` says or the largest batch takes, each with an index of its own.
+
+        Raises:
+            ValueError: there is a line that is not a prompt, or no line.
+
+        """
         found = []
         for prompt in read_prompts(self.prompt_file):
             if not isinstance(prompt, Prompt):
                 raise ValueError(f"{self.prompt_file}, line {prompt.line}: {prompt.reason}")
             found.append(prompt)
-            if len(found) == self.prompts:
-                break
-        return found
+        if not found:
+            raise ValueError(f"{self.prompt_file}: no prompts in it.")
+        count = max(self.prompts, *self.batch)
+        return [replace(found[i % len(found)], index=i) for i in range(count)]
 
     def paths(self) -> list[list[int]]:
         """The tree, best nodes first; empty if the heads bring none."""
@@ -75,8 +84,14 @@ class Arm:
     num_draft_tokens: int = 0
     speculative_config: Mapping[str, Any] | None = None
 
+    @property
+    def learns(self) -> bool:
+        """Whether it measures what steps cost, which the plugin keeps on disk."""
+        return (self.speculative_config or {}).get("budget") == "auto"
+
 
 PLAIN = Arm("plain", "plain")
+AUTOMATIC = "automatic"
 
 
 def tree_arm(options: ArmOptions, nodes: int) -> Arm | None:
@@ -97,7 +112,7 @@ def dynamic_arm(options: ArmOptions, budget: int | str) -> Arm:
     config = {"method": "medusa", "model": str(options.heads.absolute()), "budget": budget}
     if isinstance(budget, int):
         return Arm(f"dynamic {budget}", "ours", budget, config)
-    return Arm("automatic", "ours", 0, config)
+    return Arm(AUTOMATIC, "ours", 0, config)
 
 
 def stock_arm(options: ArmOptions, depth: int) -> Arm:
@@ -125,11 +140,13 @@ def chosen(arms: list[Arm | None], only: str | None) -> list[Arm]:
 
 def settings(arm: Arm, options: ArmOptions) -> EngineSettings:
     """The engine of an arm."""
-    requests = max(8, options.batch)
+    requests = max(8, *options.batch)
     arguments = {
         "max_num_seqs": requests,
         # prompts are never split (vLLM on CPU can't chunk seeded ones), trees always fit
-        "max_num_batched_tokens": options.max_model_len * requests,
+        "max_num_batched_tokens": max(
+            options.max_model_len * min(requests, _PREFILLS), MAX_NODES * requests
+        ),
         "enable_prefix_caching": False,  # the same prompts come again and again
         "enforce_eager": options.eager,
         "kv_cache_memory_bytes": _KV_BYTES,
@@ -150,11 +167,14 @@ def sampling(options: ArmOptions, temperature: float) -> Sampling:
 
 @contextmanager
 def engine(arm: Arm, options: ArmOptions, temperature: float) -> Iterator[EngineProcess]:
-    """An arm's engine, started."""
-    with environment(arm, options):
-        process = EngineProcess(settings(arm, options), sampling(options, temperature))
-    with process:
-        yield process
+    """An arm's engine, started; it knows nothing of what earlier ones learned."""
+    with tempfile.TemporaryDirectory() as costs:
+        with environment(arm, options):
+            if arm.learns:
+                os.environ["VLLM_CACHE_ROOT"] = costs
+            process = EngineProcess(settings(arm, options), sampling(options, temperature))
+        with process:
+            yield process
 
 
 @contextmanager

@@ -50,6 +50,11 @@ class ProfileOptions(ArmOptions):
         "regular expression of the arms' names; plain always runs", default=None
     )
 
+    def check(self) -> None:
+        """See `Options.check`."""
+        if len(self.batch) != 1:
+            raise ValueError("a profile is of one --batch.")
+
 
 def run(options: ProfileOptions, progress: Progress) -> Iterator[Row]:
     """A row for each arm and temperature; one whose tokens are not plain's has no figures."""
@@ -105,7 +110,7 @@ def profile_arm(
     engine = VllmEngine(
         settings(arm, options), sampling(options, temperature), seeded=temperature > 0
     )
-    how: dict[str, Any] = {"concurrency": options.batch, "seed": SEED if temperature else None}
+    how: dict[str, Any] = {"concurrency": options.batch[0], "seed": SEED if temperature else None}
     prompts = options.read_prompts()
     list(run_batch(prompts, engine, **how))
     steps: list[Step] = []

@@ -141,7 +141,7 @@ def _alone(case: Case, options: Options) -> Iterator[dict[str, Any]]:
     try:
         for row in case.run(options, Lines()):
             yield row.to_dict()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:  # interrupted, it keeps what it has
         yield {"name": "the whole case", "failed": f"{type(error).__name__}: {error}"}
 
 

@@ -1,6 +1,7 @@
 """The benchmarks of engines: what may be reported, and the arithmetic of the parts of a step."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,9 +62,10 @@ def test_arms_with_plain_s_tokens_get_a_ratio(options, monkeypatch):
         return lambda: FakeEngine(step_sizes=(1,) if config is None else (2,))
 
     rows = rows_of(options, monkeypatch, like)
-    names = ["chain 2, ours", "chain 2, vLLM's", "chain 3, ours", "tree 2", "dynamic 7"]
-    names += ["automatic", "n-gram 5, vLLM's"]
-    assert list(rows) == [f"{name}, T {t}" for t in ("0", "0.8") for name in names]
+    names = ["automatic", "chain 2, ours", "chain 2, vLLM's", "chain 3, ours", "tree 2"]
+    names += ["dynamic 7", "n-gram 5, vLLM's"]
+    assert {row["name"] for row in rows.values()} == rows.keys()
+    assert set(rows) == {f"{name}, T {t}" for t in ("0", "0.8") for name in names}
     assert rows["tree 2, T 0"]["ratio"] == 1 and rows["tree 2, T 0"]["tau"] > 1.3
     assert rows["tree 2, T 0"]["step_ms"] > rows["tree 2, T 0"]["plain_step_ms"]
 
@@ -89,10 +91,55 @@ def test_an_arm_with_other_tokens_gets_no_number_and_the_others_go_on(options, m
 
     rows = rows_of(options, monkeypatch, like)
     wrong = rows["chain 3, ours, T 0"]
-    assert wrong["failed"].startswith("6 of 6 answers differ from plain vLLM's, first ")
+    assert wrong["failed"].startswith("7 of 7 answers differ from plain vLLM's, first ")
     assert not {"ratio", "tau", "step_ms"} & wrong.keys()
     assert rows["n-gram 5, vLLM's, T 0"]["failed"] == "JobFailed: no hidden_size"
     assert rows["tree 2, T 0.8"]["ratio"] == 1
+
+
+def test_one_engine_of_an_arm_serves_every_load_and_another_goes_on_after_a_failure(
+    options, monkeypatch
+):
+    started = []
+
+    def like(config):
+        started.append(config and config["tree"])
+        calls = []
+
+        def made():
+            calls.append(None)
+            if config and len(started) == 2 and len(calls) == 2:  # the first engine, at once
+                raise JobFailed("killed")
+            return FakeEngine(step_sizes=(1,) if config is None else (2,))
+
+        return made
+
+    options = replace(options, batch=(1, 4), only="chain 3", repeats=1, max_rows=15)
+    rows = rows_of(replace(options, prompts=1), monkeypatch, like)
+    assert len(started) == 3
+    notes = [row.get("failed") or row.get("note") or row["rounds"] for row in rows.values()]
+    left_out = "16 rows a step, --max-rows is 15"
+    assert notes == [left_out, left_out, "JobFailed: killed", 1]
+    rows = rows_of(replace(options, max_rows=16), monkeypatch, like)
+    assert [row["rounds"] for row in rows.values()] == [1] * 4
+    assert {len(row["ratios"]) for row in rows.values()} == {1}
+    assert rows["chain 3, ours, T 0, batch 4"]["requests"] == 4  # of a file of 32, three asked for
+
+
+def test_automatic_stands_beside_the_best_of_the_others():
+    def row(arm, batch, ratio):
+        more = {"temperature": 0.0, "lower_quartile": ratio, "first": 0.5}
+        return more | {"arm": arm, "batch": batch, "ratio": ratio}
+
+    rows = [row("automatic", 1, 1.5), row("tree 2", 1, 1.25), row("tree 4", 1, 1.2)]
+    rows += [row("automatic", 8, 0.9), row("tree 2", 8, 0.8), row("tree 4", 16, 2.0)]
+    rows.append({"arm": "tree 31", "batch": 8, "note": "left out"})
+    found = speed.best_beside_automatic(rows)
+    assert [(each["best"], each["of_the_best"]) for each in found] == [
+        ("tree 2", 1.2),
+        ("plain", 0.9),
+    ]
+    assert "| 0 | 8 | 0.900 |" in speed.text(rows)
 
 
 def test_the_environment_is_the_arm_s_and_is_put_back(options, monkeypatch):

@@ -6,6 +6,7 @@ goes first changes from group to group, so that a change in the machine's load m
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -120,6 +121,7 @@ def run_in_turn(
     concurrency: int,  # prompts in an engine at a time
     seed: int | None,  # prompt ``index`` is sampled with ``seed + index`` in both
     rounds: int = 1,  # how often everything is repeated; every round must agree
+    seconds: float = math.inf,  # after the first, no round begins that would end later
     warm_up: bool = False,  # run one group through both engines before, which doesn't count
     progress: Callable[[], None] = lambda: None,  # called after each group of prompts
 ) -> InTurn:
@@ -137,7 +139,10 @@ def run_in_turn(
     comparison = InTurn()
     baseline_first = True
     both = (comparison.baseline, comparison.candidate)
+    began = time.perf_counter()
     for number in range(rounds):
+        if number and (time.perf_counter() - began) * (number + 1) / number > seconds:
+            break
         before = [(timed.tokens, timed.seconds) for timed in both]
         for start in range(0, len(prompts), concurrency):
             group = prompts[start : start + concurrency]
@@ -155,8 +160,8 @@ def run_in_turn(
                 if (difference := _difference(right[prompt.index], judged[prompt.index], number))
             ]
             progress()
-        for timed, (tokens, seconds) in zip(both, before, strict=True):
-            spent = timed.seconds - seconds
+        for timed, (tokens, earlier) in zip(both, before, strict=True):
+            spent = timed.seconds - earlier
             timed.rates.append((timed.tokens - tokens) / spent if spent else 0.0)
     return comparison
 

@@ -27,11 +27,14 @@ class EngineProcess:
     def __init__(self, settings: EngineSettings, sampling: Sampling):
         """Start the engine and wait until it is ready.
 
+        Seeded runs need a temperature above 0 here, on CPUs.
+
         Raises:
             EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
             JobFailed: the engine or its process failed; the message has the end of its log.
 
         """
+        self.sampling = sampling  # of the runs to come; others may be put in its place
         self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
         self._child = Child("an engine", serve, self._log)
         self._child.channel.send((settings, sampling))
@@ -45,7 +48,7 @@ class EngineProcess:
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> tuple[list[Result], float]:
         """Generate for a group of prompts; see `vllm_medusa.offline.in_turn.Runner`."""
-        self._child.channel.send((list(prompts), concurrency, seed))
+        self._child.channel.send((list(prompts), concurrency, seed, self.sampling))
         return self._reply()
 
     def close(self) -> None:
@@ -85,7 +88,7 @@ def serve(channel: Channel) -> None:
     channel.send(("ready", str(engine.llm.llm_engine.model_config.dtype).removeprefix("torch.")))
     while True:
         try:
-            prompts, concurrency, seed = channel.recv()
+            prompts, concurrency, seed, engine.sampling = channel.recv()
         except EOFError:
             engine.close()
             return

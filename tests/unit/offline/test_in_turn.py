@@ -84,6 +84,19 @@ def test_the_engines_take_turns_to_be_first():
     assert begun in ("abbaabba", "baabbaab")
 
 
+def test_no_round_begins_that_would_end_too_late():
+    def rounds(seconds):
+        slow = {"step_seconds": 0.005}
+        found = run_in_turn(
+            Repeating(**slow), Repeating(**slow), PROMPTS[:1],
+            concurrency=1, seed=3, rounds=50, seconds=seconds,
+        )  # fmt: skip
+        return len(found.candidate.rates)
+
+    assert rounds(0.0) == 1
+    assert 1 < rounds(0.5) < 50
+
+
 def test_nothing_compared_is_not_identical():
     with pytest.raises(ValueError, match="no prompts"):
         run_in_turn(Repeating(), Repeating(), [], concurrency=1, seed=0)
