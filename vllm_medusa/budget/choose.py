@@ -7,7 +7,7 @@ the long run. That heads have run is no reason to verify what they drafted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ class Forecast:
         gain: [n] extra tokens of a step with them.
         rates: [n] tokens a millisecond with them.
         plain: tokens a millisecond without drafts.
+        unused: share of steps before which heads ran, and no draft could be verified.
+        heads: time of a step in which heads run, against one without.
 
     """
 
@@ -40,6 +42,8 @@ class Forecast:
     gain: Floats
     rates: Floats
     plain: float
+    unused: float = 0.0
+    heads: float = 1.0
 
     @property
     def nodes(self) -> int:
@@ -48,8 +52,9 @@ class Forecast:
 
     @property
     def ratio(self) -> float:
-        """Speed with drafts against plain steps."""
-        return float(self.rates.max()) / self.plain
+        """Speed with drafts against plain steps; where drafts stay unused, heads run in vain."""
+        gain = float(self.rates.max()) / self.plain - 1.0
+        return 1.0 + (1.0 - self.unused) * gain - self.unused * max(0.0, self.heads - 1.0)
 
     @property
     def best_rate(self) -> float:
@@ -105,17 +110,18 @@ class NodeBudget:
         self._last = (requests, best)
         return best
 
-    def draft_next(self, requests: int, free_rows: int) -> bool:
+    def draft_next(self, requests: int, free_rows: int, unused: float = 0.0) -> bool:
         """Whether the heads run at the end of this step.
 
         Args:
             requests: that are expected to decode in the next step.
             free_rows: the most draft nodes that there will be room for.
+            unused: how often, of late, a step verified no drafts although it could have had some.
 
         """
         if requests < 1:
             return False
-        forecast = self.forecast(requests, free_rows)
+        forecast = replace(self.forecast(requests, free_rows), unused=unused)
         if len(forecast.sizes) == 0:
             return False
         before, self.drafting = self.drafting, self._pays(forecast)
@@ -146,7 +152,8 @@ class NodeBudget:
         sizes = self.cost.sizes(requests + 1, requests + most) - requests
         gain = self.outlook.gain(requests, sizes)
         rates = (requests + gain) / self.cost.ms(requests + sizes, requests, True)
-        self._known = key, Forecast(requests, sizes, gain, rates, plain)
+        heads = self.cost.ms(requests, requests, True) * plain / requests
+        self._known = key, Forecast(requests, sizes, gain, rates, plain, heads=heads)
         return self._known[1]
 
     def _pays(self, forecast: Forecast) -> bool:

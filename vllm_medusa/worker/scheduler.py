@@ -37,6 +37,7 @@ from vllm_medusa.worker.options import EngineOptions
 _KEEP_EVERY = 60.0  # seconds
 _WORTH_KEEPING = 50  # steps
 _LOG_EVERY = 10.0  # seconds
+_PREFILL_STEPS = 32  # of which share has a prefill
 
 
 @dataclass
@@ -102,6 +103,7 @@ class TreeScheduler(Scheduler):
         self._last: _Step | None = None  # whose time ends when the next one starts
         self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
         self._blocked = False  # requests wait although there were rows for them
+        self.prefills = 0.0  # how often, of late, a step had one
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step, and take its time from the start of one step to that of the next."""
@@ -125,6 +127,7 @@ class TreeScheduler(Scheduler):
             prefill=any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items()),
             nodes=nodes,
         )
+        self.prefills += (self._step.prefill - self.prefills) / _PREFILL_STEPS
         return output
 
     def update_from_output(
@@ -280,7 +283,8 @@ class _Counts:
         free = scheduler.max_num_scheduled_tokens - num_requests
         if scheduler._max_rows is not None:
             free = min(free, scheduler._max_rows - num_requests)
-        return scheduler._most if scheduler.budget.draft_next(num_requests, free) else 0
+        drafts = scheduler.budget.draft_next(num_requests, free, scheduler.prefills)
+        return scheduler._most if drafts else 0
 
 
 def share(survival: list[list[float]], total: int) -> list[int]:

@@ -1,9 +1,11 @@
 """How many nodes: by what they are worth and cost, with room and without."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from vllm_medusa.budget.choose import NodeBudget
+from vllm_medusa.budget.choose import Forecast, NodeBudget
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.budget.outlook import Outlook
 
@@ -56,6 +58,15 @@ def test_nobody_and_nothing():
     each = budget(0.1)
     assert each.choose([0.0], 3, 64) == 0 and each.choose([0.0, 0.5], 0, 64) == 0
     assert not each.draft_next(0, 64)
+
+
+def test_heads_do_not_run_for_drafts_that_stay_unused():
+    """Beside prefills no drafts are verified: a narrow gain is then eaten up by the heads."""
+    forecast = Forecast(1, np.array([1]), np.array([0.5]), np.array([1.2]), 1.0, heads=1.1)
+    ratios = [replace(forecast, unused=share).ratio for share in (0.0, 0.5, 1.0)]
+    assert ratios == pytest.approx([1.2, 1.05, 0.9])
+    each = budget(0.1)
+    assert each.draft_next(1, 64) and not each.draft_next(1, 64, unused=1.0)
 
 
 def test_near_equal_choices_stay():
