@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.engines import engine, greedy, medusa
+from support.budgets import budget_of, fickle
+from support.demo import HEADS, TARGET, demo_prompts
+from support.engines import complete, engine, greedy, medusa
 from support.plain import (
     COMMON,
     TOKENS,
@@ -23,7 +25,7 @@ from support.plain import (
 )
 from support.ranks import WORKER
 from support.reference import assert_chaotic, differing
-from support.runner import sized
+from support.runner import ON_V2, sized
 from vllm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -128,3 +130,21 @@ def test_repaired_ranks_agree_again(llm: LLM, two_ranks: dict[str, Run], plain: 
     again = run_greedy(llm, plain)
     assert again.differing() == 0
     assert again.completions == two_ranks["greedy"].completions
+
+
+@pytest.mark.skipif(ON_V2, reason="dynamic trees run on V1")
+def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One scheduler decides for both ranks, which timed their steps together at the start."""
+    prompts = demo_prompts(0, 12)
+    with engine(TARGET) as alone:
+        expected = complete(alone, prompts, greedy(TOKENS))
+    config = {"method": "medusa", "model": HEADS, "budget": "auto"}
+    with engine(TARGET, config, worker_cls=WORKER, tensor_parallel_size=2) as llm:
+        assert budget_of(llm).cost.steps > 20
+        llm.collective_rpc("take_decisions")
+        taken = fickle(monkeypatch, llm)
+        got = run(llm, prompts, greedy(TOKENS))
+    assert differing(expected, got.completions) == []
+    assert got.differing() == 0 and len(got.ranks) == 2
+    assert len(set(taken)) > 10 and len({made.num_nodes for made in got.trees}) > 10
+    assert sum(len(made.nodes) > 1 for made in got.trees) > len(prompts)

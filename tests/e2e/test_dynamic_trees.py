@@ -6,12 +6,15 @@ in the place of the best ones to reach shapes that no head would choose.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.budgets import budget_of, fickle
 from support.demo import HEADS as HEADS_OF_DEMO
 from support.demo import TARGET, demo_prompts
 from support.engines import complete, engine, greedy, metric, random_prompts
@@ -21,12 +24,13 @@ from support.random_topologies import random_topologies
 from support.reference import Reference, differing, plain_greedy
 from support.spies import assert_told, mean_accepted, recorded_steps, tree_rows
 from transformers import AutoModelForCausalLM
-from vllm import LLM
+from vllm import LLM, envs
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.decode import decode
 from vllm_medusa.heads import load_heads
 from vllm_medusa.tree.dynamic import DynamicTree
+from vllm_medusa.worker import practice
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.v1.topologies import Topologies
 
@@ -179,33 +183,48 @@ def test_accepted_tokens_are_counted_by_depth(
     assert noticed.traceback[-1].name == "assert_counted"
 
 
-def chosen(llm: LLM) -> Any:
-    """What the scheduler decides by."""
-    return llm.llm_engine.engine_core.engine_core.scheduler.budget
+FEW_ROWS = {
+    "block_size": 32,
+    "num_gpu_blocks_override": 48,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 16,
+}
 
 
 @pytest.fixture(scope="module")
-def automatic(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
-    """Few rows a step, so that drafts could keep requests and prefills waiting."""
+def costs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where step costs are kept; empty at first."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("VLLM_CACHE_ROOT", str(folder))
+        envs.disable_envs_cache()  # vLLM reads its variables once
+        yield folder / "medusa"
+    envs.disable_envs_cache()
+
+
+@pytest.fixture(scope="module")
+def automatic(
+    reference: Reference, chaotic_llama: str, random_heads: str, costs: Path
+) -> Iterator[LLM]:
+    """Few rows a step, so that drafts could keep requests and prefills waiting.
+
+    An engine of the kind was there before.
+    """
     config = {"method": "medusa", "model": random_heads, "budget": "auto"}
-    with engine(
-        chaotic_llama, config, block_size=32, num_gpu_blocks_override=48,
-        max_num_batched_tokens=64, max_num_seqs=16,
-    ) as llm:  # fmt: skip
-        yield llm
+    with engine(chaotic_llama, config, **FEW_ROWS) as first:
+        assert budget_of(first).cost.steps > 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(practice, "_run", None)  # steps are timed once
+        with engine(chaotic_llama, config, **FEW_ROWS) as llm:
+            yield llm
 
 
-def fickle(patch: Patch, llm: LLM) -> list[int]:
-    """Budgets that change with every step: nothing, all there is room for, something between."""
-    generator, taken = np.random.default_rng(0), []
-
-    def choose(gain: np.ndarray, requests: int, free_rows: int) -> int:
-        taken.append(int(generator.integers(0, min(len(gain) - 1, free_rows) + 1)))
-        return taken[-1]
-
-    patch.setattr(chosen(llm), "choose", choose)
-    patch.setattr(chosen(llm), "draft_next", lambda *_: bool(generator.random() < 0.8))
-    return taken
+def test_steps_are_timed_at_start_up(automatic: LLM, costs: Path) -> None:
+    """What they cost is kept for engines to come; made-up requests leave no trace."""
+    (kept,) = (json.loads(file.read_text()) for file in costs.glob("*.json"))
+    cost = budget_of(automatic).cost
+    assert 20 < kept["steps"] <= cost.steps
+    assert cost.ms(16, 16, False) > cost.ms(1, 1, False)
 
 
 def test_budgets_that_change_with_every_step(
@@ -223,7 +242,7 @@ def test_budgets_that_change_with_every_step(
 
 def test_automatic_budgets(automatic: LLM, reference: Reference) -> None:
     """Whatever it decides, tokens are plain vLLM's, and it learns from what it sees."""
-    budget = chosen(automatic)
+    budget = budget_of(automatic)
     before = budget.cost.steps
     got = complete(automatic, reference.prompts, greedy(TOKENS))
     assert differing(reference.completions, got) == []
@@ -233,8 +252,9 @@ def test_automatic_budgets(automatic: LLM, reference: Reference) -> None:
 
 def test_nobody_waits_for_drafts(automatic: LLM, reference: Reference, monkeypatch: Patch) -> None:
     """However many drafts are offered, every running request has its row in every step."""
-    monkeypatch.setattr(chosen(automatic), "choose", lambda gain, _, free: min(len(gain) - 1, free))
-    monkeypatch.setattr(chosen(automatic), "draft_next", lambda *_: True)
+    budget = budget_of(automatic)
+    monkeypatch.setattr(budget, "choose", lambda gain, _, free: min(len(gain) - 1, free))
+    monkeypatch.setattr(budget, "draft_next", lambda *_: True)
     left_out = []
     scheduler = automatic.llm_engine.engine_core.engine_core.scheduler
     schedule = scheduler.schedule

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,6 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_medusa.budget.choose import NodeBudget
+from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import cost_path, load_cost, save_cost
 from vllm_medusa.plugin import installed_vllm
@@ -95,6 +95,9 @@ class TreeScheduler(Scheduler):
         options = EngineOptions.of(self.vllm_config)
         self._most = options.tree.num_draft_tokens  # of a request
         self._max_rows = options.max_rows
+        self.costs_of = costs_of(self.vllm_config)  # and where they are kept
+        self.costs_at = cost_path(Path(envs.VLLM_CACHE_ROOT) / "medusa", self.costs_of)
+        self._kept_at, self._kept_steps = time.perf_counter(), 0
         fixed = isinstance(options.budget, int)
         self.budget = None if fixed else self._learned()
         self.dynamic_sd_lookup = _Counts(self)  # type: ignore[assignment]
@@ -167,17 +170,20 @@ class TreeScheduler(Scheduler):
         self._keep_costs()
         super().shutdown()
 
+    def most_rows(self) -> int:
+        """Rows that a decoding step can have."""
+        most = self.scheduler_config.max_num_seqs * (1 + self._most)
+        return min(self.max_num_scheduled_tokens, most)
+
+    def known_costs(self) -> tuple[StepCost, str]:
+        """What earlier engines of the kind have learned, or nothing yet and the reason."""
+        return load_cost(self.costs_at, self.costs_of, self.most_rows())
+
     def _learned(self) -> NodeBudget:
-        """A budget that knows what earlier engines of the kind have learned."""
-        self._costs_of = costs_of(self.vllm_config)
-        self._costs_at = cost_path(Path(envs.VLLM_CACHE_ROOT) / "medusa", self._costs_of)
-        rows = min(
-            self.max_num_scheduled_tokens, self.scheduler_config.max_num_seqs * (1 + self._most)
-        )
-        cost, problem = load_cost(self._costs_at, self._costs_of, rows)
+        cost, problem = self.known_costs()
         if problem:
             compat.logger.info("Step costs are measured anew: %s", problem)
-        self._kept_at, self._kept_steps = time.perf_counter(), cost.steps
+        self._kept_steps = cost.steps
         taus = EngineOptions.of(self.vllm_config).taus
         return NodeBudget(cost, Outlook(taus) if taus else Outlook(), self._most)
 
@@ -188,7 +194,7 @@ class TreeScheduler(Scheduler):
             return
         self._kept_steps = self.budget.cost.steps
         tag = f"{os.getpid()}.part"
-        if problem := save_cost(self._costs_at, self._costs_of, self.budget.cost, tag):
+        if problem := save_cost(self.costs_at, self.costs_of, self.budget.cost, tag):
             compat.logger.warning_once("Step costs are not kept: %s", problem)
 
     def _next_rows(self) -> tuple[int, bool]:
@@ -262,7 +268,7 @@ def costs_of(config: Any) -> dict[str, str]:
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "device": f"{current_platform.get_device_name()} {platform.machine()}",
-        "threads": f"{torch.get_num_threads()} {envs.VLLM_CPU_OMP_THREADS_BIND}",
+        "threads": f"{os.cpu_count()} {envs.VLLM_CPU_OMP_THREADS_BIND}",
         "ranks": str(parallel.tensor_parallel_size),
         "eager": str(model.enforce_eager),
         "runner": "V2" if compat.uses_v2_runner(parallel) else "V1",

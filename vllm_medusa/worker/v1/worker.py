@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker
 
@@ -25,3 +27,10 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
             super().init_device()
         finally:
             cpu_worker.CPUModelRunner = stock
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Time steps first, where drafts have to earn their time; vLLM then seeds anew."""
+        from vllm_medusa.worker.practice import measure_step_costs
+
+        measure_step_costs(self)
+        return super().compile_or_warm_up_model()

@@ -1,0 +1,27 @@
+"""What the scheduler of an engine in this process decides by, and other decisions in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import LLM
+
+
+def budget_of(llm: LLM) -> Any:
+    """The engine's `NodeBudget`."""
+    return llm.llm_engine.engine_core.engine_core.scheduler.budget
+
+
+def fickle(patch: pytest.MonkeyPatch, llm: LLM) -> list[int]:
+    """Budgets that change with every step: nothing, all there is room for, something between."""
+    generator, taken = np.random.default_rng(0), []
+
+    def choose(gain: np.ndarray, requests: int, free_rows: int) -> int:
+        taken.append(int(generator.integers(0, min(len(gain) - 1, free_rows) + 1)))
+        return taken[-1]
+
+    patch.setattr(budget_of(llm), "choose", choose)
+    patch.setattr(budget_of(llm), "draft_next", lambda *_: bool(generator.random() < 0.8))
+    return taken

@@ -1,0 +1,177 @@
+"""Step times, measured at start-up: made-up requests go through our scheduler and the runner.
+
+So an engine knows what drafts cost before the first request comes. It takes a bounded time, once
+for a model on a machine: what is found is kept where `TreeScheduler` looks for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from itertools import pairwise
+from typing import Any
+
+from vllm.distributed import get_tp_group
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_medusa.budget.choose import NodeBudget
+from vllm_medusa.budget.cost import StepCost
+from vllm_medusa.budget.outlook import Outlook
+from vllm_medusa.budget.store import save_cost
+from vllm_medusa.worker import compat
+from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.scheduler import TreeScheduler
+
+_SECONDS = 10.0  # after which no step begins
+_PROMPT = (0, 1)
+# Requests, and draft nodes of each in one step after another. The coarse picture comes first.
+_PLAN = (
+    (1, (0, 0, 4, 4, 0, 2, 8, 0)),
+    (4, (0, 0, 2, 0, 4)),
+    (16, (0, 0, 1, 2)),
+    (1, (1, 3, 0, 6, 12, 0, 5, 16, 31)),
+    (64, (0, 0, 1)),
+    (4, (0, 1, 3, 0, 7, 15)),
+    (2, (0, 0, 1, 2, 4, 0, 3, 7, 15)),
+    (8, (0, 0, 1, 2, 0, 3, 7)),
+    (16, (0, 3, 0, 4)),
+    (32, (0, 0, 1, 0, 2)),
+)
+
+
+class _Script(NodeBudget):
+    """Verifies as many nodes as it is told, and learns the times."""
+
+    nodes = 0  # of each request, in the next step
+    learns = False
+
+    def choose(self, gain: Any, requests: int, free_rows: int) -> int:
+        return min(self.nodes * requests, len(gain) - 1, free_rows)
+
+    def draft_next(self, requests: int, free_rows: int, unused: float = 0.0) -> bool:
+        return self.nodes > 0
+
+    def observe(self, rows: int, requests: int, drafted: bool, ms: float) -> None:
+        if self.learns:
+            self.cost.observe(rows, requests, drafted, ms)
+
+
+class _Practice(TreeScheduler):
+    """The scheduler with a script for its budget; keeps nothing."""
+
+    budget: _Script
+
+    def _learned(self) -> NodeBudget:
+        most = EngineOptions.of(self.vllm_config).tree.num_draft_tokens
+        return _Script(StepCost(self.most_rows()), Outlook(), most)
+
+    def _keep_costs(self) -> None:
+        pass
+
+
+def measure_step_costs(worker: Any, seconds: float = _SECONDS) -> None:
+    """Time steps with a worker whose model and KV cache are there; write down what they took.
+
+    Every rank runs the same steps. Nothing is done for fixed budgets, nor if costs are known.
+    """
+    options = EngineOptions.of(worker.vllm_config)
+    if options.budget is None or isinstance(options.budget, int):
+        return
+    begun = time.perf_counter()
+    config = _own_config(worker)
+    scheduler = _scheduler(worker, config)
+    if not _agreed(not scheduler.known_costs()[0].steps):
+        return
+    for requests, nodes in _PLAN:
+        if requests > scheduler.max_num_running_reqs:
+            continue
+        if not _run(worker, scheduler, requests, nodes, begun + seconds):
+            break
+    cost = scheduler.budget.cost
+    if not cost.steps or get_tp_group().rank_in_group:
+        return
+    compat.logger.info(
+        "Medusa timed %d steps in %.1f s: one row takes %.1f ms, eight of a request %.1f ms.",
+        cost.steps,
+        time.perf_counter() - begun,
+        cost.ms(1, 1, False),
+        cost.ms(8, 1, True),
+    )
+    if problem := save_cost(scheduler.costs_at, scheduler.costs_of, cost, f"{os.getpid()}.part"):
+        compat.logger.warning("Step costs are not kept: %s", problem)
+
+
+def _own_config(worker: Any) -> Any:
+    """The engine's config as its scheduler will have it, less what reaches outside."""
+    config = copy.copy(worker.vllm_config)
+    config.kv_events_config = None
+    config.cache_config = copy.copy(config.cache_config)
+    config.cache_config.num_gpu_blocks = worker.model_runner.kv_cache_config.num_blocks
+    config.cache_config.enable_prefix_caching = False
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.async_scheduling = False
+    return config
+
+
+def _scheduler(worker: Any, config: Any) -> _Practice:
+    kv_cache_config = worker.model_runner.kv_cache_config
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+    return _Practice(
+        config,
+        kv_cache_config,
+        StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+    )
+
+
+def _agreed(wish: bool) -> bool:
+    """What the first rank wishes."""
+    group = get_tp_group()
+    return wish if group.world_size == 1 else bool(group.broadcast_object(wish, src=0))
+
+
+def _run(
+    worker: Any, scheduler: _Practice, requests: int, nodes: tuple[int, ...], end: float
+) -> bool:
+    """Step so many requests as often as there are ``nodes``; False if the time is over."""
+    script = scheduler.budget
+    names = [f"medusa-practice-{index}" for index in range(requests)]
+    most = scheduler.max_model_len - len(_PROMPT)
+    # seeds: as random as a request of a user, and equal on all ranks
+    for index, name in enumerate(names):
+        params = SamplingParams(max_tokens=most, ignore_eos=True, seed=index)
+        scheduler.add_request(Request(name, list(_PROMPT), params, None))
+    script.learns, in_time = False, True
+    while scheduler.waiting and in_time:  # the prompts
+        script.nodes = 0
+        _step(worker, scheduler)
+        in_time = _agreed(time.perf_counter() < end)
+    for place, (_, after) in enumerate(pairwise((*nodes, 0))):
+        if not in_time or not scheduler.running:
+            break
+        script.learns, script.nodes = place > 1, after
+        _step(worker, scheduler)
+        in_time = _agreed(time.perf_counter() < end)
+    scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+    script.nodes = 0
+    _step(worker, scheduler)  # the runner forgets them
+    return in_time
+
+
+def _step(worker: Any, scheduler: _Practice) -> None:
+    """One step, as vLLM's engine core does it (v1/engine/core.py, `step` and `post_step`)."""
+    plan = scheduler.schedule()
+    output = worker.execute_model(plan)
+    if output is None:
+        output = worker.sample_tokens(None)
+    if hasattr(output, "get_output"):  # of a runner that doesn't wait for its device
+        output = output.get_output()
+    scheduler.update_from_output(plan, output)
+    drafts = worker.take_draft_token_ids() if plan.total_num_scheduled_tokens else None
+    if drafts is not None:
+        scheduler.update_draft_token_ids(drafts)
