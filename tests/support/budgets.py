@@ -14,14 +14,22 @@ def budget_of(llm: LLM) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler.budget
 
 
-def fickle(patch: pytest.MonkeyPatch, llm: LLM) -> list[int]:
-    """Budgets that change with every step: nothing, all there is room for, something between."""
+def fickle(
+    patch: pytest.MonkeyPatch, llm: LLM, drafting: float = 0.8, preempting: bool = False
+) -> list[int]:
+    """Budgets that change with every step: nothing, all there is room for, something between.
+
+    If ``preempting``, cache blocks are no concern: requests have to make room for drafts.
+    """
     generator, taken = np.random.default_rng(0), []
+    if preempting:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        patch.setattr(scheduler, "_free_slots", lambda: 1 << 20)
 
     def choose(gain: np.ndarray, requests: int, free_rows: int) -> int:
-        taken.append(int(generator.integers(0, min(len(gain) - 1, free_rows) + 1)))
+        taken.append(int(generator.integers(0, max(0, min(len(gain) - 1, free_rows)) + 1)))
         return taken[-1]
 
     patch.setattr(budget_of(llm), "choose", choose)
-    patch.setattr(budget_of(llm), "draft_next", lambda *_: bool(generator.random() < 0.8))
+    patch.setattr(budget_of(llm), "draft_next", lambda *_: bool(generator.random() < drafting))
     return taken

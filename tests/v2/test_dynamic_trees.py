@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support.budgets import fickle
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.no_waiting import watched
@@ -71,25 +71,6 @@ def llm(
         yield llm
 
 
-def fickle(patch: Patch, llm: LLM, drafting: float = 0.8) -> list[int]:
-    """Budgets that change with every step: nothing, all there is room for, something between.
-
-    Cache blocks are no concern: requests are preempted for drafts.
-    """
-    generator, taken = np.random.default_rng(0), []
-    core: Any = llm.llm_engine.engine_core
-    budget = core.engine_core.scheduler.budget
-    patch.setattr(core.engine_core.scheduler, "_free_slots", lambda: 1 << 20)
-
-    def choose(gain: np.ndarray, requests: int, free_rows: int) -> int:
-        taken.append(int(generator.integers(0, max(0, min(len(gain) - 1, free_rows)) + 1)))
-        return taken[-1]
-
-    patch.setattr(budget, "choose", choose)
-    patch.setattr(budget, "draft_next", lambda *_: bool(generator.random() < drafting))
-    return taken
-
-
 def run(llm: LLM, reference: Reference) -> float:
     """Plant the future on the trees: the tokens must be plain vLLM's; returns what is accepted."""
     with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
@@ -102,7 +83,7 @@ def test_every_request_and_step_has_another_tree(
     llm: LLM, reference: Reference, monkeypatch: Patch
 ) -> None:
     topologies = random_topologies(monkeypatch)
-    taken = fickle(monkeypatch, llm)
+    taken = fickle(monkeypatch, llm, preempting=True)
     before = metric(llm, "num_preemptions")
     with recorded_steps() as steps:
         assert run(llm, reference) > 0.5
@@ -143,7 +124,7 @@ def test_a_wrong_topology_costs_acceptance(
 ) -> None:
     """Never equality: attention, positions and the walk still go by one and the same tree."""
     random_topologies(monkeypatch)
-    fickle(monkeypatch, llm, drafting=1.0)
+    fickle(monkeypatch, llm, drafting=1.0, preempting=True)
     part = reference.part(0, 6)
     right = run(llm, part)
     control(monkeypatch)
@@ -154,7 +135,7 @@ def test_seeded_requests_and_penalties(
     llm: LLM, plain_seeded: list[Outcome], monkeypatch: Patch
 ) -> None:
     """Nothing of it waits for the device."""
-    fickle(monkeypatch, llm)
+    fickle(monkeypatch, llm, preempting=True)
     calls = watched(monkeypatch)
     with planted_by_seed(by_seed(plain_seeded), VOCAB), recorded_steps() as steps:
         got = outcomes(llm, *mixed())
@@ -166,7 +147,7 @@ def test_seeded_requests_and_penalties(
 def test_without_drafts_the_heads_rest(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     """A step that wants no drafts runs no head, and the next one is plain vLLM's."""
     part = reference.part(3, 4)
-    fickle(monkeypatch, llm, drafting=0.0)
+    fickle(monkeypatch, llm, drafting=0.0, preempting=True)
 
     def unwanted(*args: Any) -> None:
         raise AssertionError("the heads ran")
