@@ -18,6 +18,7 @@ from support.budgets import budget_of, fickle
 from support.demo import HEADS as HEADS_OF_DEMO
 from support.demo import TARGET, demo_prompts
 from support.engines import complete, engine, greedy, metric, random_prompts
+from support.metrics import added, counts
 from support.models import VOCAB
 from support.planted import planted
 from support.random_topologies import random_topologies
@@ -32,6 +33,7 @@ from vllm_medusa.heads import load_heads
 from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.worker import practice
 from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.report import KINDS
 from vllm_medusa.worker.v1.topologies import Topologies
 
 pytestmark = pytest.mark.engine
@@ -233,8 +235,14 @@ def test_budgets_that_change_with_every_step(
     """No running request and no prefill has to wait for a row because others draft."""
     random_topologies(monkeypatch)
     taken = fickle(monkeypatch, automatic)
+    before = counts(automatic)
     with recorded_steps() as steps:
         assert run(automatic, reference) > 0.3
+    more = added(before, counts(automatic))
+    assert more["medusa_nodes"] == more["spec_decode_num_draft_tokens"]
+    kinds = [more[f"medusa_steps{{kind={kind}}}"] for kind in KINDS]
+    assert sum(kinds) == len(steps) and all(kinds)
+    assert more["medusa_step_requests"] == sum(map(len, steps))
     assert 0 in taken and len(set(taken)) > 10
     assert {2, 5, 9} < {row.num_nodes for row in tree_rows(steps)}
     assert any(not row.is_tree for step in steps for row in step if not row.is_prefill)
@@ -247,6 +255,11 @@ def test_automatic_budgets(automatic: LLM, reference: Reference) -> None:
     got = complete(automatic, reference.prompts, greedy(TOKENS))
     assert differing(reference.completions, got) == []
     assert budget.cost.steps > before + TOKENS
+    told = {
+        m.name.removeprefix("vllm:medusa_"): getattr(m, "value", 0) for m in automatic.get_metrics()
+    }
+    assert told["timed_steps"] > TOKENS and told["measured_ms"] > 0 and told["expected_ms"] > 0
+    assert told["expected_ratio"] == pytest.approx(budget.expected_ratio, abs=1e-3)
     assert float(budget.cost.ms(4, 4, False)) > 0
 
 

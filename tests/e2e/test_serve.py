@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -33,6 +34,7 @@ CHATS = [
     ],
 ]
 TOKENS = 48
+NODES = 7
 START_UP_S = 240
 
 
@@ -74,12 +76,13 @@ class Server:
     url: str
     client: Any
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str) -> list[float]:
+        """Its values, one for each of its labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
             text = reply.read().decode()
         found = re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
         assert found, f"no metric {name}"
-        return sum(map(float, found))
+        return list(map(float, found))
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +96,7 @@ def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable, "-m", "vllm_medusa.cli", "serve", TARGET, "--speculative-model", HEADS,
+        "--speculative-config", json.dumps({"budget": NODES}),
         "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
         "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20),
@@ -209,11 +213,20 @@ def test_request_options_travel_as_text(server: Server) -> None:
 
 
 def test_metrics_count_drafts(server: Server) -> None:
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    before = [server.metric(f"spec_decode_{name}_total") for name in names]
-    server.client.completions.create(model="demo", prompt=prompts()[0], max_tokens=30, seed=1)
-    drafts, tokens, accepted = (
-        server.metric(f"spec_decode_{name}_total") - old
-        for name, old in zip(names, before, strict=True)
+    """All come from another process than the one that answers."""
+    names = (
+        *(f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")),
+        *("spec_decode_num_accepted_tokens_per_pos", "medusa_steps", "medusa_nodes"),
     )
-    assert 0 < drafts < 30 and tokens > 4 * drafts and 0 < accepted <= 30
+    before = [server.metric(f"{name}_total") for name in names]
+    server.client.completions.create(model="demo", prompt=prompts()[0], max_tokens=30, seed=1)
+    [drafts], [tokens], [accepted], per_depth, [tree, prefill, heads, plain], [nodes] = (
+        [new - old for new, old in zip(server.metric(f"{name}_total"), values, strict=True)]
+        for name, values in zip(names, before, strict=True)
+    )
+    assert 0 < drafts < 30 and 0 < accepted <= 30
+    assert len(per_depth) == 5  # heads, so depths
+    assert sum(per_depth) == accepted and per_depth == sorted(per_depth, reverse=True)
+    assert 4 * drafts < tokens <= NODES * drafts and nodes == tokens
+    assert (tree, prefill, plain) == (drafts, 1, 0) and heads <= 1  # whose drafts end the text
+    assert server.metric("medusa_budget_nodes") == [0]  # the last tokens need none

@@ -51,13 +51,14 @@ NAMED = {  # looked up by name at run time: as a global that is swapped, or an a
     ("vllm._custom_ops", "create_onednn_mm"),
     ("vllm._custom_ops", "onednn_mm"),
 }
-USED = {  # attributes that are set or shadowed: how their class mentions them
+USED = {  # attributes that are read, set or shadowed: how their class mentions them
     ("vllm.v1.metrics.loggers", "PrometheusStatLogger"): {
-        "self.spec_decoding_prom = self._spec_decoding_cls(",
+        "self.spec_decoding_prom = self._spec_decoding_cls(", "_counter_cls = ", "_gauge_cls = ",
     },
     ("vllm.v1.metrics.loggers", "LoggingStatLogger"): {
         "self.spec_decoding_logging = ", "self.spec_decoding_logging.log(log_fn=log_fn)",
     },
+    ("vllm.v1.spec_decode.metrics", "SpecDecodingStats"): {"num_draft_tokens_per_pos: list[int]"},
 }  # fmt: skip
 # Shims: (release it is for, its place there, its place in later releases).
 MOVED = {
@@ -83,6 +84,9 @@ OVERRIDES = {
         "prepare_dummy_inputs", "custom_sampler", "postprocess_state",
     },
     "TreeSampler": {"__init__", "__call__"},
+    "TreeScheduler": {
+        "schedule", "update_from_output", "make_stats", "update_draft_token_ids", "shutdown",
+    },
     "DepthLogging": {"__init__", "observe"},
 }  # fmt: skip
 FREE = {"__init__", "__post_init__"}  # called by us, or with keywords of ours

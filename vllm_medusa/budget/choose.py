@@ -77,6 +77,7 @@ class NodeBudget:
         self.cost, self.outlook = cost, outlook
         self.max_per_request = max_per_request
         self.drafting = False  # whether drafts pay, as of the last forecast
+        self.expected_ratio = 1.0  # speed with drafts against plain steps, by that forecast
         self.tries = Tries()
         self._surprises = 0
         self._wanted: int | None = None  # nodes of a try, for the next step that has drafts
@@ -124,6 +125,7 @@ class NodeBudget:
         forecast = replace(self.forecast(requests, free_rows), unused=unused)
         if len(forecast.sizes) == 0:
             return False
+        self.expected_ratio = forecast.ratio
         before, self.drafting = self.drafting, self._pays(forecast)
         if not self.drafting:
             self.outlook.idle(requests)

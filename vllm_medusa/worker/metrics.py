@@ -18,6 +18,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
 from vllm_medusa.worker.options import EngineOptions, is_medusa
 from vllm_medusa.worker.overrides import override
+from vllm_medusa.worker.report import StepCounters, StepReport
 
 
 def install_metrics() -> None:
@@ -30,25 +31,52 @@ def _prometheus(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if is_medusa(vllm_config.speculative_config):
             # a class attribute of vLLM's, for this one object
-            self._spec_decoding_cls = partial(by_depth, type(self)._spec_decoding_cls, vllm_config)
+            self._spec_decoding_cls = partial(TreeCounters, self, vllm_config)
         original(self, vllm_config, *args, **kwargs)
 
     return __init__
 
 
-def by_depth(
-    counters: Callable[..., Any], vllm_config: Any, speculative_config: Any, *args: Any, **more: Any
-) -> Any:
-    """Make vLLM's counters with one position for each depth."""
-    config = copy.copy(speculative_config)
-    config.num_speculative_tokens = depth_of(vllm_config)
-    return counters(config, *args, **more)
+class TreeCounters:
+    """vLLM's counters with one position for each depth; of dynamic trees, what steps were like."""
 
+    def __init__(
+        self,
+        logger: PrometheusStatLogger,
+        vllm_config: Any,
+        speculative_config: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+        **more: Any,
+    ) -> None:
+        """Make them.
 
-def depth_of(vllm_config: Any) -> int:
-    """The most draft tokens that a step can accept of a request."""
-    tree = EngineOptions.of(vllm_config).tree
-    return min(tree.max_depth, tree.num_draft_tokens)
+        Args:
+            logger: says which classes counters are made of.
+            vllm_config: of the engine.
+            speculative_config: this and all that follows is what vLLM gives its own.
+            labelnames: of every counter.
+            per_engine_labelvalues: by the engine's index.
+            **more: whatever else vLLM gives.
+
+        """
+        config = copy.copy(speculative_config)
+        config.num_speculative_tokens = depth_of(vllm_config)
+        stock = type(logger)._spec_decoding_cls
+        self._stock = stock(config, labelnames, per_engine_labelvalues, **more)
+        self._steps = None
+        budget = EngineOptions.of(vllm_config).budget
+        if budget is not None:
+            classes = logger._counter_cls, logger._gauge_cls
+            timed = not isinstance(budget, int)
+            self._steps = StepCounters(*classes, labelnames, per_engine_labelvalues, timed=timed)
+
+    def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
+        """Count a step."""
+        self._stock.observe(spec_decoding_stats, engine_idx)
+        report = StepReport.of(spec_decoding_stats)
+        if report is not None and self._steps is not None:
+            self._steps.observe(report, engine_idx)
 
 
 def _logging(original: Callable[..., None]) -> Callable[..., None]:
@@ -68,6 +96,13 @@ class DepthLogging(SpecDecodingLogging):
         self.depth = depth
 
     def observe(self, spec_decoding_stats: SpecDecodingStats) -> None:
-        """Take a step's numbers in, of the depths that there are."""
-        places = spec_decoding_stats.num_accepted_tokens_per_pos[: self.depth]
-        super().observe(replace(spec_decoding_stats, num_accepted_tokens_per_pos=places))
+        """Take in a step's numbers of the depths that there are; steps without drafts have none."""
+        if spec_decoding_stats.num_drafts:
+            places = spec_decoding_stats.num_accepted_tokens_per_pos[: self.depth]
+            super().observe(replace(spec_decoding_stats, num_accepted_tokens_per_pos=places))
+
+
+def depth_of(vllm_config: Any) -> int:
+    """The most draft tokens that a step can accept of a request."""
+    tree = EngineOptions.of(vllm_config).tree
+    return min(tree.max_depth, tree.num_draft_tokens)

@@ -24,7 +24,9 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.budget.choose import NodeBudget
 from vllm_medusa.budget.cost import StepCost
@@ -33,6 +35,7 @@ from vllm_medusa.budget.store import cost_path, load_cost, save_cost
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.report import StepReport
 
 _KEEP_EVERY = 60.0  # seconds
 _WORTH_KEEPING = 50  # steps
@@ -102,6 +105,7 @@ class TreeScheduler(Scheduler):
         self.budget = None if fixed else self._learned()
         self.dynamic_sd_lookup = _Counts(self)  # type: ignore[assignment]
         self._seen = _Seen(time.perf_counter())
+        self._report = StepReport()
         self._step: _Step | None = None
         self._last: _Step | None = None  # whose time ends when the next one starts
         self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
@@ -138,6 +142,9 @@ class TreeScheduler(Scheduler):
     ) -> Any:
         """Learn what was accepted; the rest is vLLM's."""
         step, self._step = self._step, None
+        if step is not None and step.requests:
+            nodes = sum(step.nodes.values())
+            self._report.add(step.requests, nodes, prefill=step.prefill, drafted=step.drafted)
         if step is not None and self._survival and self.budget is not None:
             self._learn_acceptance(self.budget, step, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
@@ -147,6 +154,18 @@ class TreeScheduler(Scheduler):
             else:
                 self._learn_cost(step, 1e3 * (time.perf_counter() - step.started))
         return result
+
+    def make_stats(
+        self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
+    ) -> SchedulerStats | None:
+        """Add what the steps were like to vLLM's numbers, for the front end's metrics."""
+        if self.log_stats:
+            spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
+            if self.budget is not None:
+                self._report.ratio = round(1e3 * self.budget.expected_ratio)
+            self._report.put_into(spec_decoding_stats)
+            self._report = StepReport()
+        return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Cut the drafts to what the next step verifies."""
@@ -162,6 +181,7 @@ class TreeScheduler(Scheduler):
                 total = self.budget.choose(gain, len(self.running), free)
             counts = share(survival, total)
             drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
+        self._report.chosen = sum(map(len, drafts))
         self._survival = dict(zip(req_ids, survival, strict=True))
         super().update_draft_token_ids(DraftTokenIds(req_ids, drafts))
 
@@ -226,7 +246,9 @@ class TreeScheduler(Scheduler):
         if self.budget is None or step.prefill:
             return
         if self.log_stats:
-            self._seen.add(step, ms, self.budget.cost.ms(step.rows, step.requests, step.drafted))
+            expected = self.budget.cost.ms(step.rows, step.requests, step.drafted)
+            self._report.time(ms, expected)
+            self._seen.add(step, ms, expected)
             if step.started - self._seen.since > _LOG_EVERY:
                 compat.logger.info("%s", self._seen)
                 self._seen = _Seen(step.started)

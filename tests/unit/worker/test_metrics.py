@@ -1,9 +1,10 @@
-"""vLLM's own counters and log for trees, without an engine: positions are depths."""
+"""vLLM's own counters and log for trees, and those of steps, without an engine."""
 
 import pytest
 
 pytest.importorskip("vllm")
 from support.triton_steps import TREE, make_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
@@ -11,6 +12,8 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from vllm_medusa.worker.report import StepReport
 
 NODES, DEPTH = TREE.num_draft_tokens, TREE.max_depth  # 6, 3
 STEPS = [(6, 3), (6, 0), (4, 1), (6, 1), (2, 2)]  # draft nodes of a request, accepted
@@ -63,8 +66,59 @@ def test_other_engines_count_as_they_did(target, config):
 def test_the_line_of_the_log_has_depths(config):
     logger, lines = LoggingStatLogger(config), []
     record(logger)
+    logger.record(sent(SpecDecodingStats.new(NODES)), None)  # a step without drafts
     logger.spec_decoding_logging.log(lambda text, *values: lines.append(text % values))
     (line,) = lines
     assert "Mean acceptance length: 2.40" in line
     assert "0.800, 0.400, 0.200," in line
     assert "0.000" not in line
+
+
+def dynamic(target, heads, budget):
+    """The config of an engine with dynamic trees."""
+    asked = {"method": "medusa", "model": heads, "budget": budget}
+    return EngineArgs(
+        str(target), dtype="float32", skip_tokenizer_init=True, speculative_config=asked
+    ).create_engine_config()
+
+
+def reported():
+    """What the registry has of the steps of dynamic trees."""
+    return {
+        m.name.removeprefix("vllm:medusa_") + m.labels.get("kind", ""): m.value
+        for m in get_metrics_snapshot()
+        if m.name.startswith("vllm:medusa_")
+    }
+
+
+@pytest.mark.parametrize("budget", ["auto", 7, {"max_rows": 64}])
+def test_steps_of_dynamic_trees(target, random_heads, config, budget):
+    logger = PrometheusStatLogger(dynamic(target, random_heads, budget), [0])
+    first, second = StepReport(chosen=40), StepReport(chosen=3, ratio=1250)
+    first.add(5, 40, prefill=False, drafted=True)
+    first.time(12.5, 10.0)
+    for prefill, drafted in ((True, True), (False, True), (False, False), (False, False)):
+        second.add(2, 0, prefill=prefill, drafted=drafted)
+    for report in (first, second):
+        stats = SpecDecodingStats.new(63)
+        report.put_into(stats)
+        logger.record(sent(stats), None)
+    expected = {
+        "stepstree": 1, "stepsprefill": 1, "stepsheads": 1, "stepsplain": 2, "step_requests": 13,
+        "nodes": 40, "budget_nodes": 3,
+    }  # fmt: skip
+    if budget != 7:  # whose times nobody asks for
+        expected |= {"timed_steps": 1, "measured_ms": 12, "expected_ms": 10, "expected_ratio": 1.25}
+    assert reported() == expected
+
+
+def test_what_is_no_report_is_left_alone(target, random_heads, config):
+    """Engines with a static tree run vLLM's scheduler, whose list has its own meaning."""
+    assert StepReport.of(SpecDecodingStats.new(20)) is None
+    assert StepReport.of(SpecDecodingStats(20)) is None
+    assert StepReport.of(SpecDecodingStats(20, num_draft_tokens_per_pos=[-1, 2])) is None
+    logger = PrometheusStatLogger(dynamic(target, random_heads, "auto"), [0])
+    record(logger)
+    assert not any(reported().values())
+    PrometheusStatLogger(config, [0])
+    assert reported() == {}
