@@ -37,11 +37,13 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "training": CORE | BASE | {"decode", "offline"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
     "adapt": CORE | BASE | {"offline", "training", "calibration"},
+    "explain": BASE | {"budget", "calibration", "config", "heads", "tree"},
     "worker": CORE | {"budget", "plugin", "kernels"},
     "plugin": set(),  # names the worker by string
     "cli": CORE
     | BASE
-    | {"adapt", "budget", "decode", "offline", "convert", "training", "calibration", "plugin"},
+    | {"adapt", "budget", "decode", "offline", "convert", "training", "calibration", "explain"}
+    | {"plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }
 SEAMS = {"worker", "plugin"}  # the only rooms that know vLLM

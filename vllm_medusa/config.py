@@ -323,6 +323,12 @@ def run_engines_in_this_process() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
+def vllm_cache() -> Path:
+    """Where vLLM keeps what it may keep between starts, by vLLM's own rule."""
+    everyones = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(os.environ.get("VLLM_CACHE_ROOT", f"{everyones}/vllm")).expanduser()
+
+
 def _in_words(kind: type[_Options], error: ValidationError) -> str:
     """One sentence for each thing that pydantic found wrong."""
     sentences: list[str] = []

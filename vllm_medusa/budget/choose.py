@@ -18,7 +18,7 @@ from vllm_medusa.budget.tries import Tries
 
 _KNOWN, _EVERY = 64, 8  # plain steps in a row from which one of so many is learned from
 _KEEP = 0.005  # of a step's time by which another number of nodes has to be better
-_START, _STOP = 1.015, 1.0  # drafts against plain steps: where drafting starts, and where it ends
+START, _STOP = 1.015, 1.0  # drafts against plain steps: where drafting starts, and where it ends
 _CAUTION = 0.5  # standard deviations that the first drafts' steps may be dearer than known
 
 
@@ -160,13 +160,13 @@ class NodeBudget:
 
     def _pays(self, forecast: Forecast) -> bool:
         """Whether drafts pay; to begin with them, what is known has to be worth something."""
-        if self.drafting or forecast.ratio <= _START:
+        if self.drafting or forecast.ratio <= START:
             return self.drafting and forecast.ratio > _STOP
         requests = forecast.requests
         rows = requests + forecast.nodes
         both = self.cost.features([(requests, requests, False), (rows, requests, True)])
         doubt = float(self.cost.doubt(both, both[0])[1])
-        return forecast.ratio > _START * math.exp(_CAUTION * doubt)
+        return forecast.ratio > START * math.exp(_CAUTION * doubt)
 
     def _try(self, forecast: Forecast) -> bool:
         """Whether the heads run, in a step that may try something else."""

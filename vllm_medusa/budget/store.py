@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_medusa.budget.cost import StepCost
@@ -38,6 +39,29 @@ def load_cost(path: Path, what: Mapping[str, str], max_rows: int) -> tuple[StepC
     except (OSError, ValueError, RecursionError) as error:
         return new, f"{path} can't be used: {error}"
     return (cost, "") if cost.max_rows == new.max_rows else (new, f"{path} is of other sizes.")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Costs on disk."""
+
+    of: Mapping[str, str]
+    cost: StepCost
+    written: float  # seconds since 1970
+
+
+def kept_costs(place: Path) -> list[Kept]:
+    """All that can be read in a folder, or in a file; the latest first."""
+    found = []
+    for path in sorted(place.glob("step-cost-*.json")) if place.is_dir() else [place]:
+        try:
+            document = read_json(path)
+            if document.get("format") == _FORMAT and isinstance(of := document.get("of"), dict):
+                cost = StepCost.from_dict(document)
+                found.append(Kept(of, cost, path.stat().st_mtime))
+        except (OSError, ValueError, RecursionError):
+            continue  # an engine would measure it anew
+    return sorted(found, key=lambda kept: -kept.written)
 
 
 def save_cost(path: Path, what: Mapping[str, str], cost: StepCost, tag: str = "part") -> str:

@@ -13,6 +13,7 @@ from vllm_medusa.cli import (
     compare,
     convert,
     distill,
+    explain,
     generate,
     inspect,
     serve,
@@ -47,6 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
         help="vLLM's OpenAI-compatible server, with Medusa; every option is vLLM's own",
     )
-    for each in (convert, inspect, compare):
+    for each in (convert, inspect, compare, explain):
         each.COMMAND.add_to(commands)
     return parser

@@ -10,6 +10,8 @@ from typing import Any
 
 from vllm_medusa.tree.topology import MAX_NODES, Path, TokenTree
 
+MOST_DRAFTS = 63  # of a request whose budget follows from measurements
+
 # How often a head's best, second ... choice is right, and what is left of that a head further on:
 # a guess of the usual shape. It decides only which nodes are in the pool at all.
 _BY_RANK = (0.5, 0.12, 0.06, 0.04, 0.03, 0.024, 0.02, 0.017, 0.014, 0.012)

@@ -17,7 +17,7 @@ from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError
 from vllm_medusa.heads import HeadsInfo, match_target, peek_heads
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree import MAX_NODES, TokenTree
-from vllm_medusa.tree.dynamic import DynamicTree, widest_pool
+from vllm_medusa.tree.dynamic import MOST_DRAFTS, DynamicTree, widest_pool
 from vllm_medusa.worker import compat
 
 KEY = "medusa"
@@ -30,7 +30,6 @@ CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
 V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
 SCHEDULER = "vllm_medusa.worker.scheduler.TreeScheduler"
-MOST_DRAFTS = 63  # of a request whose budget follows from measurements
 _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the target's weights
 
 

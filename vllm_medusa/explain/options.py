@@ -1,0 +1,50 @@
+"""What `explain` is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from vllm_medusa.options import Number, Options, Positive, Source, group, option
+from vllm_medusa.tree.dynamic import MOST_DRAFTS
+from vllm_medusa.tree.topology import MAX_NODES
+
+
+class MeasuredOptions(Options):
+    """Of the engine that was measured, what it was started with; absent: whatever it was."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(default=None)
+    eager: Literal["yes", "no"] | None = option("whether with --enforce-eager", default=None)
+    tensor_parallel_size: Positive | None = option(default=None, metavar="N")
+    quantization: str | None = option(default=None)
+    revision: str | None = option("of the target", default=None)
+    runner: Literal["V1", "V2"] | None = option("vLLM's model runner", default=None)
+
+    def wanted(self) -> dict[str, str]:
+        """What is asked for, as kept step costs name it."""
+        asked = {
+            "dtype": self.dtype and f"torch.{self.dtype}",
+            "eager": self.eager and str(self.eager == "yes"),
+            "ranks": self.tensor_parallel_size and str(self.tensor_parallel_size),
+            "quantization": self.quantization,
+            "revision": self.revision,
+            "runner": self.runner,
+        }
+        return {name: value for name, value in asked.items() if value}
+
+
+class ExplainOptions(Options):
+    """Options of `vllm_medusa.explain.job.explain` and of `vllm-medusa explain`."""
+
+    target: Source = option("a folder or a hub name", positional=True)
+    heads: Source = option("a folder, a file or a hub name", positional=True)
+    costs: Path | None = option(
+        "a file of step costs, or a folder of them; absent: vLLM's cache", default=None
+    )
+    num_speculative_tokens: Annotated[int, Number(int, 1, MAX_NODES - 1)] = option(
+        "at most N draft nodes a request", default=MOST_DRAFTS, metavar="N"
+    )
+    plot: Path | None = option("a picture: .png, .svg or .pdf", default=None, metavar="FILE")
+    measured: MeasuredOptions = group(
+        "engine that was measured (the latest of those that fit)", factory=MeasuredOptions
+    )
