@@ -44,7 +44,7 @@ class DemoOptions(Options):
     target: Path = option(default=_HERE / "target", shown="")
     heads: Path = option(default=_HERE / "heads", shown="")
     prompts: Path = option(default=_HERE / "prompts.jsonl", shown="")
-    tree: str | None = option("instead of the one in the heads' config", default=None)
+    tree: str | None = option("a static tree instead of dynamic ones", default=None)
     num_speculative_tokens: Positive | None = option(
         "at most N draft nodes", default=None, metavar="N"
     )

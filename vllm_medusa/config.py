@@ -136,6 +136,9 @@ class AcceptanceConfig(_Options):
         return cls(**({} if changes_mode else default.model_dump()) | given)
 
 
+OWN_TREE = "heads"  # names the tree in the heads' own config
+
+
 class TreeConfig:
     """How the tree in use follows from the user, the heads and the default."""
 
@@ -150,7 +153,8 @@ class TreeConfig:
         """Find, cap and check the tree to use.
 
         Args:
-            value: What the user asked for, any of `tree.forms.FORMS`; None: the heads decide.
+            value: What the user asked for, any of `tree.forms.FORMS`; None or `OWN_TREE`: the
+                heads decide.
             heads_default: The tree in the heads' own config; None if it has none. Without either
                 it is `DEFAULT_TREE`, cut to what the heads can fill.
             num_heads: How deep a tree can be; None skips the check.
@@ -166,6 +170,7 @@ class TreeConfig:
             raise MedusaConfigError(
                 f"The tree is capped at {max_draft_tokens} draft tokens; the least is 1."
             )
+        value = None if value == OWN_TREE else value
         described = heads_default if value is None else value
         if described is None:
             name = "The default tree"
@@ -199,7 +204,9 @@ class MedusaConfig(_Options):
         default=None, min_length=1, description="a branch, tag or commit of the heads' repository"
     )
     tree: str | list[Any] | dict[str, Any] | None = Field(
-        default=None, description=f"{FORMS}, in plain JSON types"
+        default=None,
+        description=f'{FORMS}, in plain JSON types, or "{OWN_TREE}" for the one in their config; '
+        "leave it out for dynamic trees",
     )
     acceptance: AcceptanceConfig = Field(default_factory=AcceptanceConfig)
     num_speculative_tokens: int | None = Field(
@@ -211,7 +218,7 @@ class MedusaConfig(_Options):
     )
 
     budget: Literal["auto"] | int | dict[str, int] | None = Field(
-        default=None,
+        default=None,  # "auto", unless a tree is named
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
         '{"max_rows": N}: tokens of a step at most, drafts included',
     )

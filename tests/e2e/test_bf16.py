@@ -85,7 +85,7 @@ def test_demo_model() -> None:
     prompts = demo_prompts()
     with engine(TARGET, dtype="bfloat16") as llm:
         plain = run_plain(llm, prompts)
-    with engine(TARGET, medusa(HEADS, None), dtype="bfloat16") as llm:
+    with engine(TARGET, medusa(HEADS, "heads"), dtype="bfloat16") as llm:
         gaps = run_trees(llm, plain, demo.VOCAB)
         real = plain.gaps([c.token_ids for c in complete(llm, prompts, greedy(TOKENS))])
     assert all(gap <= NEAR_TIE for gap in gaps + real), sorted(gaps + real)

@@ -113,7 +113,7 @@ def test_demo_model() -> None:
         expected = plain_greedy(llm, prompts, TOKENS)
     assert len(expected.prompts) >= 0.9 * len(prompts)
     with (
-        engine(TARGET, medusa(HEADS, None)) as llm,
+        engine(TARGET, medusa(HEADS, "heads")) as llm,
         recorded_steps() as steps,
     ):
         got = complete(llm, expected.prompts, greedy(TOKENS))

@@ -61,7 +61,7 @@ def plain(prompts: list[list[int]]) -> dict[str, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def llm(plain: object) -> Iterator[LLM]:
-    with engine(TARGET, medusa(HEADS, None), skip_tokenizer_init=False) as llm:
+    with engine(TARGET, medusa(HEADS, "heads"), skip_tokenizer_init=False) as llm:
         yield llm
 
 

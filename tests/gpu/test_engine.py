@@ -85,7 +85,8 @@ def own_kernels() -> set[str]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(3 * SECONDS)
 @pytest.mark.parametrize("eager", [False, True])
-def test_trees_give_plain_tokens(eager: bool):
+@pytest.mark.parametrize("trees", [{"tree": "heads"}, {"budget": 7}, {"budget": "auto"}])
+def test_trees_give_plain_tokens(eager: bool, trees: dict[str, Any]):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     engine = {
         "model": str(ROOT / "demo/target"),
@@ -97,11 +98,11 @@ def test_trees_give_plain_tokens(eager: bool):
         "attention_backend": "TRITON_ATTN",  # what ours stands in for
     }
     plain, _ = generate(engine)
-    medusa = {"method": "medusa", "model": str(ROOT / "demo/heads")}
-    trees, output = generate(engine | {"speculative_config": medusa}, **(WATCH if eager else {}))
-    assert trees == plain
+    medusa = {"method": "medusa", "model": str(ROOT / "demo/heads"), **trees}
+    got, output = generate(engine | {"speculative_config": medusa}, **(WATCH if eager else {}))
+    assert got == plain
     assert not compiled_late(output) & own_kernels()
-    assert not waited(output)
+    assert "tree" not in trees or not waited(output)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from vllm_medusa.config import TreeConfig
+from vllm_medusa.config import OWN_TREE, TreeConfig
 from vllm_medusa.files import refuse_to_replace, write_json
 from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.provenance import provenance
@@ -102,9 +102,7 @@ def compare(
         return EngineProcess(settings, sampling)
 
     def beside(plain: EngineProcess, budget: int) -> dict[str, Any]:
-        config = medusa_config(options.heads, None, None, budget)
-        if tree is not None:
-            config["tree"] = tree
+        config = medusa_config(options.heads, None, None, budget) | {"tree": tree or OWN_TREE}
         done, groups = count(1), options.rounds * -(-len(prompts) // options.batch)
         what = f"plain and {budget} draft nodes in turn"
         with start(f"vLLM with {budget} draft nodes", config) as medusa:

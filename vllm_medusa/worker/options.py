@@ -157,13 +157,13 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
     info = peek_heads(source, revision=config.revision)
     _check_fit(info, source, model_config)
     _compare_targets(info, source, model_config)
-    if config.budget is not None:
+    if config.tree is None:
         return EngineOptions(
             heads=_absolute(source),
             revision=config.revision,
             tree=_dynamic(config, info, model_config),
             acceptance=config.acceptance,
-            budget=config.budget,
+            budget=config.budget or "auto",
             taus=info.taus,
         )
     tree = TreeConfig.resolve(

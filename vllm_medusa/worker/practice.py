@@ -26,7 +26,7 @@ from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.scheduler import TreeScheduler
 
-_SECONDS = 10.0  # after which no step begins
+SECONDS = 10.0  # after which no step begins
 _PROMPT = (0, 1)
 # Requests, and draft nodes of each in one step after another. The coarse picture comes first.
 _PLAN = (
@@ -73,7 +73,7 @@ class _Practice(TreeScheduler):
         pass
 
 
-def measure_step_costs(worker: Any, seconds: float = _SECONDS) -> None:
+def measure_step_costs(worker: Any) -> None:
     """Time steps with a worker whose model and KV cache are there; write down what they took.
 
     Every rank runs the same steps. Nothing is done for fixed budgets, nor if costs are known.
@@ -89,7 +89,7 @@ def measure_step_costs(worker: Any, seconds: float = _SECONDS) -> None:
     for requests, nodes in _PLAN:
         if requests > scheduler.max_num_running_reqs:
             continue
-        if not _run(worker, scheduler, requests, nodes, begun + seconds):
+        if not _run(worker, scheduler, requests, nodes, begun + SECONDS):
             break
     cost = scheduler.budget.cost
     if not cost.steps or get_tp_group().rank_in_group:

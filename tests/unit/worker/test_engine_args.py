@@ -15,6 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_medusa.heads import MedusaHeads, save_heads
 from vllm_medusa.tree import TokenTree, load_preset
+from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.tree.presets import DEFAULT_TREE
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import CPU_WORKER, DRAFTER, EngineOptions
@@ -96,7 +97,7 @@ def test_the_json_of_speculative_config(parse, heads):
 def test_every_way_to_say_it(parse, heads, arguments):
     found = options(parse(*[argument.replace("HEADS", heads) for argument in arguments]))
     assert found.heads == heads
-    assert found.tree == DEFAULT_TREE.cut(max_depth=4, num_ranks=512)
+    assert isinstance(found.tree, DynamicTree) and found.budget == "auto"
     assert found.acceptance.mode == "lossless"
 
 
@@ -181,8 +182,16 @@ def test_the_heads_own_tree(config, tmp_path):
     heads = MedusaHeads(3, 1, 64, 512, shared_lm_head=True)
     save_heads(tmp_path, heads.to(torch.float32), {"tree": TREE})
     asked = {"method": "medusa", "model": str(tmp_path)}
-    assert EngineOptions.of(config(asked)).tree == TokenTree.from_paths(TREE)
+    own = asked | {"tree": "heads"}
+    assert EngineOptions.of(config(own)).tree == TokenTree.from_paths(TREE)
     assert EngineOptions.of(config(asked | {"tree": {"chain": 2}})).tree == TokenTree.chain(2)
+    assert isinstance(EngineOptions.of(config(asked)).tree, DynamicTree)
+
+
+def test_the_default_of_heads_without_a_tree(config, heads):
+    asked = {"method": "medusa", "model": heads, "tree": "heads"}
+    cut = DEFAULT_TREE.cut(max_depth=4, num_ranks=512)
+    assert EngineOptions.of(config(asked)).tree == cut
 
 
 def test_nothing_of_the_user_s_is_changed(model, heads):

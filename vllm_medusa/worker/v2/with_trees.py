@@ -27,12 +27,15 @@ class WithTrees(WorkerBase):
         super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile our kernels too, before vLLM's warm-up ends and graphs are captured."""
+        """Compile our kernels too, before graphs are captured; then time steps."""
+        from vllm_medusa.worker.practice import measure_step_costs
         from vllm_medusa.worker.v2.cuda_warmup import warm_up
 
         if self.vllm_config.kernel_config.enable_jit_warmup:
             warm_up(self.model_runner)
-        return super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()
+        measure_step_costs(self)
+        return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target and the heads; heads in the target's checkpoint are no part of it."""
