@@ -87,7 +87,7 @@ OVERRIDES = {
     "TreeScheduler": {
         "schedule", "update_from_output", "make_stats", "update_draft_token_ids", "shutdown",
     },
-    "DepthLogging": {"__init__", "observe"},
+    "DepthLogging": {"__init__", "observe", "log"},
 }  # fmt: skip
 FREE = {"__init__", "__post_init__"}  # called by us, or with keywords of ours
 

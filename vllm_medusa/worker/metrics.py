@@ -8,6 +8,7 @@ what they are, nodes that were verified: that is what they cost.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
+from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions, is_medusa
 from vllm_medusa.worker.overrides import override
 from vllm_medusa.worker.report import StepCounters, StepReport
@@ -89,7 +91,7 @@ def _logging(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class DepthLogging(SpecDecodingLogging):
-    """vLLM's line of the log, with one position for each depth."""
+    """vLLM's line of the log: positions are depths, and what was drafted are nodes."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -100,6 +102,29 @@ class DepthLogging(SpecDecodingLogging):
         if spec_decoding_stats.num_drafts:
             places = spec_decoding_stats.num_accepted_tokens_per_pos[: self.depth]
             super().observe(replace(spec_decoding_stats, num_accepted_tokens_per_pos=places))
+
+    def log(self, log_fn: Callable[..., None] = compat.logger.info) -> None:
+        """Say what was verified and accepted since the last time.
+
+        Of a tree's nodes most can't be accepted, so no rate of them is given.
+        """
+        if not self.num_drafts:
+            return
+        trees, accepted = sum(self.num_drafts), sum(self.num_accepted_tokens)
+        seconds = max(time.monotonic() - self.last_log_time, 1e-9)
+        steps = zip(*self.accepted_tokens_per_pos_lists, strict=True)
+        log_fn(
+            "SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f "
+            "tokens/s, Accepted: %d tokens, Trees verified: %d of %.1f draft nodes on average, "
+            "Acceptance rate by depth: %s",
+            1 + accepted / trees,
+            accepted / seconds,
+            accepted,
+            trees,
+            sum(self.num_draft_tokens) / trees,
+            ", ".join(f"{sum(depth) / trees:.3f}" for depth in steps),
+        )
+        self.reset()
 
 
 def depth_of(vllm_config: Any) -> int:

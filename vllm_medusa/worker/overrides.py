@@ -66,7 +66,7 @@ LEDGER: tuple[Override, ...] = (
     ),
     Override(
         "LoggingStatLogger.__init__",
-        "The same for its line of the log.",
+        "The same for its line of the log, whose words are for chains too.",
         "v1/metrics/loggers.py: SpecDecodingLogging is named there",
         "together with the counters.",
     ),
