@@ -32,6 +32,7 @@ from vllm_medusa.options import Options
 
 CASES = {  # name -> what it measures; each is the `CASE` of the module of its name
     "speed": "tree Medusa, vLLM's own Medusa chain and n-grams beside plain vLLM",
+    "serve": "a server under open load: plain vLLM, the automatic budget, a static tree",
     "profile": "where a decode step's time goes",
     "recipes": "heads of several training recipes: accuracy, tau, what became of the target",
     "training": "Medusa-1 with cached hidden states against a backbone pass in every step",
