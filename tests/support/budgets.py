@@ -15,7 +15,11 @@ def budget_of(llm: LLM) -> Any:
 
 
 def fickle(
-    patch: pytest.MonkeyPatch, llm: LLM, drafting: float = 0.8, preempting: bool = False
+    patch: pytest.MonkeyPatch,
+    llm: LLM,
+    drafting: float = 0.8,
+    preempting: bool = False,
+    most_each: int = 255,
 ) -> list[int]:
     """Budgets that change with every step: nothing, all there is room for, something between.
 
@@ -27,7 +31,8 @@ def fickle(
         patch.setattr(scheduler, "_free_slots", lambda: 1 << 20)
 
     def choose(gain: np.ndarray, requests: int, free_rows: int) -> int:
-        taken.append(int(generator.integers(0, max(0, min(len(gain) - 1, free_rows)) + 1)))
+        most = max(0, min(len(gain) - 1, free_rows, most_each * requests))
+        taken.append(int(generator.integers(0, most + 1)))
         return taken[-1]
 
     patch.setattr(budget_of(llm), "choose", choose)

@@ -5,12 +5,16 @@ Runs in `test_sampling_on_v2`. That acceptances are V1's is in `test_same_as_v1`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support.budgets import fickle
+from support.budgets import budget_of, fickle
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.no_waiting import watched
@@ -18,9 +22,10 @@ from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
 from support.planted import planted, planted_by_seed
 from support.random_topologies import random_topologies
 from support.reference import Reference, differing, plain_greedy
-from support.runner import ON_V2, on_v1
+from support.runner import ON_V2, async_scheduling, on_v1
 from support.spies import mean_accepted, recorded_steps, tree_rows
-from vllm import LLM, SamplingParams
+from vllm import LLM, SamplingParams, envs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,6 +33,7 @@ pytestmark = [
 ]
 
 if ON_V2:
+    from vllm_medusa.worker import practice
     from vllm_medusa.worker.drafting import MedusaDrafter
     from vllm_medusa.worker.v2.topologies import Topologies
 
@@ -58,17 +64,37 @@ def plain_seeded(chaotic_llama: str) -> list[Outcome]:
         return outcomes(llm, *mixed())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["sync", "async"])
 def llm(
-    reference: Reference, plain_seeded: object, chaotic_llama: str, random_heads: str
+    request: Any, reference: Reference, plain_seeded: object, chaotic_llama: str, random_heads: str
 ) -> Iterator[LLM]:
-    """Few blocks and few rows a step: requests are preempted, and drafts have to make room."""
+    """Few blocks: requests are preempted."""
     config = {"method": "medusa", "model": random_heads, "budget": "auto"}
-    with engine(
+    ahead = async_scheduling() if request.param == "async" else nullcontext()
+    with few_steps_to_time(), ahead, engine(
         chaotic_llama, config, block_size=32, num_gpu_blocks_override=14, max_model_len=256,
-        max_num_batched_tokens=72, max_num_seqs=8,
+        max_num_batched_tokens=256, max_num_seqs=8,
     ) as llm:  # fmt: skip
+        assert isinstance(scheduler_of(llm), AsyncScheduler) == (request.param == "async")
+        assert budget_of(llm).cost.steps > 0
         yield llm
+
+
+@contextmanager
+def few_steps_to_time() -> Iterator[None]:
+    """Through the interpreter the whole plan takes ten seconds; nothing is kept."""
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
+        patch.setenv("VLLM_CACHE_ROOT", folder)
+        envs.disable_envs_cache()  # vLLM reads its variables once
+        patch.setattr(practice, "_PLAN", ((1, (0, 0, 4, 0)),))
+        patch.setattr(practice, "SECONDS", 60.0)
+        yield
+    envs.disable_envs_cache()
+
+
+def scheduler_of(llm: LLM) -> Any:
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.scheduler
 
 
 def run(llm: LLM, reference: Reference) -> float:
@@ -89,7 +115,7 @@ def test_every_request_and_step_has_another_tree(
         assert run(llm, reference) > 0.5
     assert metric(llm, "num_preemptions") > before
     assert len(topologies) > 2 * len(reference.prompts)
-    assert 0 in taken and len({row.num_nodes for row in tree_rows(steps)}) > 5
+    assert taken and len({row.num_nodes for row in tree_rows(steps)}) > 5
     assert any(not row.is_tree for step in steps for row in step if not row.is_prefill)
 
 
@@ -135,7 +161,7 @@ def test_seeded_requests_and_penalties(
     llm: LLM, plain_seeded: list[Outcome], monkeypatch: Patch
 ) -> None:
     """Nothing of it waits for the device."""
-    fickle(monkeypatch, llm, preempting=True)
+    fickle(monkeypatch, llm, preempting=True, most_each=7)
     calls = watched(monkeypatch)
     with planted_by_seed(by_seed(plain_seeded), VOCAB), recorded_steps() as steps:
         got = outcomes(llm, *mixed())
@@ -158,11 +184,36 @@ def test_without_drafts_the_heads_rest(llm: LLM, reference: Reference, monkeypat
     assert steps and not tree_rows(steps)
 
 
-def test_it_learns(llm: LLM, reference: Reference) -> None:
-    """Nothing is replaced: whatever it decides, tokens are plain vLLM's."""
-    core: Any = llm.llm_engine.engine_core
-    budget = core.engine_core.scheduler.budget
+def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
+    """Whatever it decides, tokens are plain vLLM's; times, survivals and acceptance get to it."""
+    budget, seen = budget_of(llm), []
+    observe = budget.outlook.observe
+
+    def spy(survival: np.ndarray, verified: Any = (), accepted: Any = ()) -> None:
+        assert (np.diff(survival, axis=1) <= 0).all() and survival[:, 0].all()
+        seen.append((list(verified), list(accepted)))
+        observe(survival, verified, accepted)
+
+    def five(gain: np.ndarray, requests: int, free_rows: int) -> int:
+        return min(5 * requests, len(gain) - 1)
+
+    monkeypatch.setattr(budget.outlook, "observe", spy)
+    monkeypatch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
+    monkeypatch.setattr(budget, "draft_next", lambda *_: True)
+    monkeypatch.setattr(budget, "choose", five)
     before = budget.cost.steps
     part = reference.part(0, 5)
+    with planted(part.prompts, part.outputs, VOCAB), recorded_steps() as steps:
+        got = complete(llm, part.prompts, greedy(TOKENS))
+    assert differing(part.completions, got) == []
+    assert budget.cost.steps > before + 3
+    told = [pair for verified, accepted in seen for pair in zip(verified, accepted, strict=True)]
+    trees = [(row.num_nodes - 1, row.accepted) for row in tree_rows(steps)]
+    assert len(told) > 10 and not Counter(told) - Counter([*trees, (0, 0)] * 9)
+    assert sum(accepted for _, accepted in told) >= 0.8 * sum(accepted for _, accepted in trees)
+
+
+def test_real_decisions(llm: LLM, reference: Reference) -> None:
+    """Nothing is replaced."""
+    part = reference.part(0, 5)
     assert differing(part.completions, complete(llm, part.prompts, greedy(TOKENS))) == []
-    assert budget.cost.steps > before + TOKENS // 2

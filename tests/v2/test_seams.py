@@ -277,8 +277,21 @@ def apply_grammar_bitmask(
             logits[row, torch.from_numpy(bits[: logits.shape[1]] == 0)] = -torch.inf
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["sync", "async"])
-def test_structured_output_beside_trees(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+DYNAMIC = {"method": "medusa", "model": str(DEMO / "heads"), "budget": 5}
+
+
+@pytest.mark.parametrize(
+    ("ahead", "trees"),
+    [
+        (False, medusa(str(DEMO / "heads"), TREE)),
+        (True, medusa(str(DEMO / "heads"), TREE)),
+        (True, DYNAMIC),
+    ],
+    ids=["sync", "async", "async_dynamic"],
+)
+def test_structured_output_beside_trees(
+    ahead: bool, trees: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A grammar's requests keep to it and are plain vLLM's; only their neighbours' drafts count.
 
     The async scheduler then waits for each step's tokens.
@@ -292,7 +305,7 @@ def test_structured_output_beside_trees(ahead: bool, monkeypatch: pytest.MonkeyP
     ]
     prompts = ["Is it so?", "The cat sat on", "On which day?", "Once upon a time"]
     texts = []
-    for config in (None, medusa(str(DEMO / "heads"), TREE)):
+    for config in (None, trees):
         with (
             async_scheduling() if config and ahead else nullcontext(),
             engine(target, config, skip_tokenizer_init=False) as llm,
@@ -306,7 +319,8 @@ def test_structured_output_beside_trees(ahead: bool, monkeypatch: pytest.MonkeyP
     bound = {tuple(results[i].prompt_token_ids) for i in (0, 2)}
     rows = tree_rows(steps)
     walked = [row for row in rows if row.prompt in bound]
-    assert all(row.accepted == 0 for row in walked) and bool(walked) == ahead
+    scheduled = ahead and trees is not DYNAMIC
+    assert all(row.accepted == 0 for row in walked) and bool(walked) == scheduled
     drafted = [drafted_and_accepted(result.outputs[0])[0] for result in results]
     assert not any(drafted[0] + drafted[2]) and min(map(sum, (drafted[1], drafted[3]))) > 0
     assert counted["spec_decode_num_draft_tokens"] == sum(map(sum, drafted))

@@ -7,7 +7,13 @@ from typing import Any
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.options import ASYNC_ON_V1, EngineOptions, is_for_v2
+from vllm_medusa.worker.options import (
+    ASYNC_ON_V1,
+    ASYNC_SCHEDULER,
+    EITHER_SCHEDULER,
+    EngineOptions,
+    is_for_v2,
+)
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -120,11 +126,15 @@ def _unsupported_on_v1(config: Any) -> Iterator[str]:
 
 def _unsupported_on_v2(config: Any) -> Iterator[str]:
     model = config.model_config
-    if config.scheduler_config.async_scheduling and EngineOptions.of(config).budget is not None:
-        yield (
-            'dynamic trees ("budget") are scheduled synchronously so far. Switch async scheduling '
-            'off (--no-async-scheduling), or name a static "tree".'
-        )
+    scheduler = config.scheduler_config
+    if scheduler.async_scheduling and EngineOptions.of(config).budget is not None:
+        chosen = scheduler.scheduler_cls
+        if chosen != EITHER_SCHEDULER and not compat.derives_from(chosen, ASYNC_SCHEDULER):
+            yield (
+                f"scheduler_cls is {chosen!r}, which has no budget where scheduling is "
+                f"asynchronous. Leave scheduler_cls out, derive yours from {ASYNC_SCHEDULER}, or "
+                "switch it off (--no-async-scheduling)."
+            )
     if not config.use_v2_model_runner:
         yield (
             "vLLM fell back to its V1 model runner after V2 was chosen. Set "

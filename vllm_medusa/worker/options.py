@@ -30,6 +30,8 @@ CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
 V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
 SCHEDULER = "vllm_medusa.worker.scheduler.TreeScheduler"
+ASYNC_SCHEDULER = "vllm_medusa.worker.async_scheduler.TreeAsyncScheduler"
+EITHER_SCHEDULER = "vllm_medusa.worker.scheduler.tree_scheduler"
 _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the target's weights
 
 
@@ -253,8 +255,8 @@ def _choose_worker(parallel_config: Any, ours: str) -> None:
 
 def _choose_scheduler(engine_args: Any) -> None:
     """Run our scheduler, unless the user named one; theirs must then derive from ours."""
-    if engine_args.scheduler_cls is None:
-        engine_args.scheduler_cls = SCHEDULER
+    if engine_args.scheduler_cls in (None, EITHER_SCHEDULER):
+        engine_args.scheduler_cls = EITHER_SCHEDULER
     elif not compat.derives_from(engine_args.scheduler_cls, SCHEDULER):
         raise MedusaConfigError(
             f"scheduler_cls is {engine_args.scheduler_cls!r}, which has no budget for dynamic "

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -50,8 +51,13 @@ class TreeDrafts(DraftTokenIds):
     survival: list[list[float]] = field(default_factory=list)  # of each draft, not increasing
 
 
+def worth_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
+    """The survivals of each request's drafts, [B, K], that can survive at all; they come first."""
+    return [np.exp(row[np.isfinite(row)]).tolist() for row in log_survival]
+
+
 @dataclass
-class _Step:
+class Step:
     """A step in flight."""
 
     started: float  # seconds
@@ -74,7 +80,7 @@ class _Seen:
     predicted: float = 0.0  # ms
     accepted: int = 0
 
-    def add(self, step: _Step, ms: float, predicted: float) -> None:
+    def add(self, step: Step, ms: float, predicted: float) -> None:
         self.steps += 1
         self.requests += step.requests
         self.nodes += sum(step.nodes.values())
@@ -93,6 +99,8 @@ class _Seen:
 class TreeScheduler(Scheduler):
     """Schedules as vLLM does, with the drafts that are worth their time."""
 
+    outlook: type[Outlook] = Outlook  # what is expected of drafts
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = EngineOptions.of(self.vllm_config)
@@ -106,8 +114,8 @@ class TreeScheduler(Scheduler):
         self.dynamic_sd_lookup = _Counts(self)  # type: ignore[assignment]
         self._seen = _Seen(time.perf_counter())
         self._report = StepReport()
-        self._step: _Step | None = None
-        self._last: _Step | None = None  # whose time ends when the next one starts
+        self._step: Step | None = None
+        self._last: Step | None = None  # whose time ends when the next one starts
         self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
         self._blocked = False  # requests wait although there were rows for them
         self.prefills = 0.0  # how often, of late, a step had one
@@ -118,15 +126,14 @@ class TreeScheduler(Scheduler):
         if self._last is not None:
             self._learn_cost(self._last, 1e3 * (now - self._last.started))
             self._last = None
-            if self.budget is not None and now - self._kept_at > _KEEP_EVERY:
-                self._keep_costs()
+            self._keep_costs_at_times(now)
         output = super().schedule(*args, **kwargs)
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         self._blocked = bool(self.waiting) and (
             output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
         )
         nodes = {req_id: len(tokens) for req_id, tokens in drafts.items()}
-        self._step = _Step(
+        self._step = Step(
             started=now,
             rows=output.total_num_scheduled_tokens,
             requests=len(scheduled),
@@ -149,11 +156,15 @@ class TreeScheduler(Scheduler):
             self._learn_acceptance(self.budget, step, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
         if step is not None and step.requests:
-            if self.has_unfinished_requests():
-                self._last = step  # the next one follows at once
-            else:
-                self._learn_cost(step, 1e3 * (time.perf_counter() - step.started))
+            self._ended(step)
         return result
+
+    def _ended(self, step: Step) -> None:
+        """Time a step whose output came."""
+        if self.has_unfinished_requests():
+            self._last = step  # the next one follows at once
+        else:
+            self._learn_cost(step, 1e3 * (time.perf_counter() - step.started))
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
@@ -205,7 +216,11 @@ class TreeScheduler(Scheduler):
             compat.logger.info("Step costs are measured anew: %s", problem)
         self._kept_steps = cost.steps
         taus = EngineOptions.of(self.vllm_config).taus
-        return NodeBudget(cost, Outlook(taus) if taus else Outlook(), self._most)
+        return NodeBudget(cost, self.outlook(taus) if taus else self.outlook(), self._most)
+
+    def _keep_costs_at_times(self, now: float) -> None:
+        if self.budget is not None and now - self._kept_at > _KEEP_EVERY:
+            self._keep_costs()
 
     def _keep_costs(self) -> None:
         """Write the costs down, if there is anything new."""
@@ -242,7 +257,7 @@ class TreeScheduler(Scheduler):
         blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() // groups
         return max(0, blocks - 2 * len(self.running)) * self.block_size
 
-    def _learn_cost(self, step: _Step, ms: float) -> None:
+    def _learn_cost(self, step: Step, ms: float) -> None:
         if self.budget is None or step.prefill:
             return
         if self.log_stats:
@@ -254,7 +269,7 @@ class TreeScheduler(Scheduler):
                 self._seen = _Seen(step.started)
         self.budget.observe(step.rows, step.requests, step.drafted, ms)
 
-    def _learn_acceptance(self, budget: NodeBudget, step: _Step, output: Any) -> None:
+    def _learn_acceptance(self, budget: NodeBudget, step: Step, output: Any) -> None:
         """Compare what was accepted with the survivals of all that was drafted.
 
         Requests of whose drafts none was verified count too: else only sure ones would be seen.
@@ -278,6 +293,15 @@ class TreeScheduler(Scheduler):
             budget.outlook.observe(survival, [count for _, count, _ in rows], accepted)
         else:
             budget.outlook.observe(survival)
+
+
+def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:
+    """The scheduler that goes with how an engine schedules, which vLLM decides last of all."""
+    if not vllm_config.scheduler_config.async_scheduling:
+        return TreeScheduler(vllm_config, *args, **kwargs)
+    from vllm_medusa.worker.async_scheduler import TreeAsyncScheduler
+
+    return TreeAsyncScheduler(vllm_config, *args, **kwargs)
 
 
 def costs_of(config: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
@@ -17,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_medusa.worker.drafting import MedusaDrafter
 from vllm_medusa.worker.options import is_medusa
 from vllm_medusa.worker.overrides import override
-from vllm_medusa.worker.scheduler import TreeDrafts
+from vllm_medusa.worker.scheduler import TreeDrafts, worth_of
 from vllm_medusa.worker.v2.state import tree_model_state
 from vllm_medusa.worker.v2.trees import Trees
 
@@ -48,6 +49,7 @@ class TreeSpeculator(DraftModelSpeculator):
         self.drafter = MedusaDrafter(vllm_config)
         source = self.drafter.pool
         self.trees = Trees(vllm_config, self.drafter.tree if source is None else source, device)
+        self._drafted_for: list[str] = []
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """Load the heads; and have the target bring our state when the runner asks it for one."""
@@ -104,26 +106,24 @@ class TreeSpeculator(DraftModelSpeculator):
         proposal = self.drafter.grow(hidden_states, trees.num_nodes, depth)
         if not dummy_run:
             trees.topologies.keep(input_batch.idx_mapping, proposal.order)
-        trees.log_survival = proposal.log_survival[:, 1:]
+        trees.log_survival, self._drafted_for = proposal.log_survival[:, 1:], input_batch.req_ids
         return proposal.token_ids[:, 1:]
 
     def worth(self, drafts: DraftTokenIds) -> DraftTokenIds:
-        """The last drafts with what they are worth, if trees are dynamic; waits for the device.
-
-        Of each request only those that it has a use for.
-        """
-        log_survival, tokens = self.trees.log_survival, drafts.draft_token_ids
+        """The last drafts with what they are worth, if trees are dynamic; waits for the device."""
         if self.trees.topologies is None:
             return drafts
-        if log_survival is None:  # no head ran
-            return TreeDrafts(drafts.req_ids, tokens, [[] for _ in tokens])
-        counts = log_survival.isfinite().sum(1).tolist()
-        survival = log_survival.exp().tolist()
-        return TreeDrafts(
-            drafts.req_ids,
-            [row[:n] for row, n in zip(tokens, counts, strict=True)],
-            [row[:n] for row, n in zip(survival, counts, strict=True)],
-        )
+        last = self.trees.log_survival
+        survival = [[] for _ in drafts.req_ids] if last is None else worth_of(last.cpu().numpy())
+        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival)
+
+    def survival(self) -> tuple[list[str], Any] | None:
+        """Whom the last drafts were for and their log-survivals, on their way to the host.
+
+        They are there with all that the device is asked for later.
+        """
+        last = self.trees.log_survival
+        return None if last is None else (self._drafted_for, async_copy_to_np(last))
 
     def _claim_memory(self, hidden_states: Tensor) -> None:
         """Once hold the logits of as many nodes as a step can have.

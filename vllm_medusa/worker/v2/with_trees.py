@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_medusa.worker import compat
@@ -42,6 +43,19 @@ class WithTrees(WorkerBase):
         with heads_left_out():
             super().load_model(*args, **kwargs)
 
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Verify and draft; what the verified drafts were worth goes to an asynchronous scheduler.
+
+        vLLM's output is on its way to the host here too, and holds what is attached to it.
+        """
+        survival = None
+        if self.vllm_config.scheduler_config.async_scheduling:
+            survival = cast(Any, self.model_runner).speculator.survival()
+        output = super().sample_tokens(*args, **kwargs)
+        if survival is not None and isinstance(output, AsyncOutput):
+            output.model_runner_output.tree_survival = survival  # type: ignore[attr-defined]
+        return output
+
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Tell the scheduler what was drafted: nothing for requests that follow a grammar.
 
@@ -53,8 +67,7 @@ class WithTrees(WorkerBase):
         if drafts is None:
             return None
         state: Any = self.model_runner
-        if not self.vllm_config.scheduler_config.async_scheduling:
-            drafts = state.speculator.worth(drafts)
+        drafts = state.speculator.worth(drafts)
         undrafted = state.speculator.trees.requests.is_undrafted
         slots = state.req_states.req_id_to_index
         for place, req_id in enumerate(drafts.req_ids):
