@@ -37,7 +37,7 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "training": CORE | BASE | {"decode", "offline"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
     "adapt": CORE | BASE | {"offline", "training", "calibration"},
-    "explain": BASE | {"budget", "calibration", "config", "heads", "tree"},
+    "explain": BASE | {"budget", "calibration", "config", "heads", "offline", "tree"},
     "worker": CORE | {"budget", "plugin", "kernels"},
     "plugin": set(),  # names the worker by string
     "cli": CORE

@@ -20,7 +20,7 @@ _SHOWN_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 _DESCRIPTION = """\
 Tell what "budget": "auto" would do: what a step of this target costs by its rows, as engines on
 this machine have measured it, and how many draft nodes that makes worth verifying at which load.
-No engine is started."""
+Only --measure starts an engine."""
 
 _EPILOG = """\
 What nodes bring is what the heads' calibration says (`vllm-medusa calibrate`, then `tree`); while
@@ -100,4 +100,5 @@ COMMAND = Command(
     run,
     _DESCRIPTION,
     _EPILOG,
+    engine=True,
 )

@@ -13,6 +13,7 @@ from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import Kept, kept_costs
 from vllm_medusa.calibration.pictures import check_picture
 from vllm_medusa.config import vllm_cache
+from vllm_medusa.explain.measure import measure
 from vllm_medusa.explain.options import ExplainOptions
 from vllm_medusa.explain.picture import draw_explanation
 from vllm_medusa.heads import peek_heads
@@ -82,11 +83,14 @@ def explain(options: ExplainOptions) -> Explanation:
         NoCosts: there are none for this.
         HeadsError: what is named as heads is none.
         CalibrationError: no picture can be drawn there.
+        EngineRefused: no engine can be started to measure.
 
     """
     if options.plot is not None:
         check_picture(options.plot)
     taus = peek_heads(options.heads).taus
+    if options.measure:
+        measure(options)
     kept, others = _find(options)
     loads = expected_loads(kept.cost, taus, options.num_speculative_tokens)
     most = min(kept.cost.max_rows, 2 * (1 + options.num_speculative_tokens))
@@ -163,10 +167,9 @@ def _remedy(options: ExplainOptions, place: Path, ours: Sequence[Kept]) -> str:
     asked = ", ".join(f"{name} {value}" for name, value in options.measured.wanted().items())
     text = (
         f"{place} has no step costs of {options.target} with {options.heads}"
-        f"{f' and {asked}' if asked else ''}. An engine with such a budget measures them when it "
-        f"starts: run `vllm-medusa generate {options.target} --speculative-model {options.heads} "
-        "--budget auto --prompts FILE --output FILE` once, or `vllm-medusa serve` with "
-        '--speculative-config \'{"budget": "auto"}\', with the engine options you will use.'
+        f"{f' and {asked}' if asked else ''}. An engine whose budget is auto measures them when it "
+        "first starts: serve or generate once with the engine options you will use, or have it "
+        "done here: --measure."
     )
     if ours:
         text += " There are some of " + "; of ".join(in_words(kept) for kept in ours) + "."

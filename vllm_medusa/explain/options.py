@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from vllm_medusa.options import Number, Options, Positive, Source, group, option
 from vllm_medusa.tree.dynamic import MOST_DRAFTS
@@ -11,7 +11,7 @@ from vllm_medusa.tree.topology import MAX_NODES
 
 
 class MeasuredOptions(Options):
-    """Of the engine that was measured, what it was started with; absent: whatever it was."""
+    """What the engine that is measured was started with; absent: whatever it was."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(default=None)
     eager: Literal["yes", "no"] | None = option("whether with --enforce-eager", default=None)
@@ -45,6 +45,24 @@ class ExplainOptions(Options):
         "at most N draft nodes a request", default=MOST_DRAFTS, metavar="N"
     )
     plot: Path | None = option("a picture: .png, .svg or .pdf", default=None, metavar="FILE")
+    measure: bool = option("start an engine first, to measure what isn't kept", default=False)
+    engine_args: dict[str, Any] = option(
+        "more LLM arguments for --measure", default={}, metavar="JSON"
+    )
     measured: MeasuredOptions = group(
         "engine that was measured (the latest of those that fit)", factory=MeasuredOptions
     )
+
+    def check(self) -> None:
+        """See `Options.check`."""
+        if not self.measure and self.engine_args:
+            raise ValueError(f"--engine-args {self.engine_args} is for --measure: give that too.")
+        if self.measure and self.costs is not None:
+            raise ValueError(
+                f"--costs {self.costs} is read, but --measure writes into vLLM's cache: drop one."
+            )
+        if self.measure and self.measured.runner is not None:
+            raise ValueError(
+                f"--runner {self.measured.runner} can't be asked of an engine: set "
+                "VLLM_USE_V2_MODEL_RUNNER, or drop --measure."
+            )

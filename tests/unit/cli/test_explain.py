@@ -12,6 +12,7 @@ from support.serving import CPU
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.budget.store import cost_path, kept_costs, save_cost
 from vllm_medusa.config import vllm_cache
+from vllm_medusa.explain import measure
 from vllm_medusa.explain.job import expected_loads
 from vllm_medusa.heads import peek_heads
 
@@ -80,10 +81,10 @@ def test_steps_end_where_rows_do():
     assert loads[-1].nodes <= 4
 
 
-def test_a_table_and_a_picture(keep, tmp_path, capsys):
+def test_a_table_and_a_picture(keep, tmp_path, capfd):
     picture = tmp_path / "explained.png"
     assert run("explain", TARGET, HEADS, "--costs", keep(), "--plot", picture) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "float32, eager, runner V1, device a CPU" in out
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows if row and row[0].isdigit()] == [str(2**n) for n in range(9)]
@@ -93,28 +94,28 @@ def test_a_table_and_a_picture(keep, tmp_path, capsys):
         assert image.width > 1000
 
 
-def test_the_latest_of_what_fits_is_taken(keep, capsys, monkeypatch):
+def test_the_latest_of_what_fits_is_taken(keep, capfd, monkeypatch):
     keep(eager="False", dtype="torch.bfloat16")
     keep(eager="False")
     folder = keep(target="another")
     monkeypatch.chdir(os.path.dirname(TARGET))  # a folder has many names
     assert run("explain", "target", "heads/../heads", "--costs", folder) == 0
-    first, *others = capsys.readouterr().out.splitlines()[:3]
+    first, *others = capfd.readouterr().out.splitlines()[:3]
     assert "float32, compiled" in first
     assert others[0].startswith("also kept: bfloat16, compiled") and "also" not in others[1]
     assert run("explain", TARGET, HEADS, "--costs", folder, "--dtype", "bfloat16") == 0
-    assert "bfloat16, compiled" in capsys.readouterr().out.splitlines()[0]
+    assert "bfloat16, compiled" in capfd.readouterr().out.splitlines()[0]
 
 
-def test_without_costs_it_says_how_to_get_them(keep, tmp_path, capsys, monkeypatch):
+def test_without_costs_it_says_how_to_get_them(keep, tmp_path, capfd, monkeypatch):
     for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT"):
         monkeypatch.setenv(name, str(tmp_path / name))
     assert run("explain", TARGET, HEADS) == 2
-    error = said(capsys)
+    error = said(capfd)
     assert str(tmp_path / "VLLM_CACHE_ROOT" / "medusa") in error
-    assert "--budget auto" in error and "There are some" not in error
+    assert "--measure" in error and "There are some" not in error
     assert run("explain", TARGET, HEADS, "--costs", keep(), "--eager", "no") == 2
-    error = said(capsys)
+    error = said(capfd)
     assert "eager False" in error and "There are some of float32, eager" in error
 
 
@@ -124,11 +125,42 @@ def test_without_costs_it_says_how_to_get_them(keep, tmp_path, capsys, monkeypat
         (["--num-speculative-tokens", "256"], "from 1 to 255"),
         (["--eager", "maybe"], "invalid choice"),
         (["--plot", "costs.txt"], "not a kind of picture"),
+        (["--engine-args", '{"seed": 1}'], "is for --measure"),
+        (["--measure"], "drop one"),
     ],
 )
-def test_what_can_not_work_is_refused(keep, capsys, arguments, message):
+def test_what_can_not_work_is_refused(keep, capfd, arguments, message):
     assert run("explain", TARGET, HEADS, "--costs", keep(), *arguments) == 2
-    assert message in said(capsys)
+    assert message in said(capfd)
+
+
+def test_an_engine_measures_first(keep, tmp_path, capfd, monkeypatch):
+    """With the options that tables are looked up by, and in vLLM's cache."""
+    started = []
+
+    class Engine:
+        def __init__(self, settings, sampling):
+            started.append(settings)
+            (tmp_path / "vllm").mkdir()
+            (tmp_path / "vllm" / "medusa").symlink_to(keep(dtype="torch.bfloat16"))
+
+        def close(self):
+            started.append("closed")
+
+    monkeypatch.setattr(measure, "VllmEngine", Engine)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "vllm"))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the command sets it
+    options = ("--dtype", "bfloat16", "--eager", "yes", "--engine-args", '{"max_num_seqs": 4}')
+    assert run("explain", TARGET, HEADS, "--measure", *options) == 0
+    assert capfd.readouterr().out.startswith("Step costs of")
+    settings, closed = started
+    assert (settings.model, settings.dtype, closed) == (TARGET, "bfloat16", "closed")
+    assert settings.engine_args == {"enforce_eager": True, "max_num_seqs": 4}
+    assert settings.speculative_config == {
+        "method": "medusa", "model": HEADS, "budget": "auto", "num_speculative_tokens": 63,
+    }  # fmt: skip
+    assert run("explain", TARGET, HEADS, "--measure", "--runner", "V2") == 2
+    assert "VLLM_USE_V2_MODEL_RUNNER" in said(capfd)
 
 
 def test_what_can_not_be_read_is_left_out(keep, tmp_path):
