@@ -26,7 +26,7 @@ demo: setup $(DEMO)/target/config.json  ## plain vLLM and tree Medusa on the rep
 	@echo '(benchmarks/enlarge_target.py), so that weights dominate a step as they do in real models.'
 	@echo
 	@$(BIN)/python -m demo --target $(DEMO)/target --heads $(DEMO)/heads \
-		--prompts demo/prompts.jsonl --limit 8 --max-tokens 96 --num-speculative-tokens 4 $(DEMO_ARGS)
+		--prompts demo/prompts.jsonl --limit 8 --max-tokens 96 $(DEMO_ARGS)
 
 $(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safetensors Makefile | setup
 	@rm -rf $(DEMO)
