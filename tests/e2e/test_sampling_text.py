@@ -47,7 +47,7 @@ def cases() -> dict[str, list[SamplingParams]]:
             for i, grammar in enumerate(GRAMMARS.values())
             for param in seeded(
                 2, 5000 + 100 * i, temperature=0.8 * (i != 1), structured_outputs=grammar,
-                ignore_eos=False, detokenize=True,
+                ignore_eos=False, detokenize=True, min_tokens=12 * (i == 0),
             )
         ],
     }  # fmt: skip

@@ -104,6 +104,16 @@ def test_min_tokens_by_node():
     assert logits.isinf().nonzero().tolist() == [[0, 4]]
 
 
+def test_a_finished_grammar_may_stop_before_min_tokens():
+    """Where it allows nothing but the stop token; without a grammar such a row stays barred."""
+    only_stop = torch.tensor([-float("inf"), 1.0, -float("inf")]).repeat(2, 1)
+    rules = {0: (5, [], {1}, True), 1: (5, [], {1}, False)}
+    logits = MinTokensAt(rules, [(0, 0), (1, 0)]).apply(only_stop.clone())
+    assert logits[0].tolist() == only_stop[0].tolist() and logits[1].isneginf().all()
+    free = MinTokensAt(rules, [(0, 0)]).apply(torch.zeros(1, 3))
+    assert free.isneginf().tolist() == [[False, True, False]]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -113,7 +123,7 @@ def test_min_tokens_by_node():
         {"allowed_token_ids_mask": torch.ones(2, 9, dtype=torch.bool)},
         {"max_num_logprobs": 0},
         {"logprob_token_ids": {0: [1]}},
-        {"logitsprocs": LogitsProcessors([MinTokens({0: (2, [], {5})})])},
+        {"logitsprocs": LogitsProcessors([MinTokens({0: (2, [], {5}, False)})])},
         {"logitsprocs": LogitsProcessors([Other()])},
     ],
     ids=lambda changes: next(iter(changes)),

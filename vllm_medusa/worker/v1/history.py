@@ -53,23 +53,30 @@ class MinTokensAt:
     """`min_tokens` at given nodes: the stop tokens are barred until enough tokens are out.
 
     vLLM's own processor counts the tokens out between steps only, so it would go on barring them
-    below the node where the request reaches its minimum.
+    below the node where the request reaches its minimum. Like it, this one leaves a request whose
+    grammar allows nothing else its stop tokens.
     """
 
     def __init__(self, rules: dict[int, Any], rows: list[tuple[int, int]]):
         barred: list[tuple[int, int]] = []
+        self.grammar_rows: list[int] = []  # of those barred
         for row, (request, depth) in enumerate(rows):
             if request in rules:
-                minimum, output, stop_token_ids, *_ = rules[request]
+                minimum, output, stop_token_ids, follows_grammar = rules[request]
                 if len(output) + depth < minimum:
                     barred.extend((row, token) for token in stop_token_ids)
+                    self.grammar_rows += [row] * follows_grammar
         self.barred = barred
 
     def apply(self, logits: Tensor) -> Tensor:
         """Bar them in place: logits [rows, V]."""
         if self.barred:
+            grammar = logits[self.grammar_rows]
             index = torch.tensor(self.barred, device=logits.device).unbind(1)
             logits[index] = -float("inf")
+            if len(grammar):
+                ended = logits[self.grammar_rows].isneginf().all(1, keepdim=True)
+                logits[self.grammar_rows] = grammar.where(ended, logits[self.grammar_rows])
         return logits
 
 
@@ -79,7 +86,7 @@ def needs_tokens(metadata: SamplingMetadata) -> bool:
 
 
 def min_token_rules(metadata: SamplingMetadata) -> dict[int, Any]:
-    """Request -> (min_tokens, output token ids, stop token ids, ...) of vLLM's processor."""
+    """Request -> (min_tokens, output token ids, stop token ids, grammar) of vLLM's processor."""
     rules: dict[int, Any] = {}
     for processor in metadata.logitsprocs.non_argmax_invariant:
         rules.update(getattr(processor, "min_toks", {}))
