@@ -56,16 +56,16 @@ class StepReport:
         return cls(*numbers) if mark == _MARK and len(numbers) == len(fields(cls)) else None
 
 
-_COUNTERS = {  # field of `StepReport` -> name, what it counts, in which unit
+_COUNTERS = {  # field of `StepReport` -> name, what it counts, divided by
     "requests": ("step_requests", "Requests of all steps together.", 1),
-    "nodes": ("nodes", "Draft nodes verified.", 1),
+    "nodes": ("nodes", "Draft nodes verified; also of requests that had ended meanwhile.", 1),
     "timed": ("timed_steps", "Steps that step costs were learned from.", 1),
-    "measured_us": ("measured_ms", "Milliseconds that the timed steps took.", 1e-3),
-    "expected_us": ("expected_ms", "Milliseconds that the timed steps should have taken.", 1e-3),
+    "measured_us": ("measured_ms", "Milliseconds that the timed steps took.", 1e3),
+    "expected_us": ("expected_ms", "Milliseconds that the timed steps should have taken.", 1e3),
 }
 _GAUGES = {
     "chosen": ("budget_nodes", "Draft nodes chosen for the latest step.", 1),
-    "ratio": ("expected_ratio", "Expected speed with drafts against plain steps.", 1e-3),
+    "ratio": ("expected_ratio", "Expected speed with drafts against plain steps.", 1e3),
 }
 _TIMED = {"timed", "measured_us", "expected_us", "ratio"}  # where step costs are learned
 
@@ -125,7 +125,7 @@ class StepCounters:
             metric.inc(getattr(report, kind))
         for engine, field, metric, unit in self._counters:
             if engine == engine_idx:
-                metric.inc(unit * getattr(report, field))
+                metric.inc(getattr(report, field) / unit)
         for engine, field, metric, unit in self._gauges:
             if engine == engine_idx:
-                metric.set(unit * getattr(report, field))
+                metric.set(getattr(report, field) / unit)
