@@ -33,9 +33,12 @@ pytestmark = [
 
 if ON_V2:
     from support.triton_on_cpu import rules_in_triton
+    from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
+    from vllm_medusa.worker.cuda_graphs import tree_sizes
     from vllm_medusa.worker.drafting import MedusaDrafter
     from vllm_medusa.worker.options import CPU_WORKER, V2_CPU_WORKER, EngineOptions, is_medusa
     from vllm_medusa.worker.v2 import sampler as sampler_module
@@ -91,6 +94,34 @@ def test_nothing_is_reserved_for_a_draft_model(configure: Callable[..., Any]) ->
     assert config.num_lookahead_tokens == 0
     assert config.speculative_config.max_num_new_slots_for_drafting == 0
     assert not config.speculative_config.use_eagle_block_drop()  # keeps blocks out of the cache
+
+
+@pytest.mark.parametrize(
+    ("trees", "lengths"), [({"tree": TREE}, {6}), ({"budget": 7}, {1, 8})], ids=["static", "budget"]
+)
+def test_full_graphs(
+    configure: Callable[..., Any], random_heads: str, trees: dict[str, Any], lengths: set[int]
+) -> None:
+    """vLLM captures them for steps of whole trees; with a budget for steps without drafts too."""
+    config = configure(
+        speculative_config={"method": "medusa", "model": random_heads, **trees}, max_num_seqs=20
+    )
+    sizes = [1, 2, 4, 8, 16, 20, *tree_sizes(max(lengths), 20, 2048)]
+    config.compilation_config.cudagraph_capture_sizes = sorted(set(sizes))
+    config.compilation_config.max_cudagraph_capture_size = max(sizes)
+    manager = CudaGraphManager.__new__(CudaGraphManager)
+    manager.__dict__ |= {
+        "vllm_config": config, "compilation_config": config.compilation_config,
+        "cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE, "decode_query_len": max(lengths),
+        "varlen_decode": False, "ubatch_runner": None, "lora_capture_cases": [0],
+        "max_num_reqs": 20, "_candidates": {}, "_capture_descs": {},
+    }  # fmt: skip
+    manager._init_candidates()
+    full = manager._capture_descs[CUDAGraphMode.FULL]
+    assert {graph.uniform_token_count for graph in full} == lengths
+    for length in lengths:
+        counts = {g.num_reqs for g in full if g.uniform_token_count == length}
+        assert counts >= {1, 2, 4, 8, 16, 20}
 
 
 def test_workers_get_the_config_whole(configure: Callable[..., Any]) -> None:

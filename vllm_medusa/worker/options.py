@@ -129,7 +129,12 @@ def prepare(
         from vllm_medusa.worker.v2.config import tree_speculative_config
 
         return tree_speculative_config(
-            DRAFTER, options.tree.num_draft_tokens, acceptance, model_config, parallel_config
+            DRAFTER,
+            options.tree.num_draft_tokens,
+            acceptance,
+            model_config,
+            parallel_config,
+            has_budget=options.budget is not None,
         )
     asked = engine_args.speculative_config
     flags = engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens

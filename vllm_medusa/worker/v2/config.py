@@ -41,9 +41,18 @@ def tree_speculative_config(
     acceptance: dict[str, Any],
     model_config: Any,
     parallel_config: Any,
+    has_budget: bool = False,
 ) -> TreeSpeculativeConfig:
-    """Make the config; ``drafter`` is the mark by which `options.is_medusa` knows it."""
+    """Make the config; ``drafter`` is the mark by which `options.is_medusa` knows it.
+
+    With a budget many steps have no drafts. vLLM captures full CUDA graphs for them, beside those
+    for whole trees, if a schedule of its own has both; counts are our scheduler's. Across
+    data-parallel replicas vLLM would drop a schedule, and say so.
+    """
+    wanted = has_budget and parallel_config.data_parallel_size == 1
+    schedule = [(1, 1, num_draft_tokens), (2, 2, 0)] if wanted else None
     return TreeSpeculativeConfig(
+        num_speculative_tokens_per_batch_size=schedule,
         method="draft_model",
         model=drafter,
         num_speculative_tokens=num_draft_tokens,
