@@ -58,6 +58,22 @@ USED = {  # attributes that are read, set or shadowed: how their class mentions 
     ("vllm.v1.metrics.loggers", "LoggingStatLogger"): {
         "self.spec_decoding_logging = ", "self.spec_decoding_logging.log(log_fn=log_fn)",
     },
+    ("vllm.v1.core.sched.scheduler", "Scheduler"): {
+        "num_spec_tokens_to_schedule = self.dynamic_sd_lookup[len(num_scheduled_tokens)]",
+        "self._update_after_schedule(scheduler_output)",
+    },
+    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"): {
+        "request.spec_token_ids = self._spec_token_placeholders",
+    },
+    ("vllm.v1.worker.gpu.async_utils", "AsyncOutput"): {
+        "self.model_runner_output = model_runner_output", "return self.model_runner_output",
+    },
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"): {
+        "num_speculative_tokens=num_spec_tokens", "draft_tokens[:, num_spec_tokens:] = -1",
+    },
+    ("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager"): {
+        "speculative_config.num_speculative_tokens_per_batch_size",
+    },
     ("vllm.v1.spec_decode.metrics", "SpecDecodingStats"): {"num_draft_tokens_per_pos: list[int]"},
 }  # fmt: skip
 # Shims: (release it is for, its place there, its place in later releases).
@@ -87,6 +103,8 @@ OVERRIDES = {
     "TreeScheduler": {
         "schedule", "update_from_output", "make_stats", "update_draft_token_ids", "shutdown",
     },
+    "TreeAsyncScheduler": {"schedule", "update_from_output", "_update_after_schedule"},
+    "WithTrees": {"sample_tokens", "load_model", "compile_or_warm_up_model"},
     "DepthLogging": {"__init__", "observe", "log"},
 }  # fmt: skip
 FREE = {"__init__", "__post_init__"}  # called by us, or with keywords of ours
