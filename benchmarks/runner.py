@@ -36,7 +36,6 @@ CASES = {  # name -> what it measures; each is the `CASE` of the module of its n
     "profile": "where a decode step's time goes",
     "recipes": "heads of several training recipes: accuracy, tau, what became of the target",
     "training": "Medusa-1 with cached hidden states against a backbone pass in every step",
-    "sharding": "LM heads whole on every tensor-parallel rank, or cut over the vocabulary",
     "attention": "tree attention on CPUs, one layer",
     "kernels": "tree attention on a GPU against the memory's bandwidth and torch's kernels",
     "step": "a whole decode step on a GPU, by the number of nodes",
