@@ -25,7 +25,7 @@ from support.plain import (
 )
 from support.ranks import WORKER
 from support.reference import assert_chaotic, differing
-from support.runner import ON_V2, sized
+from support.runner import sized
 from vllm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -132,19 +132,19 @@ def test_repaired_ranks_agree_again(llm: LLM, two_ranks: dict[str, Run], plain: 
     assert again.completions == two_ranks["greedy"].completions
 
 
-@pytest.mark.skipif(ON_V2, reason="dynamic trees run on V1")
 def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """One scheduler decides for both ranks, which timed their steps together at the start."""
-    prompts = demo_prompts(0, 12)
+    prompts = demo_prompts(0, sized(12, 4))
     with engine(TARGET) as alone:
         expected = complete(alone, prompts, greedy(TOKENS))
     config = {"method": "medusa", "model": HEADS, "budget": "auto"}
     with engine(TARGET, config, worker_cls=WORKER, tensor_parallel_size=2) as llm:
-        assert budget_of(llm).cost.steps > 20
+        assert budget_of(llm).cost.steps > sized(20, 0)
         llm.collective_rpc("take_decisions")
         taken = fickle(monkeypatch, llm)
         got = run(llm, prompts, greedy(TOKENS))
     assert differing(expected, got.completions) == []
     assert got.differing() == 0 and len(got.ranks) == 2
-    assert len(set(taken)) > 10 and len({made.num_nodes for made in got.trees}) > 10
+    kinds = {made.num_nodes for made in got.trees}
+    assert min(len(set(taken)), len(kinds)) > sized(10, 3)
     assert sum(len(made.nodes) > 1 for made in got.trees) > len(prompts)
