@@ -33,6 +33,7 @@ from vllm_medusa.options import Options
 CASES = {  # name -> what it measures; each is the `CASE` of the module of its name
     "speed": "tree Medusa, vLLM's own Medusa chain and n-grams beside plain vLLM",
     "serve": "a server under open load: plain vLLM, the automatic budget, a static tree",
+    "tau": "tokens per step of dynamic and of static trees of equal size",
     "profile": "where a decode step's time goes",
     "recipes": "heads of several training recipes: accuracy, tau, what became of the target",
     "training": "Medusa-1 with cached hidden states against a backbone pass in every step",
@@ -204,10 +205,13 @@ def _write(document: dict[str, Any], cases: dict[str, Case], path: Path, text: s
 
 def _plain(options: Options) -> dict[str, Any]:
     """Values of JSON; no folders of this machine."""
-    return {
-        name: _without_folder(str(value)) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-    }
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(each) for each in value]
+        return _without_folder(str(value)) if isinstance(value, Path) else value
+
+    return {name: plain(value) for name, value in vars(options).items()}
 
 
 def _without_folder(word: str) -> str:

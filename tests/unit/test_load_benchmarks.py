@@ -1,4 +1,4 @@
-"""The benchmark `serve`: arrivals, turns, what a server is asked."""
+"""The benchmarks `serve` and `tau`: arrivals, what a server is asked, errors of a gain."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import serve
+from benchmarks import serve, tau
 from benchmarks.arms import PLAIN, dynamic_arm
 from benchmarks.serve import AGAIN, Answers, Load, ServeOptions
 from vllm_medusa.job import SILENT, JobFailed
@@ -104,3 +104,30 @@ def test_a_server_s_command_line_is_the_engine_s_settings(options):
     assert config["budget"] == "auto" and found[found.index("--port") + 1] == "8123"
     assert {"--no-enable-chunked-prefill", "--no-enable-prefix-caching"} <= set(found)
     assert "--speculative-config" not in serve.words(PLAIN, options, 8123)
+
+
+def test_the_error_of_a_gain_leaves_out_what_both_trees_share():
+    rng = np.random.default_rng(0)
+    steps = np.full(200, 30)
+    hard = rng.uniform(0.2, 1.8, 200)
+    static = [(int(30 * h), 30) for h in hard]
+    dynamic = [(int(30 * h * 1.2), 30) for h in hard]
+    ratio, error = tau.with_error(dynamic, static)
+    value, own = tau.with_error(dynamic)
+    assert value == pytest.approx(1 + sum(a for a, _ in dynamic) / steps.sum())
+    assert own == pytest.approx(np.std([a / 30 for a, _ in dynamic]) / np.sqrt(200), rel=0.05)
+    assert ratio == pytest.approx(1.1, abs=0.01) and error < 0.2 * own
+
+
+def test_texts_are_put_together_by_their_steps():
+    def row(arm, texts, value, steps):
+        more = {"temperature": 0.0, "nodes": 7}
+        return more | {"arm": arm, "texts": texts, "tau": value, "steps": steps}
+
+    rows = [row(tau.STATIC, "a", 2.0, 100), row(tau.STATIC, "b", 1.0, 300)]
+    rows += [row(tau.CALIBRATED, "a", 2.5, 80), row(tau.CALIBRATED, "b", 1.0, 300)]
+    rows.append({"arm": tau.RAW, "nodes": 7, "failed": "no room"})
+    (found,) = tau.together(rows)
+    assert found[tau.STATIC] == 1.25 and found[tau.CALIBRATED] == pytest.approx(500 / 380)
+    assert found[f"{tau.CALIBRATED} gain"] == pytest.approx(100 * (500 / 380 / 1.25 - 1))
+    assert "| 0 | 7 | 1.250 | 1.316 | +5.3 |" in tau.text(rows)
