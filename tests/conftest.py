@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 
 import pytest
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines run here, where tests can look in
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a busy machine two threads wait for each other
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+if "VLLM_CACHE_ROOT" not in os.environ:  # else step costs of tests would be kept for good
+    os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="vllm-medusa-tests-")
+    atexit.register(shutil.rmtree, os.environ["VLLM_CACHE_ROOT"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the network, nor waits for one
 # Some thirty processes import vLLM, which takes nine seconds longer without compiled files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
