@@ -54,6 +54,7 @@ wheel:  ## the wheel alone, in a fresh environment, does what the README promise
 
 serve-example: setup  ## an OpenAI-compatible server with the demo model, at port 8000
 	$(BIN)/vllm-medusa serve demo/target --speculative-model demo/heads --dtype float32 \
+		--gpu-memory-utilization 0.5 \
 		--chat-template examples/plain_chat_template.jinja
 
 clean:  ## remove caches and the virtual environment

@@ -26,9 +26,8 @@ def main() -> None:
         speculative_config={
             "method": "medusa",
             "model": HEADS,
-            # Optional: one static tree for all. Also "heads" (the one in their config), a preset's
-            # name, a JSON file, or a list of paths. Absent: a tree of its own for every step.
-            "tree": {"dense": [3, 2, 1]},
+            # Every step has the draft nodes that pay here. A number is that many for each request.
+            "budget": "auto",
             # "lossless" (the default: exactly plain vLLM's tokens) or "typical".
             "acceptance": "lossless",
         },

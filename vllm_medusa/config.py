@@ -187,7 +187,9 @@ class TreeConfig:
                 tree = tree.prefix(max_draft_tokens + 1)
             _check_fits(tree, num_heads, vocab_size)
         except TreeError as error:
-            remedy = "" if value is not None else ' Set the option "tree" to use another.'
+            remedy = ' Set the option "tree" to use another.'
+            if value is not None:
+                remedy = f' "{OWN_TREE}" is the one in the heads\' config; none: dynamic trees.'
             raise MedusaConfigError(f"{name} can't be used. {error}{remedy}") from None
         return tree
 
@@ -214,7 +216,7 @@ class MedusaConfig(_Options):
         ge=1,
         lt=MAX_NODES,
         description=f"an integer from 1 to {MAX_NODES - 1}: the most draft nodes to keep; "
-        "leave it out to use the whole tree",
+        "leave it out for the whole tree, or up to 63 of dynamic ones",
     )
 
     budget: Literal["auto"] | int | dict[str, int] | None = Field(

@@ -248,13 +248,19 @@ def test_budgets_that_change_with_every_step(
     assert any(not row.is_tree for step in steps for row in step if not row.is_prefill)
 
 
-def test_automatic_budgets(automatic: LLM, reference: Reference) -> None:
-    """Whatever it decides, tokens are plain vLLM's, and it learns from what it sees."""
+def test_automatic_budgets(automatic: LLM, reference: Reference, costs: Path) -> None:
+    """Whatever it decides, tokens are plain vLLM's, and it learns from what it sees.
+
+    What it learned is kept as soon as there is nothing to do.
+    """
     budget = budget_of(automatic)
     before = budget.cost.steps
+    automatic.llm_engine.engine_core.engine_core.scheduler._kept_at -= 20
     got = complete(automatic, reference.prompts, greedy(TOKENS))
     assert differing(reference.completions, got) == []
     assert budget.cost.steps > before + TOKENS
+    (kept,) = (json.loads(file.read_text()) for file in costs.glob("*.json"))
+    assert kept["steps"] == budget.cost.steps
     told = {
         m.name.removeprefix("vllm:medusa_"): getattr(m, "value", 0) for m in automatic.get_metrics()
     }

@@ -29,9 +29,9 @@ def load_cost(path: Path, what: Mapping[str, str], max_rows: int) -> tuple[StepC
     A file that isn't there is no reason.
     """
     new = StepCost(max_rows)
-    if not path.exists():
-        return new, ""
     try:
+        if not path.exists():
+            return new, ""
         document = read_json(path)
         if document.get("format") != _FORMAT or document.get("of") != dict(what):
             return new, f"{path} is of something else."

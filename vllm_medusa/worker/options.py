@@ -166,7 +166,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
     _compare_targets(info, source, model_config)
     if config.tree is None:
         return EngineOptions(
-            heads=_absolute(source),
+            heads=absolute(source),
             revision=config.revision,
             tree=_dynamic(config, info, model_config),
             acceptance=config.acceptance,
@@ -180,7 +180,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
         vocab_size=info.draft_vocab_size or model_config.get_vocab_size(),
         max_draft_tokens=config.num_speculative_tokens,
     )
-    return EngineOptions(_absolute(source), config.revision, tree, config.acceptance)
+    return EngineOptions(absolute(source), config.revision, tree, config.acceptance)
 
 
 def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> DynamicTree:
@@ -297,7 +297,7 @@ def choose_triton_attention(engine_args: Any) -> None:
     )
 
 
-def _absolute(source: str) -> str:
+def absolute(source: str) -> str:
     """A local path as workers elsewhere find it; a hub name as it is."""
     path = Path(source)
     return str(path.resolve()) if path.exists() else source

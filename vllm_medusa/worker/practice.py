@@ -84,8 +84,11 @@ def measure_step_costs(worker: Any) -> None:
     begun = time.perf_counter()
     config = _own_config(worker)
     scheduler = _scheduler(worker, config)
-    if not _agreed(not scheduler.known_costs()[0].steps):
+    known, problem = scheduler.known_costs()
+    if not _agreed(not known.steps):
         return
+    if problem:
+        compat.logger.info("Step costs are measured anew: %s", problem)
     for requests, nodes in _PLAN:
         if requests > scheduler.max_num_running_reqs:
             continue

@@ -65,7 +65,11 @@ _COUNTERS = {  # field of `StepReport` -> name, what it counts, divided by
 }
 _GAUGES = {
     "chosen": ("budget_nodes", "Draft nodes chosen for the latest step.", 1),
-    "ratio": ("expected_ratio", "Expected speed with drafts against plain steps.", 1e3),
+    "ratio": (
+        "expected_ratio",
+        "Expected speed if all drafted, against plain steps; below 1 steps are plain.",
+        1e3,
+    ),
 }
 _TIMED = {"timed", "measured_us", "expected_us", "ratio"}  # where step costs are learned
 

@@ -35,10 +35,11 @@ from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import cost_path, load_cost, save_cost
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.options import EngineOptions, absolute
 from vllm_medusa.worker.report import StepReport
 
-_KEEP_EVERY = 60.0  # seconds
+_KEEP_EVERY = 60.0  # seconds, while it serves
+_KEEP_IDLE = 10.0  # seconds, when there is nothing to do: nobody says when an engine ends
 _WORTH_KEEPING = 50  # steps
 _LOG_EVERY = 10.0  # seconds
 _PREFILL_STEPS = 32  # of which share has a prefill
@@ -106,7 +107,8 @@ class TreeScheduler(Scheduler):
         options = EngineOptions.of(self.vllm_config)
         self._most = options.tree.num_draft_tokens  # of a request
         self._max_rows = options.max_rows
-        self.costs_of = costs_of(self.vllm_config)  # and where they are kept
+        # what step costs are of, and where they are kept
+        self.costs_of = costs_of(self.vllm_config) | {"rows": str(self.most_rows())}
         self.costs_at = cost_path(Path(envs.VLLM_CACHE_ROOT) / "medusa", self.costs_of)
         self._kept_at, self._kept_steps = time.perf_counter(), 0
         fixed = isinstance(options.budget, int)
@@ -157,6 +159,8 @@ class TreeScheduler(Scheduler):
         result = super().update_from_output(scheduler_output, model_runner_output)
         if step is not None and step.requests:
             self._ended(step)
+        if not self.has_unfinished_requests():
+            self._keep_costs_at_times(time.perf_counter(), _KEEP_IDLE)
         return result
 
     def _ended(self, step: Step) -> None:
@@ -218,16 +222,15 @@ class TreeScheduler(Scheduler):
         taus = EngineOptions.of(self.vllm_config).taus
         return NodeBudget(cost, self.outlook(taus) if taus else self.outlook(), self._most)
 
-    def _keep_costs_at_times(self, now: float) -> None:
-        if self.budget is not None and now - self._kept_at > _KEEP_EVERY:
+    def _keep_costs_at_times(self, now: float, every: float = _KEEP_EVERY) -> None:
+        if now - self._kept_at > every:
             self._keep_costs()
 
     def _keep_costs(self) -> None:
         """Write the costs down, if there is anything new."""
-        self._kept_at = time.perf_counter()
         if self.budget is None or self.budget.cost.steps - self._kept_steps < _WORTH_KEEPING:
             return
-        self._kept_steps = self.budget.cost.steps
+        self._kept_at, self._kept_steps = time.perf_counter(), self.budget.cost.steps
         tag = f"{os.getpid()}.part"
         if problem := save_cost(self.costs_at, self.costs_of, self.budget.cost, tag):
             compat.logger.warning_once("Step costs are not kept: %s", problem)
@@ -308,7 +311,7 @@ def costs_of(config: Any) -> dict[str, str]:
     """What step costs depend on, as far as it is known beforehand."""
     model, parallel = config.model_config, config.parallel_config
     return {
-        "target": str(model.model),
+        "target": absolute(str(model.model)),
         "revision": str(model.revision),
         "heads": EngineOptions.of(config).heads,
         "dtype": str(model.dtype),

@@ -1,6 +1,7 @@
 """Step costs: found from noisy steps, followed as the machine changes, kept on disk."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,3 +185,12 @@ def test_no_file_is_no_reason_and_no_folder_is_one(tmp_path):
     assert (cost.steps, reason) == (0, "")
     (tmp_path / "file").touch()
     assert "can't be written" in save_cost(tmp_path / "file" / "a.json", OF, learned(5))
+
+
+def test_a_folder_that_may_not_be_read_is_no_error(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    cost, reason = load_cost(tmp_path / "kept.json", OF, 64)
+    assert cost.steps == 0 and "Permission denied" in reason
