@@ -189,10 +189,11 @@ def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     budget, seen = budget_of(llm), []
     observe = budget.outlook.observe
 
-    def spy(survival: np.ndarray, verified: Any = (), accepted: Any = ()) -> None:
+    def spy(survival: np.ndarray, verified: Any, accepted: Any, kinds: Any) -> None:
         assert (np.diff(survival, axis=1) <= 0).all() and survival[:, 0].all()
         seen.append((list(verified), list(accepted)))
-        observe(survival, verified, accepted)
+        assert not kinds.any()  # all are greedy
+        observe(survival, verified, accepted, kinds)
 
     def five(gain: np.ndarray, requests: int, free_rows: int) -> int:
         return min(5 * requests, len(gain) - 1)

@@ -3,7 +3,8 @@
 A draft node's survival is the chance that it ends up on the accepted path, as the heads see it. Of
 the drafts of all requests a histogram over survivals is kept, which forgets. A batch that is so
 many times as large has so many times the nodes in every bin; the best first, their sum is what its
-best nodes would bring. Accepted tokens say how far survivals of each size are to be believed.
+best nodes would bring. Accepted tokens say how far survivals of each size are to be believed: by
+kind of request, since greedy ones accept far more of the same drafts than sampled ones.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import numpy.typing as npt
 
 from vllm_medusa.budget.cost import Floats
 
+Kinds = int | npt.NDArray[np.integer]
+
+KINDS = 2  # of requests; whoever observes says which is which
 _OCTAVES, _PARTS = 10, 4  # of survivals from 1 down to 1/1024, and bins of each
 _BUCKETS = 6  # of the correction, an octave each; the last has all below
 _WINDOW = 512.0  # requests' steps by which survivals are known
@@ -37,22 +41,24 @@ class Outlook:
             taus: tokens per step with 1, 2, .. draft nodes of one request.
 
         """
-        self._count = np.zeros(_OCTAVES * _PARTS)  # nodes by survival, of _seen requests
-        self._sum = np.zeros(_OCTAVES * _PARTS)  # their survivals
-        self._seen = 0.0  # requests' steps
-        self._accepted = np.zeros(_BUCKETS)
-        self._predicted = np.zeros(_BUCKETS)
-        self._ratio = np.ones(_BUCKETS)
+        self._count = np.zeros((KINDS, _OCTAVES * _PARTS))  # nodes by survival
+        self._sum = np.zeros((KINDS, _OCTAVES * _PARTS))  # their survivals
+        self._seen = np.zeros(KINDS)  # requests' steps
+        self._accepted = np.zeros((KINDS, _BUCKETS))
+        self._predicted = np.zeros((KINDS, _BUCKETS))
+        self._ratio = np.ones((KINDS, _BUCKETS))
         self._line: tuple[Floats, Floats] | None = None  # nodes of a request and what they bring
         survival = np.minimum.accumulate(np.diff(np.asarray([1.0, *taus])).clip(0.0, 1.0))
+        first = survival[None, :]
         for _ in range(4):  # a first word, soon outvoted
-            self._remember(survival[None, :], _octaves(survival[None, :]))
+            self._remember(first, _octaves(first), np.zeros(1, np.int64))
 
     def observe(
         self,
         survival: npt.ArrayLike,
         verified: Sequence[int] | npt.NDArray[np.integer] = (),
         accepted: Sequence[int] | npt.NDArray[np.integer] = (),
+        kinds: Kinds = 0,
     ) -> None:
         """Learn from a step.
 
@@ -61,91 +67,111 @@ class Outlook:
                 where a request has fewer.
             verified: [B] how many of them were; the best.
             accepted: [B] how many were accepted. Both empty: nothing was verified.
+            kinds: [B] of the requests, or of all, below `KINDS`.
 
         """
         survival = np.nan_to_num(np.asarray(survival, np.float64)).clip(0.0, 1.0)
         if survival.size == 0:
             return
-        octaves = _octaves(survival)
+        octaves, of = _octaves(survival), np.broadcast_to(kinds, len(survival))
         self._line = None
-        self._remember(survival, octaves)
+        self._remember(survival, octaves, of)
         if len(verified):
             nodes = np.arange(survival.shape[1])[None, :] < np.asarray(verified)[:, None]
-            self._correct(survival * nodes, octaves, np.asarray(accepted, np.float64))
+            self._correct(survival * nodes, octaves, np.asarray(accepted, np.float64), of)
 
-    def _remember(self, survival: Floats, octaves: Floats) -> None:
-        kept = octaves < _OCTAVES
-        values, bins = survival[kept], (octaves[kept] * _PARTS).astype(np.int64)
-        size, weight = len(self._count), math.exp(-len(survival) / _WINDOW)
-        self._count = weight * self._count + np.bincount(bins, minlength=size)
-        self._sum = weight * self._sum + np.bincount(bins, values, size)
-        self._seen = weight * self._seen + len(survival)
+    def _remember(self, survival: Floats, octaves: Floats, kinds: npt.NDArray[np.integer]) -> None:
+        kept, shape = octaves < _OCTAVES, self._count.shape
+        bins = (octaves * _PARTS).astype(np.int64) + shape[1] * kinds[:, None]
+        values, bins = survival[kept], bins[kept]
+        weight = math.exp(-len(survival) / _WINDOW)
+        size = self._count.size
+        self._count = weight * self._count + np.bincount(bins, None, size).reshape(shape)
+        self._sum = weight * self._sum + np.bincount(bins, values, size).reshape(shape)
+        self._seen = weight * self._seen + np.bincount(kinds, None, KINDS)
 
-    def _correct(self, survival: Floats, octaves: Floats, accepted: Floats) -> None:
+    def _correct(
+        self,
+        survival: Floats,
+        octaves: Floats,
+        accepted: Floats,
+        kinds: npt.NDArray[np.integer],
+    ) -> None:
         """Share what was accepted among the buckets of what was verified, as it was expected."""
         requests = len(survival)
         bucket = np.minimum(octaves.astype(np.int64), _BUCKETS - 1)
         bucket += _BUCKETS * np.arange(requests)[:, None]
         mass = np.bincount(bucket.ravel(), survival.ravel(), requests * _BUCKETS)
         mass = mass.reshape(requests, _BUCKETS)
-        believed = mass * self._ratio
+        believed = mass * self._ratio[kinds]
         shares = believed * (accepted / np.maximum(believed.sum(1), 1e-12))[:, None]
-        weight = math.exp(-requests / _RATIO_WINDOW)
-        self._accepted = weight * self._accepted + shares.sum(0)
-        self._predicted = weight * self._predicted + mass.sum(0)
-        whole = (self._accepted.sum() + _TRUST) / (self._predicted.sum() + _TRUST)
-        ratio = (self._accepted + _TRUST * whole) / (self._predicted + _TRUST)
-        self._ratio = ratio.clip(*_BOUNDS)
+        for kind in np.unique(kinds):
+            chosen = kinds == kind
+            weight = math.exp(-chosen.sum() / _RATIO_WINDOW)
+            found = weight * self._accepted[kind] + shares[chosen].sum(0)
+            expected = weight * self._predicted[kind] + mass[chosen].sum(0)
+            whole = (found.sum() + _TRUST) / (expected.sum() + _TRUST)
+            self._accepted[kind], self._predicted[kind] = found, expected
+            ratio = (found + _TRUST * whole) / (expected + _TRUST)
+            self._ratio[kind] = ratio.clip(*_BOUNDS)
 
     def idle(self, requests: int) -> None:
         """Say that a step went by without drafts: what is known is older."""
-        if self._seen > _LEAST:
+        if self._seen.sum() > _LEAST:
             weight = math.exp(-_IDLE * requests / _WINDOW)
             self._count = weight * self._count
             self._sum = weight * self._sum
             self._seen *= weight
 
-    def corrected(self, survival: npt.ArrayLike) -> Floats:
-        """Survivals as far as they are to be believed; the better one stays the better one."""
+    def corrected(self, survival: npt.ArrayLike, kinds: Kinds = 0) -> Floats:
+        """Survivals as far as they are to be believed; ``kinds`` of one shape with them, or one."""
         survival = np.asarray(survival, np.float64)
-        ratio = np.interp(_octaves(survival), np.arange(_BUCKETS) + 0.5, self._ratio)
-        return (survival * ratio).clip(0.0, 1.0)
+        octaves, centers = _octaves(survival), np.arange(_BUCKETS) + 0.5
+        ratios = [np.interp(octaves, centers, ratio) for ratio in self._ratio]
+        return (survival * np.choose(kinds, ratios)).clip(0.0, 1.0)
 
-    def gain_of(self, survival: npt.ArrayLike) -> Floats:
+    def gain_of(self, survival: npt.ArrayLike, kinds: Kinds = 0) -> Floats:
         """Expected extra tokens of a step by nodes of the whole batch: [K + 1], concave.
 
         Args:
             survival: of all drafts of the batch, in any order.
+            kinds: of the requests they are for, or of all.
 
         """
-        values = np.asarray(survival, np.float64)
-        return _curve(self.corrected(np.sort(values, axis=None)[::-1]))
+        values = np.asarray(survival, np.float64).ravel()
+        of = np.broadcast_to(np.ravel(kinds), values.shape)
+        believed = [self._believed(np.sort(values[of == k])[::-1], k) for k in range(KINDS)]
+        best_first = np.sort(np.concatenate(believed))[::-1]
+        return np.concatenate([[0.0], np.cumsum(best_first)])
+
+    def _believed(self, survival: Floats, kind: int) -> Floats:
+        """Corrected survivals of a kind, best first; the better one stays the better one."""
+        return np.minimum.accumulate(self.corrected(survival, kind))
 
     def gain(self, requests: int, nodes: npt.ArrayLike) -> Floats:
         """Expected extra tokens of a batch of ``requests`` with so many of its best nodes."""
         if self._line is None:
             filled = self._count > 0
-            count = self._count[filled] / self._seen
+            count = self._count[filled] / self._seen.sum()
             mean = self._sum[filled] / self._count[filled]
-            worth = count * np.minimum.accumulate(self.corrected(mean))
+            of = np.nonzero(filled)[0]
+            believed = np.concatenate([self._believed(mean[of == k], k) for k in range(KINDS)])
+            order = np.argsort(-believed, kind="stable")
+            count, worth = count[order], (count * believed)[order]
             self._line = tuple(np.concatenate([[0.0], each.cumsum()]) for each in (count, worth))
         return requests * np.interp(np.asarray(nodes, np.float64) / requests, *self._line)
 
     @property
     def doubt(self) -> float:
         """Relative standard deviation of a gain."""
-        return _SPREAD / float(np.sqrt(max(self._seen, 1.0)))
+        return _SPREAD / float(np.sqrt(max(self._seen.sum(), 1.0)))
 
     @property
     def ratio(self) -> Floats:
-        """[buckets] what survivals from 1, 1/2, 1/4, .. down are worth."""
+        """[kinds, buckets] what survivals from 1, 1/2, 1/4, .. down are worth."""
         return self._ratio.copy()
 
 
 def _octaves(survival: Floats) -> Floats:
     """From 0 of the surest on; a chance of 0 is far away."""
     return -np.log2(survival.clip(2.0**-30, 1.0))
-
-
-def _curve(survival: Floats) -> Floats:
-    return np.concatenate([[0.0], np.cumsum(np.minimum.accumulate(survival))])

@@ -15,6 +15,7 @@ import itertools
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,14 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.budget.choose import NodeBudget
-from vllm_medusa.budget.cost import StepCost
+from vllm_medusa.budget.cost import Floats, StepCost
 from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import cost_path, load_cost, save_cost
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions, absolute
 from vllm_medusa.worker.report import StepReport
+from vllm_medusa.worker.requests import GREEDY_BELOW
 
 _KEEP_EVERY = 60.0  # seconds, while it serves
 _KEEP_IDLE = 10.0  # seconds, when there is nothing to do: nobody says when an engine ends
@@ -188,13 +190,17 @@ class TreeScheduler(Scheduler):
         survival = getattr(draft_token_ids, "survival", None) or [[] for _ in drafts]
         free, has_prefill = self._next_rows()
         if any(drafts):
+            worth: Sequence[Sequence[float] | Floats] = survival
             total = free
             if self.budget is not None and has_prefill:
                 total = 0  # rows cost what arithmetic costs then, which drafts rarely earn
             elif self.budget is not None:
-                gain = self.budget.outlook.gain_of(np.concatenate(survival))
-                total = self.budget.choose(gain, len(self.running), free)
-            counts = share(survival, total)
+                outlook, sizes = self.budget.outlook, [len(values) for values in survival]
+                kinds = np.repeat([self._kind(req_id) for req_id in req_ids], sizes)
+                values = np.concatenate(survival)
+                total = self.budget.choose(outlook.gain_of(values, kinds), len(self.running), free)
+                worth = np.split(outlook.corrected(values, kinds), np.cumsum(sizes)[:-1])
+            counts = share(worth, total)
             drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
         self._report.chosen = sum(map(len, drafts))
         self._survival = dict(zip(req_ids, survival, strict=True))
@@ -272,13 +278,24 @@ class TreeScheduler(Scheduler):
                 self._seen = _Seen(step.started)
         self.budget.observe(step.rows, step.requests, step.drafted, ms)
 
+    def _kind(self, req_id: str) -> int:
+        """Of a request, see `Outlook`: greedy or sampled."""
+        request = self.requests.get(req_id)
+        params = None if request is None else request.sampling_params
+        return int(params is None or params.temperature >= GREEDY_BELOW)
+
     def _learn_acceptance(self, budget: NodeBudget, step: Step, output: Any) -> None:
         """Compare what was accepted with the survivals of all that was drafted.
 
         Requests of whose drafts none was verified count too: else only sure ones would be seen.
         """
         rows = [
-            (values, step.nodes.get(req_id, 0), len(output.sampled_token_ids[index]) - 1)
+            (
+                values,
+                self._kind(req_id),
+                step.nodes.get(req_id, 0),
+                len(output.sampled_token_ids[index]) - 1,
+            )
             for req_id, values in self._survival.items()
             if values
             and (index := output.req_id_to_index.get(req_id)) is not None
@@ -290,12 +307,10 @@ class TreeScheduler(Scheduler):
         survival = np.zeros((len(rows), max(len(values) for values, *_ in rows)))
         for row, (values, *_) in enumerate(rows):
             survival[row, : len(values)] = values
-        accepted = [accepted for *_, accepted in rows]
+        _, kinds, verified, accepted = zip(*rows, strict=True)
         self._seen.accepted += sum(accepted)
-        if step.nodes:
-            budget.outlook.observe(survival, [count for _, count, _ in rows], accepted)
-        else:
-            budget.outlook.observe(survival)
+        told = (verified, accepted) if step.nodes else ((), ())
+        budget.outlook.observe(survival, *told, np.array(kinds))
 
 
 def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:
@@ -342,10 +357,10 @@ class _Counts:
         return scheduler._most if drafts else 0
 
 
-def share(survival: list[list[float]], total: int) -> list[int]:
+def share(survival: Sequence[Sequence[float] | Floats], total: int) -> list[int]:
     """How many drafts each request keeps if the best ``total`` of all are kept; ties to the first.
 
-    The lists do not increase, so what is kept of each is a prefix.
+    What is kept of each is a prefix.
     """
     sizes = [len(values) for values in survival]
     if sum(sizes) <= total:

@@ -61,7 +61,7 @@ def test_underconfidence_is_corrected():
 def test_small_and_large_survivals_are_corrected_apart():
     """Sure heads that are too sure, unsure ones that are right; counts alone tell them apart."""
     outlook = taught(3000, lambda survival: np.where(survival > 0.5, 0.5 * survival, survival))
-    ratio = outlook.ratio
+    ratio = outlook.ratio[0]
     assert ratio[0] < 0.65 and (ratio[1:] > 0.7).all(), ratio
 
 
@@ -114,3 +114,22 @@ def test_nonsense_does_no_harm():
     outlook.observe(np.zeros((2, 4)), [4, 4], [0, 0])
     assert np.isfinite(outlook.gain(4, np.arange(20))).all()
     assert outlook.gain_of([]).tolist() == [0.0]
+
+
+def test_greedy_and_sampled_requests_are_believed_apart():
+    """However long the one kind was served, the other's drafts are worth what they were."""
+    rng, outlook = np.random.default_rng(3), Outlook()
+    truths = (lambda survival: np.minimum(1.0, 1.5 * survival), lambda survival: 0.7 * survival)
+    for turn in range(1200):
+        kind = 1 if turn < 400 else 0
+        survival = drafts(rng, 4) * 0.6
+        accepted = (rng.random((4, 8)) < truths[kind](survival)).sum(1)
+        outlook.observe(survival, np.full(4, 8), accepted, kind)
+    survival = drafts(rng, 2000) * 0.6
+    for kind, truth in enumerate(truths):
+        expected = truth(survival).sum()
+        assert outlook.gain_of(survival, kind)[-1] == pytest.approx(expected, rel=0.08)
+    mixed = np.repeat([0, 1], [8, 8])
+    both = outlook.gain_of(np.tile(survival[0], 2), mixed)[-1]
+    alone = sum(outlook.gain_of(survival[0], kind)[-1] for kind in (0, 1))
+    assert both == pytest.approx(alone)
