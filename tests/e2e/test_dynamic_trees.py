@@ -224,9 +224,7 @@ def automatic(
 def test_steps_are_timed_at_start_up(automatic: LLM, costs: Path) -> None:
     """What they cost is kept for engines to come; made-up requests leave no trace."""
     (kept,) = (json.loads(file.read_text()) for file in costs.glob("*.json"))
-    cost = budget_of(automatic).cost
-    assert 20 < kept["steps"] <= cost.steps
-    assert cost.ms(16, 16, False) > cost.ms(1, 1, False)
+    assert 20 < kept["steps"] <= budget_of(automatic).cost.steps
 
 
 def test_budgets_that_change_with_every_step(
