@@ -70,7 +70,7 @@ def test_defaults_stand_in_the_fields_alone():
         ("--budgets 1 2 3", lambda job: job.texts.budgets == (1, 2, 3)),
         ("--num-draft-tokens 0", lambda job: job.draft_count == 0),
         ("-n 7", lambda job: job.draft_count == 7),
-        ("--overw", lambda job: job.overwrite),  # argparse's abbreviations
+        ("--overwrite", lambda job: job.overwrite),
         ("--rate 1e-3", lambda job: job.rate == 1e-3),
         ('--engine-args {"a":[1]}', lambda job: job.engine_args == {"a": [1]}),
     ],

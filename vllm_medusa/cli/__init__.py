@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import vllm_medusa
 from vllm_medusa.cli import (
@@ -27,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:  # every option after it belongs to vLLM
         sys.exit(serve.run(arguments[1:]))
-    args = build_parser().parse_args(arguments)
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        close = get_close_matches(unknown[0].partition("=")[0], args.known)
+        meant = f" Did you mean {' or '.join(close)}?" if close else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
     sys.exit(args.run(args))
 
 
@@ -36,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-medusa",
         description="Medusa tree speculative decoding for vLLM.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--version", action="version", version=f"vllm-medusa {vllm_medusa.__version__}"

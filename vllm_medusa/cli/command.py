@@ -35,9 +35,10 @@ class Command:
             description=self.description,
             epilog=self.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # --budget would be read as --budgets
         )
         add_flags(parser, self.options)
-        parser.set_defaults(run=self._run)
+        parser.set_defaults(run=self._run, known=tuple(parser._option_string_actions))
 
     def _run(self, args: argparse.Namespace) -> int:
         return run_job(

@@ -75,3 +75,14 @@ def test_an_unknown_command_names_the_known_ones(capsys):
     error = capsys.readouterr().err
     assert "generate" in error
     assert "serve" in error
+
+
+def test_options_are_not_abbreviated(capsys):
+    """Of two that are alike, the one that there is would get what is meant for the other."""
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["compare", "target", "heads", "--prompts", "x", "--budget", "7"])
+    assert exit.value.code == 2
+    assert "--budget 7. Did you mean --budgets?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["compare", "target", "heads", "--prompts", "x", "--wholly-other"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --wholly-other.\n")
