@@ -86,9 +86,11 @@ class ResultLog:
         require_parent(path)
         if path.exists() and not path.is_file():
             raise FileRefused(f"{path}: not a regular file, so it can't be resumed. Name another.")
+        self._begun = not path.exists()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            if not try_lock(self._fd):
+            if not try_lock(self._fd) or not self._in_place():
+                self._begun = False  # by another
                 raise FileRefused(
                     f"{path}: another process is writing it. Wait for that one to end, or name "
                     "another output."
@@ -105,13 +107,16 @@ class ResultLog:
                 self._check_manifest()
                 self._recover()
         except BaseException:
+            self._remove_if_empty()
             os.close(self._fd)
             raise
 
     def __enter__(self) -> ResultLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._remove_if_empty()
         self.close()
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -120,8 +125,16 @@ class ResultLog:
         if index in self.done:
             raise FileRefused(f"{self.path}: prompt {index} has a result already.")
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
-        while line:
-            line = line[os.write(self._fd, line) :]
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}. {len(self.done)} finished prompts are kept: make room, and the "
+                "same command goes on",
+                str(self.path),
+            ) from None
         self.done.add(index)
         self.failed += "error" in record
 
@@ -131,6 +144,19 @@ class ResultLog:
             os.fsync(self._fd)
         finally:
             os.close(self._fd)
+
+    def _in_place(self) -> bool:
+        """Whether the open file is still the one of that name."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _remove_if_empty(self) -> None:
+        """A job that broke off before its first result leaves nothing that it began."""
+        if self._begun and os.fstat(self._fd).st_size == 0:
+            manifest_path(self.path).unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
 
     def _require_own(self) -> None:
         """Never touch what is not a file of results, such as the prompts themselves."""

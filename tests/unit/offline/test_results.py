@@ -2,13 +2,16 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from support.fake_engine import FakeEngine
 
 from vllm_medusa.files import FileRefused
+from vllm_medusa.offline import results
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.offline.results import ResultLog, fingerprint, manifest_path
@@ -27,6 +30,17 @@ def generate(path: Path, step_seconds: float = 0.0) -> None:
         waiting = (p for p in PROMPTS if p.index not in log.done)
         for result in run_batch(waiting, engine, concurrency=4, seed=11):
             log.append(result.to_dict())
+
+
+@contextmanager
+def limited(size: int):
+    """No file of this process grows beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_what_was_written_is_found_again(tmp_path):
@@ -99,6 +113,49 @@ def test_damage_in_the_middle_is_refused(tmp_path):
         file.write("garbage\n")
     with pytest.raises(FileRefused, match="line 2 is not a result"):
         ResultLog(path, SETTINGS)
+
+
+def test_a_job_that_broke_off_before_its_first_result_leaves_nothing(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(KeyError), ResultLog(path, SETTINGS):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+    with ResultLog(path, SETTINGS) as log:
+        log.append({"index": 0})
+    with pytest.raises(KeyError), ResultLog(path, SETTINGS):
+        raise KeyError
+    assert lines(path) == [{"index": 0}] and manifest_path(path).exists()
+
+
+def test_a_file_that_was_there_stays(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.touch()
+    with pytest.raises(KeyError), ResultLog(path, SETTINGS):
+        raise KeyError
+    assert path.exists()
+
+
+def test_a_file_that_another_removed_meanwhile_takes_no_results(tmp_path, monkeypatch):
+    """It was opened just before: what is written into it is lost."""
+    path = tmp_path / "out.jsonl"
+    lock = results.try_lock
+    monkeypatch.setattr(results, "try_lock", lambda file: path.unlink() or lock(file))
+    with pytest.raises(FileRefused, match="another process"):
+        ResultLog(path, SETTINGS)
+
+
+def test_a_full_disk_keeps_what_was_finished(tmp_path):
+    """The limit on a file's size ends a write in its middle, as a full disk does."""
+    path = tmp_path / "out.jsonl"
+    full = pytest.raises(OSError, match=r"2 finished prompts are kept.*out\.jsonl")
+    with limited(300), ResultLog(path, {}) as log, full:
+        for index in range(9):
+            log.append({"index": index, "text": "x" * 100})
+    assert path.stat().st_size == 300
+    with ResultLog(path, {}) as log:
+        assert log.done == {0, 1} and log.torn_bytes > 0
+        log.append({"index": 2})
+    assert [line["index"] for line in lines(path)] == [0, 1, 2]
 
 
 def test_two_writers_exclude_each_other(tmp_path):
