@@ -23,6 +23,8 @@ from support.demo import HEADS, TARGET, demo_texts, tokenizer
 from support.engines import engine
 from vllm import SamplingParams
 
+from vllm_medusa.cli import serve
+
 pytestmark = pytest.mark.engine
 
 TEMPLATE = "<s>{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -230,3 +232,27 @@ def test_metrics_count_drafts(server: Server) -> None:
     assert 4 * drafts < tokens <= NODES * drafts and nodes == tokens
     assert (tree, prefill, plain) == (drafts, 1, 0) and heads <= 1  # whose drafts end the text
     assert server.metric("medusa_budget_nodes") == [0]  # the last tokens need none
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"budget": "x"}, "budget is 'x'; give \"auto\""),
+        ({"tree": "x"}, "No preset is named 'x'"),
+        ({"method": "ngram"}, "--speculative-config['method'] is 'ngram'"),
+    ],
+)
+def test_what_is_refused_is_said_without_a_traceback(
+    asked: dict[str, str], words: str, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        config = json.dumps(asked)
+        flags = ["--speculative-model", HEADS, "--speculative-config", config, "--port", "0"]
+        assert serve.run([TARGET, *flags]) == 2
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    said = capfd.readouterr().err
+    assert "vllm-medusa serve: error: " in said and words in said
+    assert "Traceback" not in said

@@ -22,6 +22,10 @@ def run(arguments: Sequence[str]) -> int:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from vllm_medusa.config import MedusaConfigError
+    from vllm_medusa.heads import HeadsError
+    from vllm_medusa.tree import TreeError
+
     set_up_command_line()
     command = ServeSubcommand()
     parser = FlexibleArgumentParser(prog="vllm-medusa", description="vLLM's server, with Medusa.")
@@ -33,5 +37,9 @@ def run(arguments: Sequence[str]) -> int:
     args = parser.parse_args()
     configure_logging_from_args(args)
     command.validate(args)
-    command.cmd(args)
+    try:
+        command.cmd(args)
+    except (MedusaConfigError, HeadsError, TreeError) as error:  # ours, not vLLM's
+        print(f"vllm-medusa serve: error: {error}", file=sys.stderr)
+        return 2
     return 0

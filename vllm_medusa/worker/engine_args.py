@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker.overrides import override
 
 METHOD = "medusa"
@@ -46,7 +47,7 @@ def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
     ours = [key for key in ("tree", "acceptance", "budget") if key in asked]
     if ours or (method is not None and method.strip().lower() == METHOD):
         found = f"method is {method!r}" if method else "there is no method"
-        raise ValueError(
+        raise MedusaConfigError(
             f"speculative_config has {', '.join(map(repr, ours)) or 'a name of Medusa'}, but "
             f'{found}. Trees need "method": "medusa".'
         )
@@ -105,7 +106,7 @@ def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
     }
     for flag, value in given.items():
         if value is not None:
-            raise ValueError(
+            raise MedusaConfigError(
                 f"--speculative-model {heads} and {flag} = {value} both name the draft; "
                 "give one of them."
             )
@@ -115,7 +116,7 @@ def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
     }
     for flag, value in methods.items():
         if value not in (None, METHOD):
-            raise ValueError(
+            raise MedusaConfigError(
                 f"--speculative-model {heads} asks for Medusa heads, but {flag} is {value!r}. "
                 f"Drop {flag}, or give that method's draft with --spec-model."
             )
