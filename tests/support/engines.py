@@ -126,7 +126,10 @@ def generate(
     config = llm.llm_engine.vllm_config
     if is_medusa(config.speculative_config):
         tree = EngineOptions.of(config).tree
-        assert positions(llm) == min(tree.max_depth, tree.num_draft_tokens)
+        depth = min(tree.max_depth, tree.num_draft_tokens)
+        assert positions(llm) == depth
+        told = [output.spec_decode_metrics for result in results for output in result.outputs]
+        assert {len(each.histogram) for each in told if each is not None} <= {1 + depth}
     return results
 
 

@@ -63,7 +63,7 @@ class TreeCounters:
 
         """
         config = copy.copy(speculative_config)
-        config.num_speculative_tokens = depth_of(vllm_config)
+        config.num_speculative_tokens = EngineOptions.of(vllm_config).depth
         stock = type(logger)._spec_decoding_cls
         self._stock = stock(config, labelnames, per_engine_labelvalues, **more)
         self._steps = None
@@ -85,7 +85,7 @@ def _logging(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
         if is_medusa(vllm_config.speculative_config):
-            self.spec_decoding_logging = DepthLogging(depth_of(vllm_config))
+            self.spec_decoding_logging = DepthLogging(EngineOptions.of(vllm_config).depth)
 
     return __init__
 
@@ -125,9 +125,3 @@ class DepthLogging(SpecDecodingLogging):
             ", ".join(f"{sum(depth) / trees:.3f}" for depth in steps),
         )
         self.reset()
-
-
-def depth_of(vllm_config: Any) -> int:
-    """The most draft tokens that a step can accept of a request."""
-    tree = EngineOptions.of(vllm_config).tree
-    return min(tree.max_depth, tree.num_draft_tokens)

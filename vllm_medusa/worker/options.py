@@ -47,6 +47,11 @@ class EngineOptions:
     taus: tuple[float, ...] = ()  # tokens per step with 1, 2, .. draft nodes; empty: not known
 
     @property
+    def depth(self) -> int:
+        """The most draft tokens that a step can accept of a request."""
+        return min(self.tree.max_depth, self.tree.num_draft_tokens)
+
+    @property
     def max_rows(self) -> int | None:
         """Tokens of a step beyond which no drafts are added."""
         return self.budget["max_rows"] if isinstance(self.budget, dict) else None
@@ -122,8 +127,7 @@ def prepare(
         **(engine_args.additional_config or {}),
         KEY: options.to_dict(),
     }
-    if options.budget is not None:
-        _choose_scheduler(engine_args)
+    _choose_scheduler(engine_args, has_budget=options.budget is not None)
     acceptance = options.acceptance.model_dump(mode="json")  # for the front end
     if on_v2:
         from vllm_medusa.worker.v2.config import tree_speculative_config
@@ -258,11 +262,11 @@ def _choose_worker(parallel_config: Any, ours: str) -> None:
         )
 
 
-def _choose_scheduler(engine_args: Any) -> None:
-    """Run our scheduler, unless the user named one; theirs must then derive from ours."""
+def _choose_scheduler(engine_args: Any, *, has_budget: bool) -> None:
+    """Run our scheduler, unless the user named one; with a budget theirs must derive from ours."""
     if engine_args.scheduler_cls in (None, EITHER_SCHEDULER):
         engine_args.scheduler_cls = EITHER_SCHEDULER
-    elif not compat.derives_from(engine_args.scheduler_cls, SCHEDULER):
+    elif has_budget and not compat.derives_from(engine_args.scheduler_cls, SCHEDULER):
         raise MedusaConfigError(
             f"scheduler_cls is {engine_args.scheduler_cls!r}, which has no budget for dynamic "
             f"trees. Leave scheduler_cls out, derive yours from {SCHEDULER}, or name a static "

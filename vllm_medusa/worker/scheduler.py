@@ -25,7 +25,6 @@ import numpy.typing as npt
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -36,6 +35,7 @@ from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import cost_path, load_cost, save_cost
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.depths import DepthAsyncScheduler, DepthScheduler
 from vllm_medusa.worker.options import EngineOptions, absolute
 from vllm_medusa.worker.report import StepReport
 from vllm_medusa.worker.requests import GREEDY_BELOW
@@ -43,7 +43,7 @@ from vllm_medusa.worker.requests import GREEDY_BELOW
 _KEEP_EVERY = 60.0  # seconds, while it serves
 _KEEP_IDLE = 10.0  # seconds, when there is nothing to do: nobody says when an engine ends
 _WORTH_KEEPING = 50  # steps
-_LOG_EVERY = 10.0  # seconds
+_LOG_EVERY = 1e4  # ms of decoding
 _PREFILL_STEPS = 32  # of which share has a prefill
 
 
@@ -75,7 +75,6 @@ class Step:
 class _Seen:
     """What the log says of the decoding steps since the last time."""
 
-    since: float  # seconds
     steps: int = 0
     requests: int = 0
     nodes: int = 0
@@ -90,6 +89,11 @@ class _Seen:
         self.ms += ms
         self.predicted += float(predicted)
 
+    @property
+    def enough(self) -> bool:
+        """Whether to say it: after so much decoding, however long nothing was to do meanwhile."""
+        return self.ms > _LOG_EVERY
+
     def __str__(self) -> str:
         return (
             f"Medusa: {self.nodes / self.steps:.1f} draft nodes a step for "
@@ -99,7 +103,7 @@ class _Seen:
         )
 
 
-class TreeScheduler(Scheduler):
+class TreeScheduler(DepthScheduler):
     """Schedules as vLLM does, with the drafts that are worth their time."""
 
     outlook: type[Outlook] = Outlook  # what is expected of drafts
@@ -116,7 +120,7 @@ class TreeScheduler(Scheduler):
         fixed = isinstance(options.budget, int)
         self.budget = None if fixed else self._learned()
         self.dynamic_sd_lookup = _Counts(self)  # type: ignore[assignment]
-        self._seen = _Seen(time.perf_counter())
+        self._seen = _Seen()
         self._report = StepReport()
         self._step: Step | None = None
         self._last: Step | None = None  # whose time ends when the next one starts
@@ -273,9 +277,9 @@ class TreeScheduler(Scheduler):
             expected = self.budget.cost.ms(step.rows, step.requests, step.drafted)
             self._report.time(ms, expected)
             self._seen.add(step, ms, expected)
-            if step.started - self._seen.since > _LOG_EVERY:
+            if self._seen.enough:
                 compat.logger.info("%s", self._seen)
-                self._seen = _Seen(step.started)
+                self._seen = _Seen()
         self.budget.observe(step.rows, step.requests, step.drafted, ms)
 
     def _kind(self, req_id: str) -> int:
@@ -313,9 +317,13 @@ class TreeScheduler(Scheduler):
         budget.outlook.observe(survival, *told, np.array(kinds))
 
 
-def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:
+def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> DepthScheduler:
     """The scheduler that goes with how an engine schedules, which vLLM decides last of all."""
-    if not vllm_config.scheduler_config.async_scheduling:
+    ahead = vllm_config.scheduler_config.async_scheduling
+    if EngineOptions.of(vllm_config).budget is None:
+        kind = DepthAsyncScheduler if ahead else DepthScheduler
+        return kind(vllm_config, *args, **kwargs)
+    if not ahead:
         return TreeScheduler(vllm_config, *args, **kwargs)
     from vllm_medusa.worker.async_scheduler import TreeAsyncScheduler
 

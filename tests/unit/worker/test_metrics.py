@@ -116,7 +116,7 @@ def test_steps_of_dynamic_trees(target, random_heads, config, budget):
 
 
 def test_what_is_no_report_is_left_alone(target, random_heads, config):
-    """Engines with a static tree run vLLM's scheduler, whose list has its own meaning."""
+    """Engines with a static tree send vLLM's own list, which has its own meaning."""
     assert StepReport.of(SpecDecodingStats.new(20)) is None
     assert StepReport.of(SpecDecodingStats(20)) is None
     assert StepReport.of(SpecDecodingStats(20, num_draft_tokens_per_pos=[-1, 2])) is None

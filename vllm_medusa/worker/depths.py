@@ -1,0 +1,34 @@
+"""vLLM's schedulers, with what they tell of a request counted by depth.
+
+A step accepts a path of the tree, so a histogram of accepted tokens has a place for each depth and
+one for none; vLLM's has one for each draft token, which is one for each node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+from vllm.v1.request import Request
+
+from vllm_medusa.worker.options import EngineOptions
+
+
+class DepthScheduler(Scheduler):
+    """Schedules as vLLM does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._depth = EngineOptions.of(self.vllm_config).depth
+
+    def add_request(self, request: Request) -> None:
+        """Take in a request whose steps are counted by depth, if they are counted."""
+        super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._depth)
+
+
+class DepthAsyncScheduler(DepthScheduler, AsyncScheduler):
+    """Schedules a step ahead, as vLLM does."""
