@@ -160,7 +160,6 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["'vllm.v1.worker.cpu_worker.CPUWorker'", "derive"],
     ),
     "no_worker": ({"worker_cls": "no.such.Worker"}, ["'no.such.Worker'", "Leave worker_cls out"]),
-    "lora": ({"enable_lora": True}, ["LoRA", "untested", "Switch them off"]),
 }
 if not ON_V2:
     COMBINATIONS["async"] = ({"async_scheduling": True}, ["Switch it off", "MODEL_RUNNER=1"])

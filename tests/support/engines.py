@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.models import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -115,13 +116,16 @@ def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
 
 
 def generate(
-    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[Any]:
     """Answer requests as ``RequestOutput``; vLLM's metrics must count just what comes out."""
     before = counts(llm)
-    results = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-    )
+    asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    lora: Any = None if adapters is None else list(adapters)
+    results = llm.generate(asked, params, use_tqdm=False, lora_request=lora)
     assert_counted(added(before, counts(llm)), results)
     config = llm.llm_engine.vllm_config
     if is_medusa(config.speculative_config):

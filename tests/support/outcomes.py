@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.sample.sampler import Sampler
 
 from support.engines import Completion, Prompt, completion_of, generate
@@ -37,10 +38,13 @@ class Outcome:
 
 
 def outcomes(
-    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[Outcome]:
     """Run all requests at once."""
-    results = generate(llm, prompts, list(params))
+    results = generate(llm, prompts, list(params), adapters)
     return [
         Outcome(
             seed=None if param.seed is None else param.seed + number,
@@ -54,17 +58,20 @@ def outcomes(
 
 
 def steady_outcomes(
-    llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    adapters: Sequence[LoRARequest | None] | None = None,
 ) -> list[Outcome]:
     """Of plain vLLM, as a reference: outputs in which a draw was nearly a tie are marked.
 
     Such an output changes when the logits do by little more than two runs differ by (1e-5). On V2
     the few draws that are made are taken for no ties.
     """
-    results = outcomes(llm, prompts, params)
+    results = outcomes(llm, prompts, params, adapters)
     for seed in range(sized(2, 0)):
         with _jittered(5e-5, seed):
-            again = outcomes(llm, prompts, params)
+            again = outcomes(llm, prompts, params, adapters)
         results = [
             replace(result, steady=result.steady and result.tokens == other.tokens)
             for result, other in zip(results, again, strict=True)

@@ -15,6 +15,7 @@ SUITE = [  # a file's tests share an engine, so none is torn apart
     "tests/e2e/test_sampling.py::test_all_kinds_in_one_batch",
     "tests/e2e/test_sampling.py::test_bad_words",
     "tests/e2e/test_sampling.py::test_batch_invariance_of_a_seed",
+    "tests/e2e/test_adapters.py::test_adapters_in_one_batch",
     "tests/e2e/test_typical.py::test_equals_the_oracle",
     "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
     "tests/e2e/test_requests.py::test_good_options_are_no_error",

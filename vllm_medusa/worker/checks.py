@@ -110,8 +110,6 @@ def _unsupported(config: Any) -> Iterator[str]:
         )
     if cache.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill skips rows that a tree needs. Switch it off."
-    if config.lora_config is not None:
-        yield "LoRA adapters (enable_lora) are untested with trees. Switch them off."
 
 
 def _unsupported_on_v1(config: Any) -> Iterator[str]:

@@ -16,6 +16,7 @@ from vllm_medusa.tree import TreeTensors
 from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker import compat, sharding
+from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.options import EngineOptions
 
 
@@ -63,6 +64,7 @@ class MedusaDrafter:
         to its device.
         """
         self._target = target_model
+        self._adapted = adapted_heads(target_model)
         in_parts = sharding.num_ranks() > 1
         heads, info = load_heads(
             self.options.heads,
@@ -142,9 +144,10 @@ class MedusaDrafter:
         """[B, H] -> [B, K, V_draft], or this rank's part of the vocabulary."""
         whole = self._shard is None
         name = "compute_logits" if whole else "compute_logits_local"
-        return self.heads.compute_logits(
-            self.heads(hidden_states), getattr(self._target, name, None)
-        )
+        with adapters_left_out(self._adapted):
+            return self.heads.compute_logits(
+                self.heads(hidden_states), getattr(self._target, name, None)
+            )
 
     def _shard_of(self, heads: MedusaHeads) -> VocabShard | None:
         if not heads.shared_lm_head:
@@ -152,4 +155,5 @@ class MedusaDrafter:
         if heads.token_map is not None:  # its ids are strewn over the target's shards
             return None
         row = torch.zeros(1, heads.hidden_size, dtype=self.model_config.dtype, device=self.device)
-        return sharding.shard_of_target(self._target, row, heads.vocab_size)
+        with adapters_left_out(self._adapted):
+            return sharding.shard_of_target(self._target, row, heads.vocab_size)

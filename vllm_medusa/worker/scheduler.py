@@ -343,6 +343,7 @@ def costs_of(config: Any) -> dict[str, str]:
         "threads": f"{os.cpu_count()} {envs.VLLM_CPU_OMP_THREADS_BIND}",
         "ranks": str(parallel.tensor_parallel_size),
         "eager": str(model.enforce_eager),
+        "adapters": str(config.lora_config is not None),
         "runner": "V2" if compat.uses_v2_runner(parallel) else "V1",
         "vllm": installed_vllm()[1] or "",
     }

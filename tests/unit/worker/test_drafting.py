@@ -60,7 +60,8 @@ def test_five_heads_trained_and_three_used_cost_what_three_cost(
 
     monkeypatch.setattr(compat, "packed_linear", packed_linear)
     lm_head = torch.randn(VOCAB, HIDDEN)
-    target = SimpleNamespace(compute_logits=lambda rows: rows @ lm_head.T)
+    target = torch.nn.Module()
+    target.compute_logits = lambda rows: rows @ lm_head.T
     five = random_heads(5, 2, num_lm_heads=num_lm_heads)
     three = random_heads(3, 2, num_lm_heads=0)
     three.layers, three.lm_heads = five.layers[:3], five.lm_heads[:3]
@@ -94,7 +95,7 @@ def test_a_rank_s_device_never_holds_rows_of_others(ranks, loaded, rows, tmp_pat
     monkeypatch.setattr(sharding, "FEWEST_IDS", 1)
     write(tmp_path / "model.safetensors", random_heads(2, 1, num_lm_heads=2).spelled("vllm"))
     drafter = make_drafter(tmp_path, TokenTree.chain(2), "meta")  # in place of a GPU
-    drafter.load_model(SimpleNamespace())
+    drafter.load_model(torch.nn.Module())
     assert isinstance(drafter.heads, MedusaHeads)
     assert set(devices) == {loaded}
     assert {p.device.type for p in drafter.heads.parameters()} == {"meta"}
@@ -111,7 +112,7 @@ def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
         torch.nn.init.normal_(parameter)
     save_heads(tmp_path, heads)
     drafter = make_drafter(tmp_path, TokenTree.dense([3]))
-    drafter.load_model(SimpleNamespace())
+    drafter.load_model(torch.nn.Module())
     states = torch.randn(4, HIDDEN)
     logits = heads.compute_logits(heads(states), None)  # [B, K, 5]
     if in_parts:  # as the only rank of several

@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.drafting import MedusaDrafter
 from vllm_medusa.worker.options import is_medusa
 from vllm_medusa.worker.overrides import override
@@ -132,6 +133,7 @@ class TreeSpeculator(DraftModelSpeculator):
         start-up that has to find out if they don't fit.
         """
         rows = min(self.max_num_reqs * self.trees.num_nodes, len(hidden_states))
-        logits = self._target.compute_logits(hidden_states[:rows])
+        with adapters_left_out(adapted_heads(self._target)):
+            logits = self._target.compute_logits(hidden_states[:rows])
         part = logits[: get_max_chunk_logits(logits.shape[-1])]  # verified at a time, in fp32
         part.to(torch.float32, copy=True).softmax(-1)

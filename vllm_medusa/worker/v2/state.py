@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.worker.adapters import adapted_heads, name_rows
 from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.v2.platform import tree_backend
 from vllm_medusa.worker.v2.sampler import TreeSampler
@@ -55,6 +56,7 @@ class TreeModelState(DefaultModelState):
         super().initialize_kv_cache(kv_cache_config, block_tables)
         check_layers(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
         self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        self._adapted = adapted_heads(self.model)
 
     def prepare_attn(
         self,
@@ -87,6 +89,7 @@ class TreeModelState(DefaultModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Put the nodes where their depth says; their slots are fixed by now."""
         inputs = super().prepare_inputs(input_batch, req_states)
+        name_rows(self._adapted, input_batch.logits_indices)
         assert "positions" not in inputs, "models with positions of their own are refused"
         return {**inputs, "positions": self.trees.positions(input_batch)}
 

@@ -1,0 +1,88 @@
+"""LoRA adapters beside one another in a batch: plain vLLM's tokens, and drafts all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.engines import engine, medusa, metric, random_prompts
+from support.lora import RANK, save_adapter
+from support.models import HIDDEN, VOCAB
+from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
+from support.planted import planted_by_seed
+from support.runner import ON_V2, sized
+from support.spies import mean_accepted, recorded_steps
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+pytestmark = pytest.mark.engine
+
+TREE = [[0], [1], [0, 0], [1, 0], [1, 0, 0]]
+TOKENS = sized(28, 8)
+SHARED = random_prompts(sized(4, 1), VOCAB, shortest=40, longest=80, seed=41)
+# One slot more than adapters: on CPUs vLLM adds the last slot's to requests that have none.
+ENGINE: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK,
+    "enable_prefix_caching": True, "block_size": 32}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
+    """None, one of the layers, and one of the LM head as well."""
+    folder = tmp_path_factory.mktemp("adapters")
+    paths = [save_adapter(folder / str(i), seed=i, lm_head=i == 2) for i in (1, 2)]
+    return [None, *(LoRARequest(f"adapter {i}", i, path) for i, path in enumerate(paths, 1))]
+
+
+def requests(adapters: list[Any]) -> tuple[list[list[int]], list[SamplingParams], list[Any]]:
+    """Every prompt with every adapter, greedy and sampled; neighbours have other adapters."""
+    cases = [(prompt, heat, adapter) for prompt in SHARED for heat in (0.0, 0.9)
+             for adapter in adapters]  # fmt: skip
+    params = seeded(len(cases), 7000, max_tokens=TOKENS, logprobs=2)
+    for param, (_, heat, _) in zip(params, cases, strict=True):
+        param.temperature = heat
+    return [case[0] for case in cases], params, [case[2] for case in cases]
+
+
+@pytest.fixture(scope="module")
+def plain(chaotic_llama: str, adapters: list[Any]) -> list[Outcome]:
+    with engine(chaotic_llama, **ENGINE) as llm:
+        return steady_outcomes(llm, *requests(adapters))
+
+
+@pytest.fixture(scope="module")
+def llm(plain: object, chaotic_llama: str, random_heads: str) -> Iterator[LLM]:
+    with engine(chaotic_llama, medusa(random_heads, TREE), **ENGINE) as llm:
+        yield llm
+
+
+def test_adapters_in_one_batch(llm: LLM, plain: list[Outcome], adapters: list[Any]) -> None:
+    assert len({outcome.tokens for outcome in plain}) == len(plain)
+    with planted_by_seed(by_seed(plain), VOCAB), recorded_steps() as steps:
+        got = outcomes(llm, *requests(adapters))
+    assert_same(plain, got)
+    assert mean_accepted(steps) > 1.2
+    assert max(map(len, steps)) == len(plain)
+
+
+def test_cached_prefixes_belong_to_an_adapter(
+    llm: LLM, plain: list[Outcome], adapters: list[Any]
+) -> None:
+    """Same prompts again: each reads what its own adapter has written."""
+    before = metric(llm, "prefix_cache_hits")
+    with planted_by_seed(by_seed(plain), VOCAB):
+        got = outcomes(llm, *requests(adapters))
+    assert_same(plain, got)
+    assert metric(llm, "prefix_cache_hits") - before >= 32 * len(plain)
+
+
+def test_heads_draft_with_the_target_s_own_lm_head(llm: LLM) -> None:
+    """Rows of heads are no rows of the step, whose adapters the wrapped LM head would add."""
+    core: Any = llm.llm_engine.engine_core
+    runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+    drafter, target = (runner.speculator if ON_V2 else runner).drafter, runner.model
+    states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(6))
+    rows = drafter.heads(states)
+    own = target.logits_processor.base_layer(target.lm_head, rows.flatten(0, 1))
+    assert drafter._logits(states).flatten(0, 1).equal(own[:, :VOCAB])
