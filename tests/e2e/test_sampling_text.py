@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from support.demo import HEADS, TARGET, VOCAB, demo_prompts, tokenizer
@@ -13,20 +15,45 @@ from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, st
 from support.planted import planted_by_seed
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM, SamplingParams
+from vllm.reasoning import ReasoningParserManager
+from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_medusa.worker import grammar_scheduler
+from vllm_medusa.worker.grammar import fill_masks
 
 pytestmark = pytest.mark.engine
 
 WORDS = ["return", "self", "if not", "for i in", "import", "()", ":"]
+FOLLOWED = ["grammar", "greedy_grammar"]  # cases of one request for each of GRAMMARS
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer"}},
     "required": ["name", "size"],
 }
+CALL = {
+    "type": "object",
+    "properties": {
+        "function": {"enum": ["search", "open_file", "run_tests"]},
+        "arguments": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "recursive": {"type": "boolean"}},
+            "required": ["path", "recursive"],
+        },
+    },
+    "required": ["function", "arguments"],
+}
+TAG = {
+    "structures": [{"begin": "<call>", "schema": SCHEMA, "end": "</call>"}],
+    "triggers": ["<call>"],
+}
 GRAMMARS = {
     "choice": StructuredOutputsParams(choice=["positive", "negative", "neither of them"]),
     "regex": StructuredOutputsParams(regex=r"[a-z]{3,9}\.[0-9]{2,6} (yes|no)"),
     "json": StructuredOutputsParams(json=json.dumps(SCHEMA)),
+    "call": StructuredOutputsParams(json=json.dumps(CALL)),
+    "rules": StructuredOutputsParams(grammar='root ::= "SELECT " [a-z]+ (", " [a-z]+)* " FROM t"'),
+    "tag": StructuredOutputsParams(structural_tag=json.dumps(TAG)),
 }
 
 
@@ -43,12 +70,16 @@ def cases() -> dict[str, list[SamplingParams]]:
         "penalised": seeded(6, 3000, temperature=0.8, bad_words=WORDS[:2], repetition_penalty=1.2),
         "stop_text": seeded(6, 4000, temperature=0.8, stop=["\n\n", "):"], detokenize=True),
         "grammar": [
-            param
+            seeded(
+                1, 5000 + 10 * i, temperature=0.8, structured_outputs=grammar,
+                ignore_eos=False, detokenize=True, min_tokens=12 * (name == "choice"),
+            )[0]
+            for i, (name, grammar) in enumerate(GRAMMARS.items())
+        ],
+        "greedy_grammar": [
+            seeded(1, 6000 + 10 * i, temperature=0.0, structured_outputs=grammar,
+                   ignore_eos=False, logprobs=1)[0]
             for i, grammar in enumerate(GRAMMARS.values())
-            for param in seeded(
-                2, 5000 + 100 * i, temperature=0.8 * (i != 1), structured_outputs=grammar,
-                ignore_eos=False, detokenize=True, min_tokens=12 * (i == 0),
-            )
         ],
     }  # fmt: skip
 
@@ -70,12 +101,30 @@ def test_the_cases_do_something(plain: dict[str, list[Outcome]]) -> None:
     assert not any(word in text for text in texts["greedy_banned"] for word in ("return", "self"))
     assert any("return" in text or "self" in text for text in texts["sampled"])
     assert any(o.completion.stop_reason in ("\n\n", "):") for o in plain["stop_text"])
-    grammars = [text.removesuffix("</s>") for text in texts["grammar"]]
-    assert set(grammars[:2]) <= {"positive", "negative", "neither of them"}
-    assert all(re.fullmatch(r"[a-z]{3,9}\.[0-9]{2,6} (yes|no)", text) for text in grammars[2:4])
+    for name in FOLLOWED:
+        assert sum(o.completion.finish_reason == "stop" for o in plain[name]) >= 3
+    assert_valid([o for name in FOLLOWED for o in plain[name]])
 
 
-@pytest.mark.parametrize("name", [name for name in cases() if name != "grammar"])
+def assert_valid(results: list[Outcome]) -> None:
+    """What ended follows its grammar; in the order of `GRAMMARS`, over and over."""
+    for name, outcome in zip(itertools.cycle(GRAMMARS), results, strict=False):
+        text = tokenizer().decode(outcome.tokens).removesuffix("</s>")
+        if outcome.completion.finish_reason != "stop":
+            assert outcome.completion.finish_reason == "length"
+        elif name == "choice":
+            assert text in ("positive", "negative", "neither of them")
+        elif name == "regex":
+            assert re.fullmatch(r"[a-z]{3,9}\.[0-9]{2,6} (yes|no)", text)
+        elif name == "json":
+            assert set(json.loads(text)) == set(SCHEMA["required"])
+        elif name == "call":
+            assert json.loads(text)["function"] in ("search", "open_file", "run_tests")
+        elif name == "rules":
+            assert re.fullmatch(r"SELECT [a-z]+(, [a-z]+)* FROM t", text)
+
+
+@pytest.mark.parametrize("name", [name for name in cases() if name not in FOLLOWED])
 def test_trained_heads(
     llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]], name: str
 ) -> None:
@@ -95,21 +144,86 @@ def test_planted(
     assert mean_accepted(steps) > 1.0
 
 
-def test_grammars_beside_drafts(
-    llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]]
-) -> None:
-    """A request that follows a grammar gets no drafts; the others in its batch do."""
-    names = ["grammar", "sampled", "banned"]
+def run_grammars(
+    llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]], names: Sequence[str]
+) -> float:
+    """Requests with grammars and without in one batch: plain vLLM's tokens; returns tau."""
     params = [param for name in names for param in cases()[name]]
+    expected = [o for name in names for o in plain[name]]
     with recorded_steps() as steps:
-        got = outcomes(llm, prompts * 3, params)
-    assert_same([o for name in names for o in plain[name]], got)
-    assert any(len({row.is_tree for row in step}) == 2 for step in steps)
-    alone = outcomes_steps(llm, prompts, cases()["grammar"])
-    assert not any(row.is_tree for step in alone for row in step)
+        got = outcomes(llm, prompts * len(names), params)
+    assert_same(expected, got)
+    assert_valid(got[: len(FOLLOWED) * len(GRAMMARS)])
+    return 1 + mean_accepted(steps)
 
 
-def outcomes_steps(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list:
-    with recorded_steps() as steps:
-        outcomes(llm, prompts, params)
-    return steps
+def test_grammars(llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]]) -> None:
+    """Every node has the mask of its own path, in batches with unconstrained requests too."""
+    assert run_grammars(llm, plain, prompts, FOLLOWED) > 1.8
+    run_grammars(llm, plain, prompts, [*FOLLOWED, "sampled", "banned"])
+
+
+def of_the_parent(
+    grammar: Any, masks: Any, root: int, token_ids: Sequence[int], parents: Sequence[int]
+) -> None:
+    """Every node has its parent's mask."""
+    fill_masks(grammar, masks, root, token_ids, parents)
+    rows = masks[root : root + 1 + len(parents)].clone()
+    masks[root + 1 : root + 1 + len(parents)] = rows[list(parents)]
+
+
+def of_the_chain(
+    grammar: Any, masks: Any, root: int, token_ids: Sequence[int], parents: Sequence[int]
+) -> None:
+    """Masks as if the nodes were a chain."""
+    fill_masks(grammar, masks, root, token_ids, range(len(parents)))
+
+
+@pytest.mark.parametrize("control", [of_the_parent, of_the_chain], ids=lambda f: f.__name__)
+def test_masks_of_other_nodes_change_tokens(
+    llm: LLM,
+    plain: dict[str, list[Outcome]],
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    control: Any,
+) -> None:
+    monkeypatch.setattr(grammar_scheduler, "fill_masks", control)
+    with pytest.raises(AssertionError):
+        run_grammars(llm, plain, prompts, FOLLOWED)
+
+
+def test_grammars_on_dynamic_trees(
+    plain: dict[str, list[Outcome]], prompts: list[list[int]]
+) -> None:
+    """Few rows a step, so that drafts are cut, and requests wait with theirs."""
+    config = {"method": "medusa", "model": HEADS, "budget": 10}
+    small = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "enable_chunked_prefill": True}
+    with engine(TARGET, config, skip_tokenizer_init=False, **small) as llm:
+        assert run_grammars(llm, plain, prompts, [*FOLLOWED, "sampled"]) > 1.3
+
+
+class UntilColon(BaseThinkingReasoningParser):
+    """The target has no token for the end of its thoughts; a colon will do."""
+
+    start_token, end_token = "def", ":"  # type: ignore[assignment]
+
+
+def test_grammars_that_begin_after_reasoning() -> None:
+    """A step never goes on behind the token that ends the reasoning: the grammar begins there."""
+    ReasoningParserManager.register_module("until_colon", True, UntilColon)
+    options = {
+        "skip_tokenizer_init": False,
+        "structured_outputs_config": {"reasoning_parser": "until_colon"},
+    }
+    prompts, grammars = demo_prompts(4, 16), itertools.cycle(GRAMMARS.values())
+    params = [
+        seeded(1, 7000 + i, temperature=0.0, structured_outputs=next(grammars), max_tokens=30)[0]
+        for i in range(len(prompts))
+    ]
+    with engine(TARGET, **options) as llm:
+        expected = outcomes(llm, prompts, params)
+    with engine(TARGET, medusa(HEADS, "heads"), **options) as llm, recorded_steps() as steps:
+        assert_same(expected, outcomes(llm, prompts, params))
+    assert mean_accepted(steps) > 0.5
+    texts = [tokenizer().decode(outcome.tokens) for outcome in expected]
+    assert any(re.search(":(positive|negative|neither)", text) for text in texts)

@@ -61,6 +61,15 @@ USED = {  # attributes that are read, set or shadowed: how their class mentions 
     ("vllm.v1.core.sched.scheduler", "Scheduler"): {
         "num_spec_tokens_to_schedule = self.dynamic_sd_lookup[len(num_scheduled_tokens)]",
         "self._update_after_schedule(scheduler_output)",
+        "request.spec_token_ids = self.structured_output_manager.validate_tokens(",
+    },
+    ("vllm.v1.structured_output", "StructuredOutputManager"): {
+        "def _get_constraint_bounds(", "self.tokenizer = ", "self.backend = ",
+        "Returns `len(spec_tokens) + 1` if no token should be constrained",
+    },
+    ("vllm.v1.structured_output.backend_types", "StructuredOutputGrammar"): {
+        "def accept_tokens(self, request_id: str, tokens: list[int]) -> bool", "def rollback(",
+        "def validate_tokens(", "def fill_bitmask(", "def is_terminated(",
     },
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"): {
         "request.spec_token_ids = self._spec_token_placeholders",
@@ -100,6 +109,9 @@ OVERRIDES = {
         "prepare_dummy_inputs", "custom_sampler", "postprocess_state",
     },
     "TreeSampler": {"__init__", "__call__"},
+    "GrammarScheduler": {
+        "schedule", "update_from_output", "update_draft_token_ids", "get_grammar_bitmask",
+    },
     "TreeScheduler": {
         "schedule", "update_from_output", "make_stats", "update_draft_token_ids", "shutdown",
     },

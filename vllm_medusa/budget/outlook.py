@@ -19,7 +19,7 @@ from vllm_medusa.budget.cost import Floats
 
 Kinds = int | npt.NDArray[np.integer]
 
-KINDS = 2  # of requests; whoever observes says which is which
+KINDS = 4  # of requests; whoever observes says which is which
 _OCTAVES, _PARTS = 10, 4  # of survivals from 1 down to 1/1024, and bins of each
 _BUCKETS = 6  # of the correction, an octave each; the last has all below
 _WINDOW = 512.0  # requests' steps by which survivals are known

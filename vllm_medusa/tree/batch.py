@@ -120,6 +120,26 @@ class TreeBatch:
             ancestors=self.ancestors[requests],
         )
 
+    def with_trees(self, requests: Tensor, parents: Tensor, num_nodes: Tensor) -> TreeBatch:
+        """The same batch, with other trees for some requests.
+
+        Args:
+            requests: int64 [Q].
+            parents: int64 [Q, N] of their nodes, -1 for the root and padding; no deeper than
+                `max_depth`.
+            num_nodes: integer [Q].
+
+        """
+        ancestors = dense_ancestors(parents)  # [Q, N, N]
+        return replace(
+            self,
+            num_nodes=self.num_nodes.index_copy(0, requests, num_nodes),
+            parents=self.parents.index_copy(0, requests, parents),
+            depths=self.depths.index_copy(0, requests, ancestors.sum(-1) - 1),
+            ancestor_bits=self.ancestor_bits.index_copy(0, requests, pack_ancestors(ancestors)),
+            ancestors=self.ancestors.index_copy(0, requests, ancestors),
+        )
+
     @property
     def batch_size(self) -> int:
         """B."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request
@@ -28,7 +27,3 @@ class DepthScheduler(Scheduler):
         super().add_request(request)
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._depth)
-
-
-class DepthAsyncScheduler(DepthScheduler, AsyncScheduler):
-    """Schedules a step ahead, as vLLM does."""

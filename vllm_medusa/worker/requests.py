@@ -10,6 +10,7 @@ from vllm_medusa.tree.forms import shown
 from vllm_medusa.worker.options import is_medusa
 from vllm_medusa.worker.overrides import override
 
+CANDIDATES = 4  # for each draft of a request whose grammar will choose
 GREEDY_BELOW = 1e-5  # vLLM's own bound below which a temperature means greedy
 
 
@@ -46,10 +47,11 @@ def _validate(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def follows_grammar(params: Any) -> bool:
-    """Whether a request's output is structured, and so gets no drafts.
+    """Whether a request's output is structured, so that the scheduler chooses its drafts.
 
     ``params`` are its ``SamplingParams``, or None. vLLM walks a grammar along the drafts as if they
-    were a chain, so of its masks only the first, the root's, is right for a tree.
+    were a chain, so of its masks only the first, the root's, is right for a tree;
+    `GrammarScheduler` makes the others.
     """
     return params is not None and params.structured_outputs is not None
 

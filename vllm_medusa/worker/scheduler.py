@@ -16,7 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
@@ -35,23 +36,16 @@ from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import cost_path, load_cost, save_cost
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.depths import DepthAsyncScheduler, DepthScheduler
+from vllm_medusa.worker.grammar_scheduler import GrammarAsyncScheduler, GrammarScheduler
 from vllm_medusa.worker.options import EngineOptions, absolute
 from vllm_medusa.worker.report import StepReport
-from vllm_medusa.worker.requests import GREEDY_BELOW
+from vllm_medusa.worker.requests import GREEDY_BELOW, follows_grammar
 
 _KEEP_EVERY = 60.0  # seconds, while it serves
 _KEEP_IDLE = 10.0  # seconds, when there is nothing to do: nobody says when an engine ends
 _WORTH_KEEPING = 50  # steps
 _LOG_EVERY = 1e4  # ms of decoding
 _PREFILL_STEPS = 32  # of which share has a prefill
-
-
-@dataclass
-class TreeDrafts(DraftTokenIds):
-    """What a worker with dynamic trees sends: vLLM's drafts, and what they are worth."""
-
-    survival: list[list[float]] = field(default_factory=list)  # of each draft, not increasing
 
 
 def worth_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
@@ -103,7 +97,7 @@ class _Seen:
         )
 
 
-class TreeScheduler(DepthScheduler):
+class TreeScheduler(GrammarScheduler, Scheduler):
     """Schedules as vLLM does, with the drafts that are worth their time."""
 
     outlook: type[Outlook] = Outlook  # what is expected of drafts
@@ -192,6 +186,13 @@ class TreeScheduler(DepthScheduler):
         """Cut the drafts to what the next step verifies."""
         req_ids, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
         survival = getattr(draft_token_ids, "survival", None) or [[] for _ in drafts]
+        chosen = self.choose(draft_token_ids)
+        if chosen:
+            places = [index for index, req_id in enumerate(req_ids) if req_id in chosen]
+            drafts, survival = list(drafts), list(survival)
+            for index in places:
+                own = chosen[req_ids[index]]
+                drafts[index], survival[index] = own.token_ids, own.survival
         free, has_prefill = self._next_rows()
         if any(drafts):
             worth: Sequence[Sequence[float] | Floats] = survival
@@ -208,7 +209,7 @@ class TreeScheduler(DepthScheduler):
             drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
         self._report.chosen = sum(map(len, drafts))
         self._survival = dict(zip(req_ids, survival, strict=True))
-        super().update_draft_token_ids(DraftTokenIds(req_ids, drafts))
+        self.offer(req_ids, drafts, chosen)
 
     def shutdown(self) -> None:
         """Keep what was learned; the rest is vLLM's."""
@@ -283,10 +284,11 @@ class TreeScheduler(DepthScheduler):
         self.budget.observe(step.rows, step.requests, step.drafted, ms)
 
     def _kind(self, req_id: str) -> int:
-        """Of a request, see `Outlook`: greedy or sampled."""
+        """Of a request, see `Outlook`: greedy or sampled, with a grammar or without."""
         request = self.requests.get(req_id)
         params = None if request is None else request.sampling_params
-        return int(params is None or params.temperature >= GREEDY_BELOW)
+        sampled = params is None or params.temperature >= GREEDY_BELOW
+        return int(sampled) + 2 * follows_grammar(params)
 
     def _learn_acceptance(self, budget: NodeBudget, step: Step, output: Any) -> None:
         """Compare what was accepted with the survivals of all that was drafted.
@@ -317,11 +319,11 @@ class TreeScheduler(DepthScheduler):
         budget.outlook.observe(survival, *told, np.array(kinds))
 
 
-def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> DepthScheduler:
+def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> GrammarScheduler:
     """The scheduler that goes with how an engine schedules, which vLLM decides last of all."""
     ahead = vllm_config.scheduler_config.async_scheduling
     if EngineOptions.of(vllm_config).budget is None:
-        kind = DepthAsyncScheduler if ahead else DepthScheduler
+        kind = GrammarAsyncScheduler if ahead else GrammarScheduler
         return kind(vllm_config, *args, **kwargs)
     if not ahead:
         return TreeScheduler(vllm_config, *args, **kwargs)

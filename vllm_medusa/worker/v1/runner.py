@@ -7,6 +7,7 @@ tree's part of it), the forward pass, `_sample` (verify, then compact the KV cac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeBatch
 from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
+from vllm_medusa.worker.grammar import Candidates
+from vllm_medusa.worker.grammar_scheduler import TreeDrafts, tree_parents
 from vllm_medusa.worker.options import EngineOptions
-from vllm_medusa.worker.requests import follows_grammar
-from vllm_medusa.worker.scheduler import TreeDrafts
+from vllm_medusa.worker.requests import CANDIDATES, follows_grammar
 from vllm_medusa.worker.v1.requests import TypicalRequests
 from vllm_medusa.worker.v1.topologies import Topologies
 from vllm_medusa.worker.v1.verification import TreeVerifier
@@ -41,6 +43,8 @@ class MedusaModelRunner(CPUModelRunner):
         self._verifier = TreeVerifier(self.sampler)
         self._topologies: Topologies | None = None  # None: one static tree
         self._survival: dict[str, list[float]] = {}  # of the drafts on their way to the scheduler
+        self._candidates: dict[str, Candidates] = {}  # on their way too, see `follows_grammar`
+        self._told: Mapping[str, list[int]] = {}  # parents of the step's drafts, from the scheduler
         self._step: TreeStep | None = None  # None: no request has drafts, as in plain vLLM
         self._verdict: Verdict | None = None
 
@@ -62,6 +66,7 @@ class MedusaModelRunner(CPUModelRunner):
         self._step = None
         if not any(spec_metadata.num_draft_tokens):
             return prepared
+        self._told = tree_parents(scheduler_output)
         num_nodes = np.asarray(spec_metadata.num_draft_tokens, dtype=np.int64) + 1
         step = TreeStep.build(self._trees, num_nodes, logits_indices, self.input_ids.gpu)
         base = self.seq_lens[: step.batch_size] - step.tree.num_nodes
@@ -106,9 +111,9 @@ class MedusaModelRunner(CPUModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        """Draft from the last accepted node of every request that goes on and may be drafted for.
+        """Draft from the last accepted node of every request that goes on.
 
-        Requests that follow a grammar may not be, see `follows_grammar`.
+        For those that follow a grammar it is the scheduler that chooses, see `follows_grammar`.
         """
         step, verdict = self._step, self._verdict
         self._step = self._verdict = None
@@ -118,13 +123,17 @@ class MedusaModelRunner(CPUModelRunner):
         limit = scheduler_output.num_spec_tokens_to_schedule
         if self._topologies is not None:
             return self._grow(hidden, sampled_token_ids, limit)
-        drafts = self.drafter.propose(hidden).tolist()
-        return [
-            draft[:limit] if tokens and not follows_grammar(self._params(req_id)) else []
-            for draft, tokens, req_id in zip(
-                drafts, sampled_token_ids, self.input_batch.req_ids, strict=True
-            )
-        ]
+        proposal = self.drafter.propose(hidden)[:, :limit]
+        parents = self.drafter.tree.parents[1 : limit + 1].tolist()
+        drafts = []
+        for req_id, draft, tokens in zip(
+            self.input_batch.req_ids, proposal.tolist(), sampled_token_ids, strict=True
+        ):
+            chosen_later = follows_grammar(self._params(req_id))
+            if tokens and draft and chosen_later:
+                self._candidates[req_id] = Candidates(draft, parents)
+            drafts.append([] if chosen_later or not tokens else draft)
+        return drafts
 
     def _grow(self, hidden_states: Tensor, sampled_token_ids: Any, limit: int) -> list[list[int]]:
         """Dynamic trees of at most ``limit`` drafts, for the requests that have a use for them."""
@@ -139,31 +148,39 @@ class MedusaModelRunner(CPUModelRunner):
         chosen = [index for index, depth in enumerate(useful) if depth > 0]
         if limit < 1 or not chosen:
             return drafts
-        max_depth = torch.tensor([useful[index] for index in chosen])
-        width = min(limit + 1, topologies.pool.num_nodes)
-        proposal = self.drafter.grow(hidden_states[chosen], width, max_depth)
         names = [req_ids[index] for index in chosen]
+        chosen_later = {name for name in names if follows_grammar(self._params(name))}
+        most = CANDIDATES * limit if chosen_later else limit
+        width = min(most + 1, topologies.pool.num_nodes)
+        max_depth = torch.tensor([useful[index] for index in chosen])
+        proposal = self.drafter.grow(hidden_states[chosen], width, max_depth)
         topologies.keep(names, proposal.order, self.requests)
         counts = proposal.num_nodes.tolist()
         tokens, survival = proposal.token_ids.tolist(), proposal.log_survival.exp().tolist()
-        for row, (index, count) in enumerate(zip(chosen, counts, strict=True)):
-            drafts[index] = tokens[row][1:count]
-            self._survival[req_ids[index]] = survival[row][1:count]
+        for row, (index, name) in enumerate(zip(chosen, names, strict=True)):
+            if name in chosen_later:
+                kept = slice(1, counts[row])
+                parents = topologies.parents(name, counts[row])
+                self._candidates[name] = Candidates(tokens[row][kept], parents, survival[row][kept])
+            else:
+                kept = slice(1, min(counts[row], limit + 1))
+                drafts[index], self._survival[name] = tokens[row][kept], survival[row][kept]
         return drafts
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts for the scheduler; dynamic ones with their survivals."""
         drafts = super().take_draft_token_ids()
-        if drafts is None or self._topologies is None:
-            return drafts
+        if drafts is None:
+            return None
         survival = [self._survival.get(req_id, []) for req_id in drafts.req_ids]
-        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival)
+        candidates, self._candidates = self._candidates, {}
+        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival, candidates)
 
     def _useful_depth(self, req_id: str) -> int:
         """How deep a node can be and still give a token that the request keeps; 0: no drafts."""
         request = self.requests[req_id]
         params = request.sampling_params
-        if params is None or follows_grammar(params):
+        if params is None:
             return 0
         length = request.num_prompt_tokens + len(request.output_token_ids)
         left = self.max_model_len - length
@@ -172,10 +189,22 @@ class MedusaModelRunner(CPUModelRunner):
         return left - 1  # the step's last token needs no node
 
     def _trees(self, width: int, num_nodes: Tensor) -> TreeBatch:
-        """The topologies that the step verifies."""
+        """The topologies that the step verifies; the scheduler's where it chose."""
+        req_ids, told = self.input_batch.req_ids, self._told
+        chosen = [row for row, req_id in enumerate(req_ids) if req_id in told]
+        counts = num_nodes.index_fill(0, torch.tensor(chosen), 1) if chosen else num_nodes
         if self._topologies is None:
-            return self.drafter.tree.batch(width, num_nodes)
-        return self._topologies.trees(self.input_batch.req_ids, width, num_nodes)
+            batch = self.drafter.tree.batch(width, counts)
+        else:
+            batch = self._topologies.trees(req_ids, width, counts)
+        if not chosen:
+            return batch
+        parents = torch.full((len(chosen), width), -1)
+        for place, row in enumerate(chosen):
+            own = told[req_ids[row]]
+            parents[place, 1 : 1 + len(own)] = torch.tensor(own)
+        index = torch.tensor(chosen)
+        return batch.with_trees(index, parents, num_nodes[index])
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """The heads take no positions; the scheduler cuts drafts at max_model_len by request."""

@@ -22,6 +22,7 @@ class Topologies:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self._orders: dict[str, np.ndarray] = {}  # int64 [N], see `Pool.trees`
+        self._parents = pool.tensors.parents.numpy()  # int64 [M]
 
     def keep(self, req_ids: Sequence[str], order: Tensor, alive: Container[str]) -> None:
         """Keep new proposals, int64 [B, N]; forget requests that are not ``alive``."""
@@ -32,6 +33,13 @@ class Topologies:
     def nodes(self, req_id: str, num_nodes: int) -> np.ndarray:
         """int64 [num_nodes]: the pool's nodes in the first part of a request's tree."""
         return self._orders[req_id][:num_nodes]
+
+    def parents(self, req_id: str, num_nodes: int) -> list[int]:
+        """The parent of each draft in the first part of a request's tree."""
+        order = self.nodes(req_id, num_nodes)
+        place = np.zeros(self.pool.num_nodes, dtype=np.int64)
+        place[order] = np.arange(num_nodes)
+        return place[self._parents[order[1:]]].tolist()
 
     def trees(self, req_ids: Sequence[str], width: int, num_nodes: Tensor) -> TreeBatch:
         """The trees of requests whose ``num_nodes`` (int64 [B]) are 1 for lone roots."""

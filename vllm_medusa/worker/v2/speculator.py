@@ -17,9 +17,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.drafting import MedusaDrafter
+from vllm_medusa.worker.grammar_scheduler import TreeDrafts
 from vllm_medusa.worker.options import is_medusa
 from vllm_medusa.worker.overrides import override
-from vllm_medusa.worker.scheduler import TreeDrafts, worth_of
+from vllm_medusa.worker.scheduler import worth_of
 from vllm_medusa.worker.v2.state import tree_model_state
 from vllm_medusa.worker.v2.trees import Trees
 

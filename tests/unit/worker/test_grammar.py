@@ -1,0 +1,147 @@
+"""Grammars along branches, with xgrammar and the demo's words: every node has its own state."""
+
+import json
+import random
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch
+import xgrammar as xgr
+from support.demo import VOCAB, tokenizer
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+from vllm_medusa.worker.grammar import (
+    Candidates,
+    allows,
+    among_few,
+    choose,
+    few_tokens,
+    fill_masks,
+)
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["one", "other"]}, "size": {"type": "integer"}},
+    "required": ["kind", "size"],
+}
+TEXT = '{"kind": "other", "size": 12}'
+WORDS = VOCAB // 32
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return xgr.GrammarCompiler(xgr.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def schema(compiler):
+    return compiler.compile_json_schema(json.dumps(SCHEMA))
+
+
+def at(compiled, tokens):
+    """A grammar that has accepted ``tokens``; None if it does not."""
+    grammar = XgrammarGrammar(
+        vocab_size=VOCAB, matcher=xgr.GrammarMatcher(compiled, max_rollback_tokens=64), ctx=compiled
+    )
+    if grammar.validate_tokens(tokens) != tokens:
+        return None
+    grammar.accept_tokens("", tokens)
+    return grammar
+
+
+def mask_of(grammar):
+    mask = xgr.allocate_token_bitmask(1, VOCAB)
+    if not grammar.is_terminated():
+        grammar.fill_bitmask(mask, 0)
+    return mask[0]
+
+
+def random_drafts(rng, num_nodes, text):
+    """A tree in which some paths begin as the text does; siblings differ."""
+    tokens, parents, paths, depth = [], [], {()}, [0]
+    while len(tokens) < num_nodes:
+        parent = rng.randrange(len(tokens) + 1)
+        token = text[depth[parent]] if rng.random() < 0.6 else rng.choice([*text, 3, 7])
+        if (parent, token) not in paths and depth[parent] + 1 < len(text):
+            paths.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+            depth.append(depth[parent] + 1)
+    return Candidates(tokens, parents)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_mask_is_that_of_the_path(schema, seed):
+    rng, text = random.Random(seed), tokenizer().encode(TEXT, add_special_tokens=False)
+    begun = text[: seed * 3]
+    drafts = random_drafts(rng, 40, text[len(begun) :])
+    grammar, masks = at(schema, begun), xgr.allocate_token_bitmask(50, VOCAB)
+    root = masks[5] = mask_of(grammar)
+    fill_masks(grammar, masks, 5, drafts.token_ids, drafts.parents)
+    live = 0
+    for node in range(1, 41):
+        there = at(schema, begun + drafts.path(node))
+        live += there is not None
+        expected = torch.full_like(root, -1) if there is None else mask_of(there)
+        assert torch.equal(masks[5 + node], expected)
+    assert 2 < live < 40
+    assert torch.equal(mask_of(grammar), root)  # it is where it was
+    assert (masks[46:] == -1).all() and (masks[:5] == -1).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_only_allowed_drafts_are_chosen(schema, seed):
+    rng, text = random.Random(seed), tokenizer().encode(TEXT, add_special_tokens=False)
+    begun = text[: seed * 3]
+    drafts = random_drafts(rng, 40, text[len(begun) :])
+    grammar = at(schema, begun)
+    chosen = choose(
+        grammar, drafts, 5, xgr.allocate_token_bitmask(1, VOCAB), tokenizer().convert_ids_to_tokens
+    )
+    found = {tuple(chosen.path(node)) for node in range(1, 1 + len(chosen.parents))}
+    assert len(found) == len(chosen.parents)
+    assert all(at(schema, [*begun, *path]) for path in found)
+    given = {tuple(drafts.path(node)) for node in range(1, 41)}
+    assert {path for path in given if len(path) <= 5 and at(schema, [*begun, *path])} <= found
+    assert all(parent < node for node, parent in enumerate(chosen.parents, 1))
+    assert chosen.survival == sorted(chosen.survival, reverse=True)
+    assert max(len(path) for path in found) <= 5
+    assert torch.equal(mask_of(grammar), mask_of(at(schema, begun)))
+
+
+def test_what_is_forced_is_drafted_without_heads(compiler):
+    """To the end token, below which there is nothing."""
+    compiled = compiler.compile_regex("return self")
+    spell, row = tokenizer().convert_ids_to_tokens, xgr.allocate_token_bitmask(1, VOCAB)
+    chosen = choose(at(compiled, []), Candidates([], []), 9, row, spell)
+    best, node = [], 0
+    while node in chosen.parents:
+        node = 1 + chosen.parents.index(node)  # its surest child
+        best.append(chosen.token_ids[node - 1])
+    assert tokenizer().decode(best) == "return self</s>"
+    assert best[-1] == tokenizer().eos_token_id
+    assert choose(at(compiled, best), Candidates([5], [0]), 9, row, spell).token_ids == []
+    assert choose(at(compiled, best[:-1]), Candidates([], []), 9, row, spell) == Candidates(
+        best[-1:], [0], [1.0]
+    )
+
+
+def test_chances_among_few_tokens():
+    def spell(tokens):
+        return ["ab", "a", "x"][: len(tokens)]
+
+    assert among_few([4], [0.0], spell) == [1.0]
+    longest, part, other = among_few([4, 5, 6], [0.0, 0.0, 0.0], spell)
+    assert longest == other > part > 0 and longest + part + other == pytest.approx(1)
+    assert among_few([4, 5, 6], [0.0, 0.0, 0.3], spell)[2] > other
+
+
+def test_few_tokens_are_found():
+    mask = torch.zeros(WORDS, dtype=torch.int32)
+    mask[0], mask[3] = 1 << 4, -(1 << 31)
+    assert few_tokens(mask.numpy()) == [4, 3 * 32 + 31]
+    assert allows(mask.numpy(), 127) and not allows(mask.numpy(), 126)
+    assert not allows(torch.full_like(mask, -1).numpy(), -1)
+    mask[7] = -1
+    assert few_tokens(mask.numpy()) is None

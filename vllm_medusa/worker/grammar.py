@@ -1,0 +1,183 @@
+"""Grammars along the branches of a draft tree: which nodes they allow, and every node's mask.
+
+A grammar is vLLM's: it has one state, which moves down a path by accepted tokens and back up by
+rolling back. Nodes of a tree are parents first; the root is node 0, draft i is node i + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+_NAME = "draft"  # of a request, for vLLM's errors
+_FEW = 16  # allowed tokens all of which are drafted
+_LONGEST = 0.85  # chance of the tokens that no other of the few begins with
+_SURE = 0.05  # survival from which on the allowed tokens are looked at
+
+Spell = Callable[[Sequence[int]], Sequence[str]]  # token ids to their texts
+
+
+@dataclass
+class Candidates:
+    """Drafts of a request, parents first and best first."""
+
+    token_ids: list[int]
+    parents: list[int]  # of each: its parent's node, 0 for the root
+    survival: list[float] = field(default_factory=list)  # of each, if trees are dynamic
+
+    def first(self, num_drafts: int) -> Candidates:
+        """The best ``num_drafts`` of them."""
+        most = slice(num_drafts)
+        return Candidates(self.token_ids[most], self.parents[most], self.survival[most])
+
+    def subset(self, kept: Sequence[int]) -> Candidates:
+        """Only the nodes ``kept``; of each its parent comes before it."""
+        place = {0: 0} | {node: index for index, node in enumerate(kept, 1)}
+        return Candidates(
+            [self.token_ids[node - 1] for node in kept],
+            [place[self.parents[node - 1]] for node in kept],
+            [self.survival[node - 1] for node in kept] if self.survival else [],
+        )
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from below the root to a node."""
+        tokens: list[int] = []
+        while node:
+            tokens.append(self.token_ids[node - 1])
+            node = self.parents[node - 1]
+        return tokens[::-1]
+
+
+def children_of(parents: Sequence[int]) -> list[list[int]]:
+    """The children of every node, root included."""
+    children: list[list[int]] = [[] for _ in range(1 + len(parents))]
+    for node, parent in enumerate(parents, 1):
+        children[parent].append(node)
+    return children
+
+
+def choose(
+    grammar: StructuredOutputGrammar,
+    drafts: Candidates,
+    max_depth: int,
+    mask: Tensor,  # int32 [1, ceil(V / 32)], to write into
+    spell: Spell,
+) -> Candidates:
+    """The drafts that the grammar allows, and those that it all but forces, best first.
+
+    Where only a few tokens are allowed, all of them are drafted, so a forced run is a chain. Below
+    the end of the grammar there is nothing: the request ends there.
+    """
+    given = [1.0, *(drafts.survival or _falling(len(drafts.parents)))]
+    children, row = children_of(drafts.parents), mask.numpy()[0]
+    found = Candidates([], [], [])
+
+    def options(node: int | None, survival: float) -> list[tuple[int, int | None, float]]:
+        """Token, node of ``drafts`` and chance of each child that a node can have."""
+        below = [] if node is None else children[node]
+        known = {drafts.token_ids[child - 1]: child for child in below}
+        chances = {t: given[child] / max(given[node or 0], 1e-9) for t, child in known.items()}
+        if survival < _SURE:
+            return [
+                (token, child, chances[token])
+                for token, child in known.items()
+                if grammar.validate_tokens([token])
+            ]
+        grammar.fill_bitmask(mask, 0)
+        few = few_tokens(row)
+        if few is None:
+            return [(t, child, chances[t]) for t, child in known.items() if allows(row, t)]
+        chance = among_few(few, [chances.get(token, 0.0) for token in few], spell)
+        return [(t, known.get(t), p) for t, p in zip(few, chance, strict=True)]
+
+    def descend(node: int | None, new: int, survival: float, depth: int) -> None:
+        for token, child, chance in options(node, survival):
+            found.token_ids.append(token)
+            found.parents.append(new)
+            found.survival.append(survival * min(chance, 1.0))
+            place, worth = len(found.parents), found.survival[-1]
+            goes_on = worth >= _SURE or (child is not None and children[child])
+            if depth < max_depth and goes_on and grammar.accept_tokens(_NAME, [token]):
+                if not grammar.is_terminated():
+                    descend(child, place, worth, depth + 1)
+                grammar.rollback(1)
+
+    if max_depth > 0 and not grammar.is_terminated():
+        descend(0, 0, 1.0, 1)
+    order = sorted(range(1, 1 + len(found.parents)), key=lambda node: -found.survival[node - 1])
+    return found.subset(order)
+
+
+def few_tokens(mask: npt.NDArray[np.int32]) -> list[int] | None:
+    """The tokens that a row of a bitmask allows; None if they are many."""
+    words = np.flatnonzero(mask)
+    if len(words) > _FEW:
+        return None
+    bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(len(words), 32)
+    which, bit = np.nonzero(bits)
+    tokens: list[int] = (32 * words[which] + bit).tolist()
+    return tokens if len(tokens) <= _FEW else None
+
+
+def among_few(tokens: Sequence[int], chances: Sequence[float], spell: Spell) -> list[float]:
+    """Chances of the only tokens allowed, by the heads' own where they know any.
+
+    A model that writes a forced text takes the longest token of it as a rule.
+    """
+    if len(tokens) == 1:
+        return [1.0]
+    texts = spell(tokens)
+    longest = [
+        not any(other != text and other.startswith(text) for other in texts) for text in texts
+    ]
+    many, rest = sum(longest), len(texts) - sum(longest)
+    share = _LONGEST if rest else 1.0
+    prior = [share / many if whole else (1 - share) / rest for whole in longest]
+    total = sum(chances)
+    if total <= 0.0:
+        return prior
+    return [(p + chance / total) / 2 for p, chance in zip(prior, chances, strict=True)]
+
+
+def _falling(count: int) -> list[float]:
+    """Stands for the survivals of a static tree, whose order is all that is known of its nodes."""
+    return [0.5 * (1.0 - index / (count + 1)) for index in range(count)]
+
+
+def fill_masks(
+    grammar: StructuredOutputGrammar,
+    masks: Tensor,  # int32 [rows, ceil(V / 32)]
+    root: int,
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+) -> None:
+    """Fill the rows of a request's draft nodes, which follow that of its ``root``, filled already.
+
+    Each is the grammar's state after the node's own path. Nodes that the grammar forbids, that were
+    never drafted (-1) or that lie below its end get a row that allows all: no walk comes there.
+    """
+    children, rows = children_of(parents), masks.numpy()
+    rows[root + 1 : root + 1 + len(parents)] = -1
+
+    def descend(node: int) -> None:
+        for child in children[node]:
+            token = token_ids[child - 1]
+            if not allows(rows[root + node], token) or not grammar.accept_tokens(_NAME, [token]):
+                continue
+            if not grammar.is_terminated():
+                grammar.fill_bitmask(masks, root + child)
+                descend(child)
+            grammar.rollback(1)
+
+    if not grammar.is_terminated():
+        descend(0)
+
+
+def allows(mask: npt.NDArray[np.int32], token: int) -> bool:
+    """Whether a row of a bitmask has a token's bit."""
+    return token >= 0 and bool(int(mask[token >> 5]) >> (token & 31) & 1)
