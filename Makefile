@@ -11,9 +11,10 @@ PYTEST_ARGS ?=
 # cores busy while one of them waits for processes that it started.
 PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
+MINUTES ?= 10
 export VENV
 
-.PHONY: help setup demo test lint format unit wheel serve-example clean
+.PHONY: help setup demo test lint format unit fuzz wheel serve-example clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/ -/' | sort
@@ -48,6 +49,11 @@ format: setup  ## rewrite the sources in the house's format
 
 unit: setup  ## the quick tests: no engine is started
 	$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+fuzz: setup  ## random engines and requests beside plain vLLM for MINUTES; ENGINE, REQUESTS again
+	PYTHONPATH=tests $(BIN)/python -m support.fuzz --minutes $(MINUTES) \
+		$(if $(ENGINE),--engine $(ENGINE)) $(if $(REQUESTS),--requests $(REQUESTS)) \
+		$(if $(RUNNER),--runner $(RUNNER))
 
 wheel:  ## the wheel alone, in a fresh environment, does what the README promises
 	@scripts/check_wheel.sh

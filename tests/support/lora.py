@@ -21,13 +21,13 @@ _SHAPES = {  # (out, in) of the matrices of a layer
 }
 
 
-def save_adapter(folder: Path, seed: int, lm_head: bool = False) -> str:
+def save_adapter(folder: Path, seed: int, lm_head: bool = False, vocab: int = VOCAB) -> str:
     """Save an adapter that changes nearly every token; returns its folder."""
     generator = torch.Generator().manual_seed(seed)
     layers = range(COMMON["num_hidden_layers"])
     shapes = {f"model.layers.{i}.{name}": size for i in layers for name, size in _SHAPES.items()}
     if lm_head:
-        shapes["lm_head"] = (VOCAB, HIDDEN)
+        shapes["lm_head"] = (vocab, HIDDEN)
     tensors = {}
     for name, (rows, columns) in shapes.items():
         stem = f"base_model.model.{name}"

@@ -70,7 +70,7 @@ def steady_outcomes(
     """
     results = outcomes(llm, prompts, params, adapters)
     for seed in range(sized(2, 0)):
-        with _jittered(5e-5, seed):
+        with jittered(5e-5, seed):
             again = outcomes(llm, prompts, params, adapters)
         results = [
             replace(result, steady=result.steady and result.tokens == other.tokens)
@@ -80,7 +80,7 @@ def steady_outcomes(
 
 
 @contextmanager
-def _jittered(scale: float, seed: int) -> Iterator[None]:
+def jittered(scale: float, seed: int) -> Iterator[None]:
     """Within the block every sampler sees logits with noise on them."""
     generator = torch.Generator().manual_seed(seed)
     owner, name = (SamplerV2, "__call__") if ON_V2 else (Sampler, "forward")

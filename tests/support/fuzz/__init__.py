@@ -1,0 +1,1 @@
+"""Random engines and requests, compared with plain vLLM: ``make fuzz MINUTES=N``."""

@@ -1,0 +1,215 @@
+"""What a seed means: the same engine, or the same request, every time."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import (
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    StructuredOutputsParams,
+)
+
+from support.demo import VOCAB, tokenizer
+from support.runner import ON_V2, sized
+
+MAX_MODEL_LEN = 256
+PER_ENGINE = 1000  # seeds of requests that belong to a seed of an engine
+STOPS = list(range(1, VOCAB, 61))  # end tokens of the model
+ADAPTERS = 2
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yes", "no"]}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+_GRAMMARS = (
+    {"choice": ["positive", "negative", "neither of them"]},
+    {"regex": r"[a-z]{3,9}\.[0-9]{2,6} (yes|no)"},
+    {"json": json.dumps(_SCHEMA)},
+    {"grammar": 'root ::= "(" [a-z]+ ")" | "[" [0-9]+ "]"'},
+)
+_KINDS = (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY)
+
+
+@dataclass(frozen=True)
+class EngineCase:
+    """An engine with trees, and what a plain one has to have as well to say the same."""
+
+    seed: int
+    speculation: dict[str, Any]  # less the heads
+    options: dict[str, Any]
+    shared: dict[str, Any]  # options of the plain engine too
+    miss: float  # how often a planted token is wrong
+    fickle: bool  # another random budget every step
+    greedy: bool  # dynamic trees take blocks from requests
+    ahead: bool = False  # asynchronous scheduling
+
+
+@dataclass(frozen=True)
+class RequestCase:
+    """A request, when it comes, and after how many tokens it is aborted."""
+
+    seed: int
+    prompt: list[int]
+    params: dict[str, Any] = field(repr=False)
+    step: int
+    abort_after: int | None
+    priority: int
+    adapter: int  # 0: none
+    embedded: bool  # the prompt comes as embeddings, where the engine takes them
+
+    def sampling(self) -> SamplingParams:
+        """New parameters, since vLLM changes those it is given."""
+        return SamplingParams(**self.params)
+
+
+def engine_case(seed: int) -> EngineCase:
+    """The engine of a seed."""
+    rng = random.Random(f"engine {seed}")
+    kind = rng.choice(("tree", "tree", "dense", "budget", "rows", "auto"))
+    nodes = rng.choice(sized((1, 3, 7, 14, 31, 63), (1, 3, 7)))
+    speculation: dict[str, Any] = {
+        "tree": {"tree": _random_tree(rng, nodes)},
+        "dense": {"tree": {"dense": rng.choice([[2, 2], [3, 2, 2], [1, 1, 1], [4]])}},
+        "budget": {"budget": nodes},
+        "rows": {"budget": {"max_rows": rng.choice((8, 32, 64))}},
+        "auto": {"budget": "auto"},
+    }[kind]
+    if rng.random() < 0.2:
+        speculation["num_speculative_tokens"] = rng.randint(1, 20)
+    block = rng.choice((32, 32, 32, 32, 64, 128))
+    fewest = MAX_MODEL_LEN // block + 1
+    batched = rng.choice((64, 96, 160, 512, 4096))
+    options: dict[str, Any] = {
+        "block_size": block,
+        "max_num_batched_tokens": batched,
+        "max_num_seqs": rng.choice((1, 3, 6, 10, 16, 16)),
+        "enable_prefix_caching": rng.random() < 0.6,
+        "scheduling_policy": rng.choice(("fcfs", "fcfs", "priority")),
+    }
+    if rng.random() < 0.75:  # too few blocks for all: requests are preempted
+        options["num_gpu_blocks_override"] = fewest + rng.randint(1, 3 * fewest)
+    shared: dict[str, Any] = {}
+    if rng.random() < 0.25:
+        shared = {"enable_lora": True, "max_loras": ADAPTERS + 1, "max_lora_rank": 8}
+    elif rng.random() < 0.3 and not ON_V2:
+        shared = {"enable_prompt_embeds": True}
+    return EngineCase(
+        seed,
+        speculation,
+        options,
+        shared,
+        miss=rng.choice((0.0, 0.1, 0.4)),
+        fickle=kind in ("rows", "auto"),
+        greedy=rng.random() < 0.5,
+        ahead=ON_V2 and rng.random() < 0.5,
+    )
+
+
+def request_case(seed: int) -> RequestCase:
+    """The request of a seed."""
+    rng = random.Random(f"request {seed}")
+
+    def maybe(chance: float) -> bool:
+        return rng.random() < chance
+
+    family = random.Random(f"prefix {rng.randrange(4)}")
+    prefix = [family.randrange(3, VOCAB) for _ in range(sized(96, 40))]
+    prompt = prefix[: rng.choice((0, 0, 5, len(prefix)))]
+    prompt += [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, sized(50, 10)))]
+    if maybe(0.05) and not ON_V2:  # hardly any room below max_model_len
+        room = rng.randint(1, 12)
+        prompt += [rng.randrange(3, VOCAB) for _ in range(MAX_MODEL_LEN - room - len(prompt))]
+    most = rng.randint(1, sized(60, 14))
+    params: dict[str, Any] = {
+        "seed": 100 * seed,
+        "temperature": rng.choice((0.0, 0.0, 0.3, 0.7, 1.0, 1.3)),
+        "max_tokens": None if maybe(0.04) and not ON_V2 else most,
+        "ignore_eos": maybe(0.4),
+        "output_kind": rng.choice(_KINDS),
+    }
+    if maybe(0.3):
+        params |= {"top_p": rng.choice((0.5, 0.9, 0.99))}
+    if maybe(0.3):
+        params |= {"top_k": rng.choice((1, 5, 40))}
+    for name, values in (
+        ("presence_penalty", (-0.5, 0.7, 1.5)),
+        ("frequency_penalty", (-0.5, 0.4)),
+        ("repetition_penalty", (0.9, 1.3)),
+    ):
+        if maybe(0.15):
+            params[name] = rng.choice(values)
+    if maybe(0.25):
+        params["stop_token_ids"] = rng.sample(range(3, VOCAB), VOCAB // 20)
+    if maybe(0.25):
+        params["min_tokens"] = rng.randint(0, most)
+    if maybe(0.3):  # of one kind in a batch: vLLM 0.32 gives the one kind to the other's requests
+        if seed // PER_ENGINE % 8 == 7:
+            params["logprob_token_ids"] = rng.sample(range(VOCAB), 3)
+        else:
+            params["logprobs"] = rng.choice((0, 1, 5))
+    if maybe(0.1):
+        params["prompt_logprobs"] = rng.choice((0, 3))
+    if maybe(0.1):
+        params["n"] = rng.choice((2, 3))
+    if maybe(0.05):
+        params["skip_reading_prefix_cache"] = True
+    if maybe(0.2):
+        params["stop"] = rng.sample(["e", "in", "self", "\n", "()", "a", "th"], 2)
+        params["include_stop_str_in_output"] = maybe(0.5)
+    elif maybe(0.1):
+        params["detokenize"] = False
+    if maybe(0.1):
+        params["skip_special_tokens"] = False
+    if maybe(0.12):
+        params["structured_outputs"] = StructuredOutputsParams(**rng.choice(_GRAMMARS))
+    elif maybe(0.15):
+        allowed = rng.sample(range(3, VOCAB), rng.choice((2, 40, 400)))
+        params["allowed_token_ids"] = allowed
+        if len(allowed) > 2 and maybe(0.6):
+            words = [tokenizer().decode(allowed[i : i + 1 + i % 2]) for i in range(6)]
+            params["bad_words"] = [word for word in words if word.strip()]
+        if maybe(0.4):
+            params["repetition_detection"] = RepetitionDetectionParams(4, 1, 3)
+    if params["temperature"] == 0 and maybe(0.2):  # exact all the same
+        params["extra_args"] = {"medusa": {"acceptance": "typical"}}
+    streams = params["output_kind"] is not RequestOutputKind.FINAL_ONLY and "n" not in params
+    return RequestCase(
+        seed,
+        prompt,
+        params,
+        step=rng.randint(0, 30),
+        abort_after=rng.randint(1, most) if streams and maybe(0.08) else None,
+        priority=rng.randint(0, 3),
+        adapter=rng.randint(0, ADAPTERS),
+        embedded=maybe(0.5)  # vLLM 0.32 takes other requests' tokens for the prompt's, penalised
+        and not params.keys() & {"prompt_logprobs", "repetition_penalty"},
+    )
+
+
+def requests_of(case: EngineCase, seeds: Sequence[int]) -> list[RequestCase]:
+    """The requests of these seeds, less what ends plain vLLM 0.32 with the case's options."""
+    requests = [request_case(seed) for seed in seeds]
+    if "enable_lora" in case.shared:  # einsum of the LM head with adapters, over prompt rows
+        for request in requests:
+            request.params.pop("prompt_logprobs", None)
+    return requests
+
+
+def _random_tree(rng: random.Random, nodes: int) -> list[list[int]]:
+    """Paths of at most four choices; a node's children are its best ones."""
+    children: dict[tuple[int, ...], int] = {(): 0}
+    paths: list[list[int]] = []
+    while len(paths) < nodes:
+        parent = rng.choice([path for path in children if len(path) < 4])
+        path = (*parent, children[parent])
+        children[parent] += 1
+        children[path] = 0
+        paths.append(list(path))
+    return paths

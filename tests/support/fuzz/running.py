@@ -1,0 +1,210 @@
+"""Requests through an engine: each comes at its step, and everything that it says is kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import LLM
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+
+from support.budgets import fickle
+from support.demo import TARGET, VOCAB
+from support.engines import engine, metric
+from support.fuzz.cases import ADAPTERS, MAX_MODEL_LEN, STOPS, EngineCase, RequestCase
+from support.lora import RANK, save_adapter
+from support.models import HIDDEN, save_model, save_random_heads
+from support.planted import planted_by_seed
+from support.runner import async_scheduling
+from vllm_medusa.worker import practice
+
+_MOST_STEPS = 20_000
+
+
+@dataclass
+class Said:
+    """One output of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative: float | None = None
+
+
+@dataclass
+class Answer:
+    """All outputs of a request, or why it was refused."""
+
+    outputs: dict[int, Said] = field(default_factory=dict)
+    prompt_logprobs: list[Any] | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Models:
+    """A chaotic target with the demo's tokenizer, heads, adapters."""
+
+    target: str
+    heads: str
+    adapters: list[LoRARequest | None]
+
+    @classmethod
+    def save(cls, folder: Path) -> Models:
+        """Make them."""
+        target = save_model(folder / "target", "Llama", vocab_size=VOCAB, eos_token_id=STOPS)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(TARGET) / name, target)
+        heads = save_random_heads(folder / "heads", vocab=VOCAB)
+        paths = [
+            save_adapter(folder / f"adapter{i}", i, lm_head=i == 1, vocab=VOCAB)
+            for i in range(1, ADAPTERS + 1)
+        ]
+        adapters = [LoRARequest(f"adapter{i}", i, path) for i, path in enumerate(paths, 1)]
+        return cls(target, heads, [None, *adapters])
+
+
+@dataclass
+class Run:
+    """What an engine said to requests, and what became of them."""
+
+    answers: dict[int, Answer]  # by the request's seed
+    preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    problem: str = ""  # the engine failed, or kept something
+
+
+@contextmanager
+def plain_engine(models: Models, case: EngineCase) -> Iterator[LLM]:
+    """Room for everything at once: no chunks, no preemption, no cached prefixes."""
+    with engine(models.target, skip_tokenizer_init=False, max_model_len=MAX_MODEL_LEN,
+                max_num_seqs=64, **case.shared) as llm:  # fmt: skip
+        yield llm
+
+
+def run_with_trees(
+    models: Models, case: EngineCase, requests: Sequence[RequestCase], plain: dict[int, Answer]
+) -> Run:
+    """The requests through the engine of a case; drafts are what plain vLLM said."""
+    config = {"method": "medusa", "model": models.heads, **case.speculation}
+    known = {
+        100 * request.seed + index: said.tokens
+        for request in requests
+        if "structured_outputs" not in request.params
+        for index, said in plain[request.seed].outputs.items()
+    }
+    run = Run({})
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(practice, "SECONDS", 0.0)
+        if case.ahead:
+            stack.enter_context(async_scheduling())
+        llm = stack.enter_context(
+            engine(models.target, config, skip_tokenizer_init=False, max_model_len=MAX_MODEL_LEN,
+                   **case.options, **case.shared)
+        )  # fmt: skip
+        scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        if case.fickle:
+            fickle(patch, llm)
+        if case.greedy and "budget" in case.speculation:
+            patch.setattr(scheduler, "_free_slots", lambda: 1 << 20)
+        stack.enter_context(planted_by_seed(known, VOCAB, seed=case.seed, miss=case.miss))
+        try:
+            run.answers = drive(llm, models, case, requests)
+        except Exception as error:
+            run.problem = f"the engine failed: {type(error).__name__}: {error}"
+            return run
+        run.preemptions = metric(llm, "num_preemptions")
+        run.drafted = metric(llm, "spec_decode_num_draft_tokens")
+        run.accepted = metric(llm, "spec_decode_num_accepted_tokens")
+        if not llm.reset_prefix_cache():
+            run.problem = "cache blocks are held after the last request"
+    return run
+
+
+def drive(
+    llm: LLM,
+    models: Models,
+    case: EngineCase,
+    requests: Sequence[RequestCase],
+    at_once: bool = False,
+) -> dict[int, Answer]:
+    """Step the engine until all requests have ended; ``at_once``: none waits, none is aborted."""
+    core = llm.llm_engine
+    waiting = sorted(requests, key=lambda request: request.step, reverse=True)
+    by_id = {str(request.seed): request for request in requests}
+    answers = {request.seed: Answer() for request in requests}
+    step = 0
+    while waiting or core.has_unfinished_requests():
+        while waiting and (at_once or waiting[-1].step <= step):
+            request = waiting.pop()
+            try:
+                core.add_request(
+                    str(request.seed),
+                    _prompt(case, request),
+                    request.sampling(),
+                    lora_request=models.adapters[request.adapter * ("enable_lora" in case.shared)],
+                    priority=request.priority * (case.options["scheduling_policy"] == "priority"),
+                )
+            except (VLLMValidationError, ValueError) as error:
+                answers[request.seed].refused = f"{type(error).__name__}: {error}"
+        for output in core.step() if core.has_unfinished_requests() else ():
+            request = by_id[output.request_id]
+            answer = answers[request.seed]
+            _add(answer, output, request.params["output_kind"])
+            limit = None if at_once or output.finished else request.abort_after
+            if limit is not None and len(answer.outputs[0].tokens) >= limit:
+                core.abort_request([output.request_id])
+        step += 1
+        if step > _MOST_STEPS:
+            raise RuntimeError(f"{_MOST_STEPS} steps, and requests still run")
+    return answers
+
+
+def _prompt(case: EngineCase, request: RequestCase) -> Any:
+    if not (request.embedded and "enable_prompt_embeds" in case.shared):
+        return {"prompt_token_ids": request.prompt}
+    generator = torch.Generator().manual_seed(request.seed)
+    return {"prompt_embeds": 0.3 * torch.randn(len(request.prompt), HIDDEN, generator=generator)}
+
+
+def _add(answer: Answer, output: Any, kind: RequestOutputKind) -> None:
+    if output.prompt_logprobs is not None:
+        answer.prompt_logprobs = _plain(output.prompt_logprobs)
+    for part in output.outputs:
+        said = answer.outputs.setdefault(part.index, Said())
+        if kind is RequestOutputKind.DELTA:
+            said.tokens += part.token_ids
+            said.text += part.text
+            said.logprobs += _plain(part.logprobs or [])
+        else:
+            said.tokens, said.text = list(part.token_ids), part.text
+            said.logprobs = _plain(part.logprobs or [])
+        if part.finish_reason is not None:
+            said.finish_reason, said.stop_reason = part.finish_reason, part.stop_reason
+        said.cumulative = part.cumulative_logprob
+
+
+def _plain(logprobs: Any) -> list[Any]:
+    """Which of the impossible tokens fill a list up is not asked: a grammar leaves few others."""
+    return [
+        {
+            token: (entry.rank, entry.logprob)
+            for token, entry in (place or {}).items()
+            if entry.logprob > float("-inf")
+        }
+        for place in logprobs
+    ]
+
+
+assert RANK == 8, "engine_case says max_lora_rank"
