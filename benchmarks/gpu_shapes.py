@@ -118,8 +118,8 @@ class Server:
         """Such as "70B on 4 A100-80GB"."""
         return f"{self.model.name} on {self.count} {self.gpu.name}"
 
-    def ms(self, rows: int, requests: int, drafted: bool) -> float:
-        """Of a step."""
+    def ms(self, rows: int, requests: int, share: float) -> float:
+        """Of a step with a share of the heads."""
         model, padded = self.model, captured(rows)
         work = 2 * model.params + 4 * self.context * model.hidden * model.layers
         cache = 4.0 * model.kv * model.layers * self.context * requests
@@ -128,9 +128,10 @@ class Server:
             share = 2 * (self.count - 1) / self.count
             traffic = share * 2 * padded * model.hidden / (1e6 * self.gpu.link)
             found += 2 * model.layers * (_REDUCE + traffic)
-        if drafted:
-            blocks, lm_head = HEADS * model.hidden**2, model.vocab * model.hidden
-            work = 2.0 * requests * (blocks + HEADS * lm_head)
+        if share:
+            heads = HEADS * share
+            blocks, lm_head = heads * model.hidden**2, model.vocab * model.hidden
+            work = 2.0 * requests * (blocks + heads * lm_head)
             found += self._roof(2.0 * (blocks + lm_head), work) + 0.1
         return found
 
@@ -169,7 +170,9 @@ def chain_worths(tau: float, first: float) -> Floats:
 def fixed(server: Server, requests: int, worth: Floats) -> tuple[float, int]:
     """Tokens a ms and nodes a request with the best of all sizes, at least one."""
     rates = [
-        requests * (1 + worth[:nodes].sum()) / server.ms(requests * (1 + nodes), requests, True)
+        requests
+        * (1 + worth[:nodes].sum())
+        / server.ms(requests * (1 + nodes), requests, min(1.0, nodes / HEADS))
         for nodes in range(1, len(worth) + 1)
     ]
     return max(rates), 1 + int(np.argmax(rates))
@@ -181,36 +184,33 @@ def automatic(
     """Tokens a ms, nodes a request, and how far the learned cost is off, relative."""
     seed = zlib.crc32(f"{server.name} {requests} {options.seed}".encode())
     rng, room = np.random.default_rng(seed), requests * MOST_NODES
-    budget = NodeBudget(StepCost(requests + room), Outlook(), MOST_NODES)
+    budget = NodeBudget(StepCost(requests + room), Outlook(), MOST_NODES, HEADS)
     for rows in (1 << power for power in range((requests + room).bit_length())):  # at start-up
-        for drafted in (False, rows > requests) if rows >= requests else ():
-            ms = server.ms(rows, requests, drafted)
-            budget.observe(
-                rows, requests, drafted, ms * float(np.exp(rng.normal(0, options.noise)))
-            )
-    survival = np.tile(worth, (requests, 1))
-    tokens, times, verified, have = [], [], [], False
+        for share in {0.0, 0.2, float(rows > requests)} if rows >= requests else ():
+            ms = server.ms(rows, requests, share)
+            budget.observe(rows, requests, share, ms * float(np.exp(rng.normal(0, options.noise))))
+    tokens, times, verified, limit = [], [], [], 0
     for _ in range(options.steps):
-        gain = budget.outlook.gain_of(survival if have else [])
-        nodes = budget.choose(gain, requests, room)
-        drafted = budget.draft_next(requests, room)
+        have, survival = limit, np.tile(worth[:limit], (requests, 1))
+        nodes = budget.choose(budget.outlook.gain_of(survival), requests, room)
+        limit = budget.draft_next(requests, room)
         counts = np.full(requests, nodes // requests)
         counts[: nodes % requests] += 1
         expected = np.concatenate([[0.0], worth.cumsum()])[counts]
-        ms = server.ms(requests + nodes, requests, drafted)
+        share = float(budget.share_of(limit))
+        ms = server.ms(requests + nodes, requests, share)
         told = ms * float(np.exp(rng.normal(0, options.noise)))
-        budget.observe(requests + nodes, requests, drafted, told)
+        budget.observe(requests + nodes, requests, share, told)
         if have:
             whole = np.floor(expected)
             accepted = whole + (rng.random(requests) < expected - whole)
-            budget.outlook.observe(survival, counts, accepted)
+            budget.outlook.observe(survival, counts, accepted, limit=have)
         tokens.append(requests + expected.sum())
         times.append(ms)
         verified.append(nodes)
-        have = drafted
     half = options.steps // 2
-    rows, drafts = requests + int(np.median(verified[half:])), budget.drafting
-    off = budget.cost.ms(rows, requests, drafts) / server.ms(rows, requests, drafts) - 1
+    rows = requests + int(np.median(verified[half:]))
+    off = budget.cost.ms(rows, requests, share) / server.ms(rows, requests, share) - 1
     rate = sum(tokens[half:]) / sum(times[half:])
     return rate, float(np.mean(verified[half:])) / requests, abs(off)
 
@@ -228,10 +228,10 @@ def run(options: ShapesOptions, progress: Progress) -> Iterator[Row]:
 def _measure(server: Server, what: dict[str, Any], options: ShapesOptions) -> Row:
     text, requests = what["text"], what["batch"]
     trees, chains = worths(STATIC[text]), chain_worths(CHAIN[text], worths(STATIC[text])[0])
-    plain = requests / server.ms(requests, requests, False)
+    plain = requests / server.ms(requests, requests, 0.0)
     tree, tree_nodes = fixed(server, requests, trees)
     chain, chain_nodes = fixed(server, requests, chains)
-    all_ms = server.ms(requests * (1 + MOST_NODES), requests, True)
+    all_ms = server.ms(requests * (1 + MOST_NODES), requests, 1.0)
     rate, nodes, off = automatic(server, requests, worths(DYNAMIC[text]), options)
     numbers = {
         "plain_ms": requests / plain,

@@ -271,7 +271,7 @@ def test_nobody_waits_for_drafts(automatic: LLM, reference: Reference, monkeypat
     """However many drafts are offered, every running request has its row in every step."""
     budget = budget_of(automatic)
     monkeypatch.setattr(budget, "choose", lambda gain, _, free: min(len(gain) - 1, free))
-    monkeypatch.setattr(budget, "draft_next", lambda *_: True)
+    monkeypatch.setattr(budget, "draft_next", lambda *_: budget.max_per_request)
     left_out = []
     scheduler = automatic.llm_engine.engine_core.engine_core.scheduler
     schedule = scheduler.schedule

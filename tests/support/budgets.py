@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from vllm import LLM
 
+from vllm_medusa.budget.even import EvenBudget
+
 
 def budget_of(llm: LLM) -> Any:
     """The engine's `NodeBudget`."""
@@ -36,5 +38,17 @@ def fickle(
         return taken[-1]
 
     patch.setattr(budget_of(llm), "choose", choose)
-    patch.setattr(budget_of(llm), "draft_next", lambda *_: bool(generator.random() < drafting))
+    budget = budget_of(llm)
+    most = budget.max_per_request
+    limits = [1, 2, 3, *[most] * 5]  # few heads now and then, none now and then
+    if isinstance(budget, EvenBudget):  # what is drafted is verified
+        limits = list(range(min(most, most_each) + 1))
+
+    def draft_next(*_: Any) -> int:
+        limit = int(generator.choice(limits)) if generator.random() < drafting else 0
+        if isinstance(budget, EvenBudget):
+            taken.append(limit)
+        return limit
+
+    patch.setattr(budget, "draft_next", draft_next)
     return taken

@@ -14,7 +14,7 @@ from vllm_medusa.budget.choose import NodeBudget
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.budget.outlook import Outlook
 
-NODES = 12  # candidates of a request
+NODES, HEADS = 12, 5  # candidates of a request
 CPU = (
     (1, 4, 8, 16, 24, 32, 64, 128, 4096),
     (1.0, 1.1, 1.2, 1.4, 1.5, 2.0, 3.0, 5.8, 180.0),
@@ -30,7 +30,7 @@ class Server:
         requests: number of the step -> how many decode.
         sure: number of the step -> how sure heads are, in (0, 1).
         right: number of the step -> accepted against predicted.
-        heads: ms for heads: at all, and a request.
+        heads: ms for heads: at all, and a request; if all of them run.
         tree: ms for attention over drafts: at all, and a node.
         noise: of a step's time, relative.
         outliers: share of steps that take ten times as long.
@@ -46,11 +46,11 @@ class Server:
     noise: float = 0.1
     outliers: float = 0.0
 
-    def ms(self, rows: int, requests: int, drafted: bool, step: int) -> float:
+    def ms(self, rows: int, requests: int, share: float, step: int) -> float:
         found = self.base(rows, step)
         if rows > requests:
             found += self.tree[0] + self.tree[1] * (rows - requests)
-        return found + drafted * (self.heads[0] + self.heads[1] * requests)
+        return found + share * (self.heads[0] + self.heads[1] * requests)
 
 
 @dataclass
@@ -96,7 +96,7 @@ def shared(survival: np.ndarray, total: int) -> np.ndarray:
 def serve(server: Server, steps: int, arm: int | NodeBudget, seed: int = 0) -> Record:
     """Run a number of steps with a fixed number of nodes a request, or with a budget."""
     rng, noise = np.random.default_rng(seed), np.random.default_rng(seed + 1)
-    record, survival = Record(), None
+    record, survival, limit = Record(), None, 0
     budget = arm if isinstance(arm, NodeBudget) else None
     for step in range(steps):
         requests = server.requests(step)
@@ -111,26 +111,27 @@ def serve(server: Server, steps: int, arm: int | NodeBudget, seed: int = 0) -> R
             else:
                 nodes = min(arm * requests, survival.size)
             counts = shared(survival, nodes)
-            kept = np.arange(NODES)[None, :] < counts[:, None]
+            kept = np.arange(survival.shape[1])[None, :] < counts[:, None]
             expected = (survival * kept).sum(1) * server.right(step)
-        drafted = budget.draft_next(requests, room) if budget else arm > 0
-        true = server.ms(requests + nodes, requests, drafted, step)
+        before, limit = limit, budget.draft_next(requests, room) if budget else arm
+        share = min(limit / HEADS, 1.0)
+        true = server.ms(requests + nodes, requests, share, step)
         if budget:
             told = true * np.exp(noise.normal(0, server.noise))
             told *= 10.0 if noise.random() < server.outliers else 1.0
-            budget.observe(requests + nodes, requests, drafted, told)
+            budget.observe(requests + nodes, requests, share, told)
             if survival is not None:
                 whole = np.floor(expected)
                 accepted = whole + (noise.random(len(counts)) < expected - whole)
-                budget.outlook.observe(survival, counts, accepted)
+                budget.outlook.observe(survival, counts, accepted, limit=before)
         record.nodes.append(nodes)
-        record.drafted.append(drafted)
-        record.drafting.append(budget.drafting if budget else drafted)
+        record.drafted.append(limit > 0)
+        record.drafting.append(budget.drafting if budget else limit > 0)
         record.tokens.append(requests + float(expected.sum()))
         record.ms.append(true)
-        survival = drawn if drafted else None
+        survival = drawn[:, :limit] if limit else None
     return record
 
 
 def new_budget(cost: StepCost | None = None) -> NodeBudget:
-    return NodeBudget(cost or StepCost(512), Outlook(), NODES)
+    return NodeBudget(cost or StepCost(512), Outlook(), NODES, HEADS)

@@ -189,18 +189,19 @@ def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     budget, seen = budget_of(llm), []
     observe = budget.outlook.observe
 
-    def spy(survival: np.ndarray, verified: Any, accepted: Any, kinds: Any) -> None:
+    def spy(survival: np.ndarray, verified: Any, accepted: Any, kinds: Any, limit: int) -> None:
         assert (np.diff(survival, axis=1) <= 0).all() and survival[:, 0].all()
         seen.append((list(verified), list(accepted)))
         assert not kinds.any()  # all are greedy
-        observe(survival, verified, accepted, kinds)
+        assert 0 < limit <= budget.max_per_request
+        observe(survival, verified, accepted, kinds, limit)
 
     def five(gain: np.ndarray, requests: int, free_rows: int) -> int:
         return min(5 * requests, len(gain) - 1)
 
     monkeypatch.setattr(budget.outlook, "observe", spy)
     monkeypatch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
-    monkeypatch.setattr(budget, "draft_next", lambda *_: True)
+    monkeypatch.setattr(budget, "draft_next", lambda *_: budget.max_per_request)
     monkeypatch.setattr(budget, "choose", five)
     before = budget.cost.steps
     part = reference.part(0, 5)

@@ -1,24 +1,30 @@
-"""How many draft nodes a step verifies, and whether the heads run at its end.
+"""How many draft nodes a step verifies, and how many of the heads run at its end.
 
 A node is worth its survival less its time, and time is worth what the best choice makes of it in
 the long run. That heads have run is no reason to verify what they drafted.
+
+The best n nodes of a request lie no deeper than n. So where few nodes pay, few heads run: a limit
+of nodes a request, said before there are drafts, is a limit of heads too.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_medusa.budget.cost import Floats, StepCost
-from vllm_medusa.budget.outlook import Outlook
+from vllm_medusa.budget.outlook import LIMITS, Outlook
 from vllm_medusa.budget.tries import Tries
 
 _KNOWN, _EVERY = 64, 8  # plain steps in a row from which one of so many is learned from
 _KEEP = 0.005  # of a step's time by which another number of nodes has to be better
 START, _STOP = 1.015, 1.0  # drafts against plain steps: where drafting starts, and where it ends
+_UNSEEN = 0.2  # of a gain that may come from nodes beyond the limit, whatever is known of them
 _CAUTION = 0.5  # standard deviations that the first drafts' steps may be dearer than known
 
 
@@ -29,16 +35,18 @@ class Forecast:
     Attributes:
         requests: of the batch.
         sizes: [n] numbers of draft nodes, from 1; empty if none can be verified.
+        limits: [n] nodes that are drafted for a request at most.
         gain: [n] extra tokens of a step with them.
         rates: [n] tokens a millisecond with them.
         plain: tokens a millisecond without drafts.
         unused: share of steps before which heads ran, and no draft could be verified.
-        heads: time of a step in which heads run, against one without.
+        heads: time of a step in which as many heads run as the best needs, against one without.
 
     """
 
     requests: int
     sizes: npt.NDArray[np.int64]
+    limits: npt.NDArray[np.int64]
     gain: Floats
     rates: Floats
     plain: float
@@ -49,6 +57,11 @@ class Forecast:
     def nodes(self) -> int:
         """The best number of draft nodes, from 1."""
         return int(self.sizes[self.rates.argmax()])
+
+    @property
+    def limit(self) -> int:
+        """Nodes that are then drafted for a request at most."""
+        return int(self.limits[self.rates.argmax()])
 
     @property
     def ratio(self) -> float:
@@ -65,21 +78,26 @@ class Forecast:
 class NodeBudget:
     """Decides, once for all ranks: each step asks `choose`, then `draft_next`, then `observe`."""
 
-    def __init__(self, cost: StepCost, outlook: Outlook, max_per_request: int) -> None:
+    def __init__(
+        self, cost: StepCost, outlook: Outlook, max_per_request: int, num_heads: int = 1
+    ) -> None:
         """Decide by these two.
 
         Args:
             cost: learns from `observe`.
             outlook: learns from whoever sees drafts and what became of them.
             max_per_request: the most draft nodes that a request can have.
+            num_heads: that can run.
 
         """
         self.cost, self.outlook = cost, outlook
-        self.max_per_request = max_per_request
+        self.max_per_request, self.num_heads = max_per_request, num_heads
+        self.limits = [n for n in LIMITS if n < min(num_heads, max_per_request)] + [max_per_request]
         self.drafting = False  # whether drafts pay, as of the last forecast
         self.expected_ratio = 1.0  # speed with drafts against plain steps, by that forecast
         self.tries = Tries()
         self._surprises = 0
+        self._heads = 0.0  # share of the heads that runs while drafts pay
         self._wanted: int | None = None  # nodes of a try, for the next step that has drafts
         self._last = (0, 0)  # requests and nodes of the last choice
         self._plain_steps = 0  # in a row
@@ -101,7 +119,8 @@ class NodeBudget:
         wanted, self._wanted = self._wanted, None
         if wanted:
             return min(wanted, len(gain) - 1)
-        ms = self.cost.ms(requests + np.arange(len(gain)), requests, self.drafting)
+        heads = self._heads if self.drafting else 0.0
+        ms = self.cost.ms(requests + np.arange(len(gain)), requests, heads)
         price = self.forecast(requests, free_rows).best_rate * ms
         worth = gain - price
         best = int(worth.argmax())
@@ -111,8 +130,8 @@ class NodeBudget:
         self._last = (requests, best)
         return best
 
-    def draft_next(self, requests: int, free_rows: int, unused: float = 0.0) -> bool:
-        """Whether the heads run at the end of this step.
+    def draft_next(self, requests: int, free_rows: int, unused: float = 0.0) -> int:
+        """Nodes to draft for a request at most at the end of this step; 0: no head runs.
 
         Args:
             requests: that are expected to decode in the next step.
@@ -121,73 +140,106 @@ class NodeBudget:
 
         """
         if requests < 1:
-            return False
+            return 0
         forecast = replace(self.forecast(requests, free_rows), unused=unused)
         if len(forecast.sizes) == 0:
-            return False
+            return 0
         self.expected_ratio = forecast.ratio
         before, self.drafting = self.drafting, self._pays(forecast)
         if not self.drafting:
             self.outlook.idle(requests)
+        limit = forecast.limit if self.drafting else 0
+        self._heads = self.share_of(limit)
         changed = before != self.drafting or self._surprises != self.cost.surprises
         self._surprises = self.cost.surprises
         self.tries.step(requests, changed, forecast.ratio)
-        return self._try(forecast) if self.tries.due else self.drafting
+        return self._try(forecast, limit) if self.tries.due else limit
 
-    def observe(self, rows: int, requests: int, drafted: bool, ms: float) -> None:
+    def share_of(self, limits: Any) -> Any:
+        """Share of the heads that run for so many nodes a request, 0 to 1."""
+        return np.minimum(limits, self.num_heads) / self.num_heads
+
+    def observe(self, rows: int, requests: int, heads: float, ms: float) -> None:
         """Learn what a step took; see `StepCost.observe`."""
-        plain = rows == requests and not drafted
+        plain = rows == requests and not heads
         self._plain_steps = self._plain_steps + 1 if plain else 0
         if self._plain_steps > _KNOWN and self._plain_steps % _EVERY:
             self.tries.earn()  # many alike: an engine of tiny steps should not pay for each
             return
-        self.cost.observe(rows, requests, drafted, ms)
-        self.tries.earn(self.cost.ms(rows, requests, drafted))
+        self.cost.observe(rows, requests, heads, ms)
+        self.tries.earn(self.cost.ms(rows, requests, heads))
 
     def forecast(self, requests: int, free_rows: int) -> Forecast:
         """What drafts would bring to a batch of ``requests``, at least one."""
         key = (requests, free_rows, self.cost.steps)
         if self._known and self._known[0] == key:
             return self._known[1]
-        plain = requests / self.cost.ms(requests, requests, False)
+        plain = requests / self.cost.ms(requests, requests, 0.0)
         most = min(requests * self.max_per_request, max(free_rows, 0))
         sizes = self.cost.sizes(requests + 1, requests + most) - requests
-        gain = self.outlook.gain(requests, sizes)
-        rates = (requests + gain) / self.cost.ms(requests + sizes, requests, True)
-        heads = self.cost.ms(requests, requests, True) * plain / requests
-        self._known = key, Forecast(requests, sizes, gain, rates, plain, heads=heads)
+        sizes, limits, gain = self._choices(requests, sizes)
+        heads = self.share_of(limits)
+        rates = (requests + gain) / self.cost.ms(requests + sizes, requests, heads)
+        dearer = 1.0
+        if len(rates):
+            dearer = self.cost.ms(requests, requests, heads[rates.argmax()]) * plain / requests
+        self._known = key, Forecast(requests, sizes, limits, gain, rates, plain, heads=dearer)
         return self._known[1]
+
+    def _choices(
+        self, requests: int, sizes: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
+        """Numbers of nodes, limits of a request's that allow them, and what they would bring."""
+        within = [sizes[sizes <= requests * limit] for limit in self.limits]
+        limits = np.repeat(self.limits, [len(some) for some in within])
+        pairs = zip(within, self.limits, strict=True)
+        gain = [self.outlook.gain(requests, some, limit) for some, limit in pairs]
+        return np.concatenate(within), limits, np.concatenate(gain)
 
     def _pays(self, forecast: Forecast) -> bool:
         """Whether drafts pay; to begin with them, what is known has to be worth something."""
         if self.drafting or forecast.ratio <= START:
             return self.drafting and forecast.ratio > _STOP
-        requests = forecast.requests
+        requests, heads = forecast.requests, self.share_of(forecast.limit)
         rows = requests + forecast.nodes
-        both = self.cost.features([(requests, requests, False), (rows, requests, True)])
+        both = self.cost.features([(requests, requests, 0.0), (rows, requests, heads)])
         doubt = float(self.cost.doubt(both, both[0])[1])
         return forecast.ratio > START * math.exp(_CAUTION * doubt)
 
-    def _try(self, forecast: Forecast) -> bool:
-        """Whether the heads run, in a step that may try something else."""
+    def _try(self, forecast: Forecast, limit: int) -> int:
+        """The limit of a step that may try something else than ``limit``."""
         requests, rate = forecast.requests, forecast.best_rate
-        sizes = np.concatenate([[0], forecast.sizes])  # 0: neither heads nor drafts
+        sizes, limits = (  # 0: neither heads nor drafts
+            np.concatenate([[0], each]) for each in (forecast.sizes, forecast.limits)
+        )
+        heads = self.share_of(limits)
         rates = np.concatenate([[forecast.plain], forecast.rates])
         tokens = requests + np.concatenate([[0.0], forecast.gain])
-        steps = ((requests + size, requests, size > 0) for size in sizes.tolist())
+        steps = zip((requests + sizes).tolist(), itertools.repeat(requests), heads.tolist())
         features = self.cost.features(steps)
         now = 1 + int(forecast.rates.argmax()) if self.drafting else 0
         doubts = self.cost.doubt(features, features[now])
-        other_kind = (sizes > 0) != self.drafting
-        doubts = np.where(other_kind, np.hypot(doubts, self.outlook.doubt), doubts)
+        doubts = np.hypot(doubts, self._doubts_of_gain(forecast, limit))
         if self.drafting:  # other sizes and none at all, in turn
             doubts = np.where((sizes > 0) == (self.tries.turn % 2 == 1), doubts, 0.0)
         doubts[now] = 0.0
-        lost = self.cost.ms(requests + sizes, requests, True) - tokens / rate
+        lost = self.cost.ms(requests + sizes, requests, heads) - tokens / rate
         if not self.drafting:  # heads run in a step before it
-            lost += self.cost.ms(requests, requests, True) - requests / rate
+            lost += self.cost.ms(np.full_like(sizes, requests), requests, heads) - requests / rate
         tried = self.tries.pick(rates / rate, doubts, lost)
         if tried is None:
-            return self.drafting
+            return limit
         self._wanted = int(sizes[tried]) or None
-        return self._wanted is not None
+        return int(limits[tried])
+
+    def _doubts_of_gain(self, forecast: Forecast, limit: int) -> Floats:
+        """[1 + n] standard deviations, of nothing and of each choice, against what goes on now."""
+        outlook, requests, limits = self.outlook, forecast.requests, forecast.limits
+        by_limit = {each: outlook.doubt(each) for each in set(limits.tolist())}
+        doubts = np.array([by_limit[each] for each in limits.tolist()])
+        if not limit:
+            return np.concatenate([[0.0], doubts])
+        seen = outlook.gain(requests, np.minimum(forecast.sizes, requests * limit), limit)
+        unseen = np.maximum(forecast.gain - seen, _UNSEEN * forecast.gain)
+        doubts *= np.where(limits > limit, unseen / (requests + forecast.gain), 0.0)
+        return np.concatenate([[by_limit.get(limit, 0.0)], doubts])

@@ -1,15 +1,17 @@
 """What a step costs, by rows, requests and what is in play: learned while serving.
 
 The logarithm of a step's time is a sum of lines through knots: one over the rows of the step, one
-over the rows of a request if there are drafts among them, one over the requests if heads run. All
-heights are estimated together by a Kalman filter. Its prior says that neighbours are alike, that a
-count may still be cheaper than the one below it, and that the machine as a whole gets faster and
-slower far more than the shape of its curves changes; so a step of any size tells about all others.
-What hasn't been seen for a while becomes uncertain again, at most as much as it was at first.
+over the rows of a request if there are drafts among them, two over the requests if heads run: for
+drafting at all, and for as many of the heads as run. All heights are estimated together by a Kalman
+filter. Its prior says that neighbours are alike, that a count may still be cheaper than the one
+below it, and that the machine as a whole gets faster and slower far more than the shape of its
+curves changes; so a step of any size tells about all others. What hasn't been seen for a while
+becomes uncertain again, at most as much as it was at first.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -26,7 +28,8 @@ _AGED_BY = 8  # steps at a time
 _SCALE = 2.0  # standard deviations of logarithms: of the machine's speed as a whole
 _SHAPE, _SHAPE_OCTAVES = 0.5, 4.0  # of the line over rows, and how far its knots go together
 _ROUGH = 0.03  # of one row count against its neighbours
-_SURCHARGE, _SURCHARGE_OCTAVES = 0.4, 3.0  # of trees and of heads
+_SURCHARGE, _SURCHARGE_OCTAVES = 0.4, 3.0  # of trees, of drafting and of heads
+_BY_HEADS, _SURCHARGE_PARTS = 0.7, 0.06  # share of the latter that grows with heads; of each alone
 _NOISE = (0.02, 0.3)  # bounds of the noise of a step
 _OUTLIER = 3.0  # standard deviations; what is further away counts little
 _STREAK = 2  # but so many steps of a kind that are too slow, or too fast, are no outliers
@@ -37,7 +40,7 @@ class StepCost:
     """Milliseconds of a step.
 
     A step has ``rows`` in all, at least one for each request; what is above are draft nodes.
-    ``drafted`` says that heads ran at its end, which is for the drafts of the next step.
+    ``heads`` is the share of the heads that ran at its end, for the drafts of the next step.
     """
 
     def __init__(self, max_rows: int = 1024) -> None:
@@ -54,19 +57,24 @@ class StepCost:
         self._rows = np.concatenate([dense, np.round(sparse)]).astype(np.float64)
         self._per_request = np.arange(0.0, 7.0)  # log2 of the rows of a request
         self._requests = np.arange(0.0, 10.0)  # log2
-        self._lists = [k.tolist() for k in (self._rows, self._per_request, self._requests)]
-        sizes = [len(knots) for knots in self._lists]
-        self._starts = [0, *np.cumsum(sizes).tolist()]
-        base, tree, heads = (slice(*self._starts[i : i + 2]) for i in range(3))
+        lines = (self._rows, self._per_request, self._requests, self._requests)
+        self._lists = [knots.tolist() for knots in lines]
+        self._starts = [0, *np.cumsum([len(knots) for knots in lines]).tolist()]
+        base, tree, drafting, heads = (slice(*self._starts[i : i + 2]) for i in range(4))
         self._mean = np.zeros(self._starts[-1])
         self._mean[base] = np.log1p(self._rows / _DENSE)
-        self._mean[tree], self._mean[heads] = 0.05, 0.1
+        self._mean[tree], self._mean[drafting], self._mean[heads] = 0.05, 0.03, 0.07
         prior = np.zeros((self._starts[-1],) * 2)
         octaves_apart = _apart(np.log2(self._rows))
         prior[base, base] = _SCALE**2 + _SHAPE**2 * np.exp(-octaves_apart / _SHAPE_OCTAVES)
         prior[base, base] += _ROUGH**2 * np.eye(len(self._rows))
-        for part, knots in ((tree, self._per_request), (heads, self._requests)):
-            prior[part, part] = _SURCHARGE**2 * np.exp(-_apart(knots) / _SURCHARGE_OCTAVES)
+        near = _SURCHARGE**2 * np.exp(-_apart(self._per_request) / _SURCHARGE_OCTAVES)
+        prior[tree, tree] = near
+        near = np.exp(-_apart(self._requests) / _SURCHARGE_OCTAVES)
+        parts = ((drafting, 1.0 - _BY_HEADS), (heads, _BY_HEADS))
+        for (one, this), (other, that) in itertools.product(parts, parts):
+            own = _SURCHARGE_PARTS**2 if one == other else 0.0
+            prior[one, other] = (_SURCHARGE**2 * (this * that) + own) * near
         self._prior = prior
         self._covariance = prior.copy()
         self._noise = 0.1**2
@@ -76,11 +84,11 @@ class StepCost:
         self.steps = 0
         self.surprises = 0  # times that the machine was found changed all at once
 
-    def observe(self, rows: int, requests: int, drafted: bool, ms: float) -> None:
+    def observe(self, rows: int, requests: int, heads: float, ms: float) -> None:
         """Learn from a step; one without requests or time teaches nothing."""
         if not (0 < ms < math.inf and 0 < requests <= rows):
             return
-        places, shares = self._shares(rows, requests, drafted)
+        places, shares = self._shares(rows, requests, heads)
         usual = float(self._mean[places] @ shares)
         error = math.log(ms) - usual
         if self.steps == 0:  # nothing is known of the machine's speed, whatever its curve is
@@ -93,7 +101,7 @@ class StepCost:
             self._age = 0.0
         reach = self._covariance[:, places] @ shares
         known = float(reach[places] @ shares)
-        kind = (rows > requests, drafted)
+        kind = (rows > requests, heads > 0)
         if abs(error) <= _OUTLIER * math.sqrt(known + self._noise):
             self._streaks.pop(kind, None)
             self._last = 0
@@ -127,38 +135,42 @@ class StepCost:
         self.surprises += 1
         return True
 
-    def ms(self, rows: Any, requests: int, drafted: bool) -> Any:
-        """Expected time of a step, or of steps with ``rows``, [n]."""
+    def ms(self, rows: Any, requests: int, heads: Any) -> Any:
+        """Expected time of a step, or of steps with ``rows`` [n] and ``heads``, one or [n]."""
         if isinstance(rows, int):
-            places, shares = self._shares(rows, requests, drafted)
+            places, shares = self._shares(rows, requests, heads)
             return math.exp(float(self._mean[places] @ shares)) * max(rows / self._rows[-1], 1.0)
         rows = np.asarray(rows, np.float64)
-        base, tree, heads = np.split(self._mean, self._starts[1:3])
+        base, tree = np.split(self._mean, self._starts[1:3])[:2]
         found = np.interp(rows, self._rows, base)
         over = np.log2(np.maximum(rows / requests, 1.0))
         found += np.where(rows > requests, np.interp(over, self._per_request, tree), 0.0)
-        if drafted:
-            found += np.interp(math.log2(requests), self._requests, heads)
+        if np.any(heads):
+            places, shares = self._shares(requests, requests, 1.0)
+            once = float(self._mean[places[2:4]] @ shares[2:4])  # of drafting at all
+            all_heads = float(self._mean[places[4:]] @ shares[4:])
+            found += np.where(np.greater(heads, 0), once + all_heads * np.asarray(heads), 0.0)
         return np.exp(found) * np.maximum(rows / self._rows[-1], 1.0)
 
-    def _shares(self, rows: int, requests: int, drafted: bool) -> tuple[list[int], Floats]:
+    def _shares(self, rows: int, requests: int, heads: float) -> tuple[list[int], Floats]:
         """Which knots count for a step, and how much."""
-        values = [(0, self._lists[0], float(rows))]
+        values = [(0, float(rows), 1.0)]
         if rows > requests:
-            values.append((self._starts[1], self._lists[1], math.log2(rows / requests)))
-        if drafted:
-            values.append((self._starts[2], self._lists[2], math.log2(requests)))
+            values.append((1, math.log2(rows / requests), 1.0))
+        if heads > 0:
+            values += [(2, math.log2(requests), 1.0), (3, math.log2(requests), float(heads))]
         places, shares = [], []
-        for start, knots, value in values:
+        for line, value, weight in values:
+            start, knots = self._starts[line], self._lists[line]
             right = min(max(bisect_left(knots, value), 1), len(knots) - 1)
             share = (value - knots[right - 1]) / (knots[right] - knots[right - 1])
             share = min(max(share, 0.0), 1.0)
             places += [start + right - 1, start + right]
-            shares += [1.0 - share, share]
+            shares += [weight * (1.0 - share), weight * share]
         return places, np.array(shares)
 
-    def features(self, steps: Iterable[tuple[int, int, bool]]) -> Floats:
-        """How much each knot counts for each step of rows, requests and drafted: [n, knots]."""
+    def features(self, steps: Iterable[tuple[int, int, float]]) -> Floats:
+        """How much each knot counts for each step of rows, requests and heads: [n, knots]."""
         found = [np.zeros_like(self._mean)]
         for step in steps:
             places, shares = self._shares(*step)

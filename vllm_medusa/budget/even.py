@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vllm_medusa.budget.choose import NodeBudget
 from vllm_medusa.budget.cost import Floats
-from vllm_medusa.budget.outlook import KINDS, Outlook
+from vllm_medusa.budget.outlook import KINDS, LIMITS, Outlook
 
 
 class EvenOutlook(Outlook):
@@ -20,34 +21,45 @@ class EvenOutlook(Outlook):
 
     def __init__(self, taus: Sequence[float] = (1.5, 1.7, 1.8, 1.9, 1.95, 2.0)) -> None:
         """Begin with what a calibration found; see `Outlook`."""
-        # survivals of requests' best, second best .. node, summed up, by kind of request
-        self._places = np.zeros((KINDS, 0))
+        # survivals of requests' best, second best .. node, summed up, by kind of request; of how
+        # many requests' steps
+        self._places = np.zeros((2, KINDS, 0))
         self._even: Floats | None = None  # what so many nodes of a request bring
         super().__init__(taus)
 
-    def gain(self, requests: int, nodes: npt.ArrayLike) -> Floats:
+    def gain(self, requests: int, nodes: npt.ArrayLike, limit: int | None = None) -> Floats:
         """Expected extra tokens of a batch of ``requests`` with so many nodes in all."""
         if self._even is None:
-            seen = self._seen[:, None].clip(1e-9)
-            kinds = np.broadcast_to(np.arange(KINDS)[:, None], self._places.shape)
-            worth = (seen * self.corrected(self._places / seen, kinds)).sum(0) / seen.sum()
+            total, seen = self._places
+            kinds = np.broadcast_to(np.arange(KINDS)[:, None], total.shape)
+            worth = seen * self.corrected(total / seen.clip(1e-9), kinds)
+            worth = worth.sum(0) / seen.sum(0).clip(1e-9)
             self._even = np.concatenate([[0.0], np.minimum.accumulate(worth).cumsum()])
         each = np.asarray(nodes, np.float64) / requests
+        if limit is not None:
+            each = each.clip(None, limit)
         return requests * np.interp(each, np.arange(len(self._even)), self._even)
 
-    def idle(self, requests: int) -> None:
-        """Say that a step went by without drafts: what is known is older."""
-        before = self._seen.sum()
-        super().idle(requests)
-        self._places *= self._seen.sum() / before
+    def _age(self, requests: int, ranges: int) -> None:
+        before = self._seen.sum(0)
+        super()._age(requests, ranges)
+        aged = self._seen.sum(0) / before.clip(1e-9)
+        ends = np.searchsorted(LIMITS, np.arange(self._places.shape[2]), side="right")
+        self._places *= aged[ends]
 
-    def _remember(self, survival: Floats, octaves: Floats, kinds: npt.NDArray[np.integer]) -> None:
-        before = self._seen.sum()
-        super()._remember(survival, octaves, kinds)
-        aged = (self._seen.sum() - len(survival)) / before if before else 0.0
-        more = max(0, survival.shape[1] - self._places.shape[1])
-        self._places = np.pad(aged * self._places, ((0, 0), (0, more)))
-        np.add.at(self._places[:, : survival.shape[1]], kinds, survival)
+    def _remember(
+        self,
+        survival: Floats,
+        octaves: Floats,
+        kinds: npt.NDArray[np.integer],
+        limit: int | None,
+    ) -> None:
+        super()._remember(survival, octaves, kinds, limit)
+        known = survival[:, :limit]
+        more = max(0, known.shape[1] - self._places.shape[2])
+        self._places = np.pad(self._places, ((0, 0), (0, 0), (0, more)))
+        np.add.at(self._places[0, :, : known.shape[1]], kinds, known)
+        np.add.at(self._places[1, :, : known.shape[1]], kinds, 1.0)
         self._even = None
 
     def _correct(
@@ -59,3 +71,14 @@ class EvenOutlook(Outlook):
     ) -> None:
         super()._correct(survival, octaves, accepted, kinds)
         self._even = None
+
+
+class EvenBudget(NodeBudget):
+    """Decides on whole nodes a request, so that what is drafted is what is verified."""
+
+    def _choices(
+        self, requests: int, sizes: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
+        each = np.unique(sizes // requests)
+        each = each[each > 0]
+        return requests * each, each, self.outlook.gain(requests, requests * each)

@@ -5,6 +5,10 @@ the drafts of all requests a histogram over survivals is kept, which forgets. A 
 many times as large has so many times the nodes in every bin; the best first, their sum is what its
 best nodes would bring. Accepted tokens say how far survivals of each size are to be believed: by
 kind of request, since greedy ones accept far more of the same drafts than sampled ones.
+
+A step drafts a limited number of nodes a request, and says nothing of those beyond. So there is a
+histogram for each range of places (first, second, third and fourth, all others), as old as what was
+last seen of it.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from vllm_medusa.budget.cost import Floats
 Kinds = int | npt.NDArray[np.integer]
 
 KINDS = 4  # of requests; whoever observes says which is which
+LIMITS = (1, 2, 4)  # of a request's nodes, at which a range of places ends
 _OCTAVES, _PARTS = 10, 4  # of survivals from 1 down to 1/1024, and bins of each
 _BUCKETS = 6  # of the correction, an octave each; the last has all below
 _WINDOW = 512.0  # requests' steps by which survivals are known
@@ -41,17 +46,19 @@ class Outlook:
             taus: tokens per step with 1, 2, .. draft nodes of one request.
 
         """
-        self._count = np.zeros((KINDS, _OCTAVES * _PARTS))  # nodes by survival
-        self._sum = np.zeros((KINDS, _OCTAVES * _PARTS))  # their survivals
-        self._seen = np.zeros(KINDS)  # requests' steps
+        shape = (KINDS, 1 + len(LIMITS), _OCTAVES * _PARTS)
+        self._count = np.zeros(shape)  # nodes by range of places and survival
+        self._sum = np.zeros(shape)  # their survivals
+        self._seen = np.zeros(shape[:2])  # requests' steps
         self._accepted = np.zeros((KINDS, _BUCKETS))
         self._predicted = np.zeros((KINDS, _BUCKETS))
         self._ratio = np.ones((KINDS, _BUCKETS))
-        self._line: tuple[Floats, Floats] | None = None  # nodes of a request and what they bring
+        # within so many ranges: nodes of a request and what they bring
+        self._lines: list[tuple[Floats, Floats]] = []
         survival = np.minimum.accumulate(np.diff(np.asarray([1.0, *taus])).clip(0.0, 1.0))
         first = survival[None, :]
         for _ in range(4):  # a first word, soon outvoted
-            self._remember(first, _octaves(first), np.zeros(1, np.int64))
+            self._remember(first, _octaves(first), np.zeros(1, np.int64), None)
 
     def observe(
         self,
@@ -59,6 +66,7 @@ class Outlook:
         verified: Sequence[int] | npt.NDArray[np.integer] = (),
         accepted: Sequence[int] | npt.NDArray[np.integer] = (),
         kinds: Kinds = 0,
+        limit: int | None = None,
     ) -> None:
         """Learn from a step.
 
@@ -68,27 +76,45 @@ class Outlook:
             verified: [B] how many of them were; the best.
             accepted: [B] how many were accepted. Both empty: nothing was verified.
             kinds: [B] of the requests, or of all, below `KINDS`.
+            limit: nodes that were drafted for a request at most; None: all that there are.
 
         """
         survival = np.nan_to_num(np.asarray(survival, np.float64)).clip(0.0, 1.0)
         if survival.size == 0:
             return
         octaves, of = _octaves(survival), np.broadcast_to(kinds, len(survival))
-        self._line = None
-        self._remember(survival, octaves, of)
+        self._lines = []
+        self._remember(survival, octaves, of, limit)
         if len(verified):
             nodes = np.arange(survival.shape[1])[None, :] < np.asarray(verified)[:, None]
             self._correct(survival * nodes, octaves, np.asarray(accepted, np.float64), of)
 
-    def _remember(self, survival: Floats, octaves: Floats, kinds: npt.NDArray[np.integer]) -> None:
-        kept, shape = octaves < _OCTAVES, self._count.shape
-        bins = (octaves * _PARTS).astype(np.int64) + shape[1] * kinds[:, None]
+    def _remember(
+        self,
+        survival: Floats,
+        octaves: Floats,
+        kinds: npt.NDArray[np.integer],
+        limit: int | None,
+    ) -> None:
+        ranges, shape = _ranges(limit), self._count.shape
+        places = np.searchsorted(LIMITS, np.arange(survival.shape[1]), side="right")
+        kept = (octaves < _OCTAVES) & (places < ranges)
+        bins = (octaves * _PARTS).astype(np.int64)
+        bins += shape[2] * (places + shape[1] * kinds[:, None])
         values, bins = survival[kept], bins[kept]
-        weight = math.exp(-len(survival) / _WINDOW)
-        size = self._count.size
-        self._count = weight * self._count + np.bincount(bins, None, size).reshape(shape)
-        self._sum = weight * self._sum + np.bincount(bins, values, size).reshape(shape)
-        self._seen = weight * self._seen + np.bincount(kinds, None, KINDS)
+        self._age(len(survival), ranges)
+        self._count += np.bincount(bins, None, self._count.size).reshape(shape)
+        self._sum += np.bincount(bins, values, self._sum.size).reshape(shape)
+        self._seen[:, :ranges] += np.bincount(kinds, None, KINDS)[:, None]
+
+    def _age(self, requests: int, ranges: int) -> None:
+        """Forget some of what is known, of ranges without news less."""
+        news = np.arange(self._seen.shape[1]) < ranges
+        weight = np.exp(-requests / _WINDOW * np.where(news, 1.0, _IDLE))
+        weight[~news & (self._seen.sum(0) <= _LEAST)] = 1.0
+        self._count *= weight[:, None]
+        self._sum *= weight[:, None]
+        self._seen *= weight
 
     def _correct(
         self,
@@ -117,11 +143,7 @@ class Outlook:
 
     def idle(self, requests: int) -> None:
         """Say that a step went by without drafts: what is known is older."""
-        if self._seen.sum() > _LEAST:
-            weight = math.exp(-_IDLE * requests / _WINDOW)
-            self._count = weight * self._count
-            self._sum = weight * self._sum
-            self._seen *= weight
+        self._age(requests, 0)
 
     def corrected(self, survival: npt.ArrayLike, kinds: Kinds = 0) -> Floats:
         """Survivals as far as they are to be believed; ``kinds`` of one shape with them, or one."""
@@ -148,28 +170,54 @@ class Outlook:
         """Corrected survivals of a kind, best first; the better one stays the better one."""
         return np.minimum.accumulate(self.corrected(survival, kind))
 
-    def gain(self, requests: int, nodes: npt.ArrayLike) -> Floats:
-        """Expected extra tokens of a batch of ``requests`` with so many of its best nodes."""
-        if self._line is None:
-            filled = self._count > 0
-            count = self._count[filled] / self._seen.sum()
-            mean = self._sum[filled] / self._count[filled]
-            of = np.nonzero(filled)[0]
-            believed = np.concatenate([self._believed(mean[of == k], k) for k in range(KINDS)])
-            order = np.argsort(-believed, kind="stable")
-            count, worth = count[order], (count * believed)[order]
-            self._line = tuple(np.concatenate([[0.0], each.cumsum()]) for each in (count, worth))
-        return requests * np.interp(np.asarray(nodes, np.float64) / requests, *self._line)
+    def gain(self, requests: int, nodes: npt.ArrayLike, limit: int | None = None) -> Floats:
+        """Expected extra tokens of a batch of ``requests`` with so many of its best nodes.
 
-    @property
-    def doubt(self) -> float:
-        """Relative standard deviation of a gain."""
-        return _SPREAD / float(np.sqrt(max(self._seen.sum(), 1.0)))
+        Args:
+            requests: of the batch.
+            nodes: in all.
+            limit: nodes of a request at most, one of `LIMITS`; None: any number.
+
+        """
+        if not self._lines:
+            self._lines = self._draw_lines()
+        line = self._lines[_ranges(limit) - 1]
+        return requests * np.interp(np.asarray(nodes, np.float64) / requests, *line)
+
+    def _draw_lines(self) -> list[tuple[Floats, Floats]]:
+        filled = self._count > 0
+        mean = self._sum[filled] / self._count[filled]
+        kinds, ranges, _ = np.nonzero(filled)
+        worth, order = np.zeros_like(mean), np.argsort(-mean, kind="stable")
+        for kind in range(KINDS):
+            those = order[kinds[order] == kind]
+            worth[those] = self._believed(mean[those], kind)
+        order = np.argsort(-worth, kind="stable")
+        worth, ranges = worth[order], ranges[order]
+        count = (self._count / self._seen.sum(0).clip(1e-9)[:, None])[filled][order]
+        lines = []
+        for end in range(1, 1 + self._seen.shape[1]):
+            within = ranges < end
+            pair = (count[within], (count * worth)[within])
+            lines.append(tuple(np.concatenate([[0.0], each.cumsum()]) for each in pair))
+        return lines
+
+    def doubt(self, limit: int | None = None) -> float:
+        """Relative standard deviation of a gain with so many nodes of a request at most."""
+        seen = self._seen[:, : _ranges(limit)].sum(0).min()
+        return _SPREAD / float(np.sqrt(max(seen, 1.0)))
 
     @property
     def ratio(self) -> Floats:
         """[kinds, buckets] what survivals from 1, 1/2, 1/4, .. down are worth."""
         return self._ratio.copy()
+
+
+def _ranges(limit: int | None) -> int:
+    """How many ranges of places lie within a limit of nodes."""
+    if limit is None or limit > LIMITS[-1]:
+        return 1 + len(LIMITS)
+    return sum(end <= limit for end in LIMITS)
 
 
 def _octaves(survival: Floats) -> Floats:

@@ -9,7 +9,7 @@ from pathlib import Path
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.files import FileRefused, digest_json, read_json, write_json
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def cost_path(folder: Path, what: Mapping[str, str]) -> Path:

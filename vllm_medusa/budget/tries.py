@@ -17,7 +17,13 @@ _DEAREST = 2.0  # steps' worth that a try costs at most; a table that says more 
 _WAIT = (8, 1024)  # steps between tries, doubling
 _NEAR, _WAIT_NEAR = 0.1, 16  # where both are about as fast, tries are cheap
 _CHEAP = 0.25  # steps' worth: so are these
-_BOLD = (1.0, 2.0, 3.0, 4.0)  # standard deviations that what is tried may be underrated by, in turn
+_BOLD = (
+    1.0,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+)  # standard deviations that what is tried may be underrated by, in turn
 _LIKELY = 2.0  # so many are no boldness: while that promises something, waiting grows no longer
 _GROWTH = 2.0  # of the load, either way, by which all is new
 

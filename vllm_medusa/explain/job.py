@@ -103,8 +103,8 @@ def explain(options: ExplainOptions) -> Explanation:
         bool(taus),
         tuple(loads),
         tuple(rows),
-        tuple(float(kept.cost.ms(n, n, False)) for n in rows),
-        tuple(float(kept.cost.ms(n, 1, n > 1)) for n in rows),
+        tuple(float(kept.cost.ms(n, n, 0.0)) for n in rows),
+        tuple(float(kept.cost.ms(n, 1, float(n > 1))) for n in rows),
     )
     if options.plot is not None:
         draw_explanation(options.plot, found)

@@ -20,7 +20,7 @@ MakeLinear = Callable[[Tensor, Tensor | None], Linear]  # weight [O, I], bias [O
 
 
 class PackedHeads:
-    """Computes what `MedusaHeads` computes; for inference only, with a fixed number of heads.
+    """Computes what `MedusaHeads` computes; for inference only.
 
     The heads given are not kept: once they are dropped, only what ``make`` packed stays in memory.
     """
@@ -35,17 +35,12 @@ class PackedHeads:
         self.token_map = heads.token_map
         if heads.target_lm_head is not None:
             raise HeadsError("these heads have the target's LM head bound: pack unbound ones")
-        self._first: Linear | None = None  # all heads at once: they share its input
         self._layers: list[list[Linear]] = []
         for block in heads.blocks:
             assert isinstance(block, ResBlock)
             weight = block.weight.detach()  # [K, H, H]
             bias = None if block.bias is None else block.bias.detach()  # [K, H]
-            if self._first is None:
-                flat = None if bias is None else bias.flatten()
-                self._first = make(weight.flatten(0, 1), flat)
-            else:
-                self._layers.append(_per_head(make, weight, bias))
+            self._layers.append(_per_head(make, weight, bias))
         self._lm_heads: list[Linear] = []
         if heads.lm_head_weight is not None:
             weight = heads.lm_head_weight.detach()  # [M, V_draft, H]
@@ -56,13 +51,9 @@ class PackedHeads:
             self._lm_heads = _per_head(make, weight, bias)
 
     def __call__(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
-        """Residual layers: [B, H] -> [B, K, H]; ``num_heads`` can only be K."""
-        if num_heads not in (None, self.num_heads):
-            raise HeadsError(f"num_heads is {num_heads}; {self.num_heads} heads were packed")
-        if self._first is None:
-            return hidden_states.unsqueeze(1).expand(-1, self.num_heads, -1)
-        flat = self._first(hidden_states)  # [B, K * H]
-        x = hidden_states.unsqueeze(1) + F.silu(flat.unflatten(1, (self.num_heads, -1)))
+        """Residual layers of the first ``num_heads`` heads (all): [B, H] -> [B, K, H]."""
+        k = self.num_heads if num_heads is None else min(num_heads, self.num_heads)
+        x = hidden_states.unsqueeze(1).expand(-1, k, -1)
         for layer in self._layers:
             x = x + F.silu(_apply(layer, x))
         return x
@@ -73,7 +64,7 @@ class PackedHeads:
         ``lm_head`` is the target's, as for `MedusaHeads.compute_logits`.
         """
         batch, k, _ = x.shape
-        if len(self._lm_heads) == k and k > 1:
+        if len(self._lm_heads) == self.num_heads and self.num_heads > 1:
             return _apply(self._lm_heads, x)
         rows = x.flatten(0, 1)  # [B * K, H]
         if self._lm_heads:
@@ -93,5 +84,5 @@ def _per_head(make: MakeLinear, weight: Tensor, bias: Tensor | None) -> list[Lin
 
 
 def _apply(linears: list[Linear], x: Tensor) -> Tensor:
-    """Head by head: [B, K, I] -> [B, K, O]."""
-    return torch.stack([linear(x[:, head]) for head, linear in enumerate(linears)], 1)
+    """Head by head, the first K: [B, K, I] -> [B, K, O]."""
+    return torch.stack([linears[head](x[:, head]) for head in range(x.shape[1])], 1)

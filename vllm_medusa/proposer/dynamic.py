@@ -98,13 +98,14 @@ def grow(choices: Marginals, pool: Pool, num_nodes: int, max_depth: Tensor) -> P
     """The best ``num_nodes`` nodes of the pool for every request, root included. No host sync.
 
     Nodes deeper than ``max_depth`` (int64 [B]) come last, with survival -inf: no token of theirs
-    would be kept.
+    would be kept. So do those deeper than there are ``choices``.
     """
     survival = pool.survival(choices.log_confidence)  # [B, M]
     survival = survival.masked_fill(pool.tensors.depths > max_depth[:, None], -float("inf"))
     order = pool.best(survival, num_nodes)
-    tokens = choices.token_ids.flatten(1)[:, pool.last_place]  # [B, M]
-    tokens = tokens.gather(1, order)
+    tokens = choices.token_ids.flatten(1)  # [B, D * width]
+    places = pool.last_place[order].clamp_max(tokens.shape[1] - 1)  # [B, N]
+    tokens = tokens.gather(1, places)
     tokens[:, 0] = 0
     return Proposal(tokens, order, survival.gather(1, order))
 

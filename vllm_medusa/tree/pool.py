@@ -62,15 +62,17 @@ class Pool:
         return self.tensors.num_nodes
 
     def survival(self, log_confidence: Tensor) -> Tensor:
-        """Log-survival of every node: float32 [B, D, width], all <= 0, -> float32 [B, M].
+        """Log-survival of every node: float32 [B, <= D, width], all <= 0, -> float32 [B, M].
 
         Terms are added from the root on, so that a child is never above its parent, not even by
-        rounding. -inf is a choice that can't be right.
+        rounding. -inf is a choice that can't be right, or one deeper than there are confidences.
         """
-        flat = log_confidence.flatten(1)  # [B, D * width]
+        flat, depth = log_confidence.flatten(1), log_confidence.shape[1]
         total = flat.new_zeros((flat.shape[0], self.num_nodes))
-        for places, on_path in zip(self.places, self.on_path, strict=True):
+        for places, on_path in zip(self.places[:depth], self.on_path[:depth], strict=True):
             total = total + flat[:, places].masked_fill(~on_path, 0.0)
+        if depth < len(self.places):
+            total = total.masked_fill(self.tensors.depths > depth, -float("inf"))
         return total
 
     def best(self, survival: Tensor, num_nodes: int) -> Tensor:

@@ -12,12 +12,11 @@ import time
 from collections import deque
 from typing import Any
 
-import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_medusa.budget.even import EvenOutlook
+from vllm_medusa.budget.even import EvenBudget, EvenOutlook
 from vllm_medusa.worker.requests import follows_grammar
 from vllm_medusa.worker.scheduler import Step, TreeScheduler, worth_of
 
@@ -25,7 +24,7 @@ from vllm_medusa.worker.scheduler import Step, TreeScheduler, worth_of
 class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
     """Schedules as vLLM's asynchronous scheduler does, with the number of drafts that pays."""
 
-    outlook = EvenOutlook
+    outlook, decides = EvenOutlook, EvenBudget
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,7 +32,7 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         self.dynamic_sd_lookup = [0] * (1 + self.max_num_running_reqs)  # type: ignore[assignment]
         self._in_flight: deque[Step | None] = deque()
         self._ended_at = 0.0  # seconds, when the last output came
-        self._heads_ran = False  # at the end of the step whose output came last
+        self._heads_ran = 0  # `Step.limit` of the step whose output came last
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; its time is taken when its output comes."""
@@ -68,11 +67,7 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         most = min(self._most, free // max(requests, 1))
         if budget is None or most == 0:
             return most
-        if has_prefill or not budget.draft_next(requests, requests * most):
-            return 0
-        gain = budget.outlook.gain(requests, np.arange(requests * most + 1))
-        total = budget.choose(gain, requests, requests * most)
-        return -(-total // requests)
+        return 0 if has_prefill else min(most, budget.draft_next(requests, requests * most))
 
     def _ended(self, step: Step) -> None:
         """Time a step from the output before it: the device runs one behind the other.
@@ -81,7 +76,7 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         """
         now = time.perf_counter()
         started, self._ended_at = max(step.started, self._ended_at), now
-        step.drafted, self._heads_ran = self._heads_ran, step.drafted
+        step.limit, self._heads_ran = self._heads_ran, step.limit
         self._learn_cost(step, 1e3 * (now - started))
         self._keep_costs_at_times(now)
 

@@ -120,18 +120,24 @@ class MedusaDrafter:
         return tokens[:, 1:]
 
     @torch.inference_mode()
-    def grow(self, hidden_states: Tensor, num_nodes: int, max_depth: Tensor) -> Proposal:
+    def grow(
+        self, hidden_states: Tensor, num_nodes: int, max_depth: Tensor, limit: int | None = None
+    ) -> Proposal:
         """Draft a tree of its own for each request, the same on every rank.
 
         Args:
             hidden_states: [B, hidden_size], as for `propose`.
             num_nodes: Nodes of each tree, root included.
             max_depth: int64 [B], the deepest node that each request has a use for.
+            limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
+                as many heads run at most. None: all.
 
         """
-        pool, logits, mapped = self.pool, self._logits(hidden_states), self.heads.token_map
+        pool, mapped = self.pool, self.heads.token_map
         assert pool is not None
         depth = pool.tensors.max_depth
+        depth = depth if limit is None else min(depth, limit)
+        logits = self._logits(hidden_states, depth)
         if self._shard is None:
             choices = marginals(logits, depth, pool.width, self._sharpness, mapped)
         else:
@@ -140,13 +146,13 @@ class MedusaDrafter:
             )
         return grow(choices, pool, num_nodes, max_depth)
 
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        """[B, H] -> [B, K, V_draft], or this rank's part of the vocabulary."""
+    def _logits(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
+        """[B, H] -> [B, K, V_draft] of the first heads, or this rank's part of the vocabulary."""
         whole = self._shard is None
         name = "compute_logits" if whole else "compute_logits_local"
         with adapters_left_out(self._adapted):
             return self.heads.compute_logits(
-                self.heads(hidden_states), getattr(self._target, name, None)
+                self.heads(hidden_states, num_heads), getattr(self._target, name, None)
             )
 
     def _shard_of(self, heads: MedusaHeads) -> VocabShard | None:

@@ -52,12 +52,12 @@ class _Script(NodeBudget):
     def choose(self, gain: Any, requests: int, free_rows: int) -> int:
         return min(self.nodes * requests, len(gain) - 1, free_rows)
 
-    def draft_next(self, requests: int, free_rows: int, unused: float = 0.0) -> bool:
-        return self.nodes > 0
+    def draft_next(self, requests: int, free_rows: int, unused: float = 0.0) -> int:
+        return min(self.nodes, self.max_per_request)
 
-    def observe(self, rows: int, requests: int, drafted: bool, ms: float) -> None:
+    def observe(self, rows: int, requests: int, heads: float, ms: float) -> None:
         if self.learns:
-            self.cost.observe(rows, requests, drafted, ms)
+            self.cost.observe(rows, requests, heads, ms)
 
 
 class _Practice(TreeScheduler):
@@ -66,8 +66,7 @@ class _Practice(TreeScheduler):
     budget: _Script
 
     def _learned(self) -> NodeBudget:
-        most = EngineOptions.of(self.vllm_config).tree.num_draft_tokens
-        return _Script(StepCost(self.most_rows()), Outlook(), most)
+        return _Script(StepCost(self.most_rows()), Outlook(), self._most, self._num_heads)
 
     def _keep_costs(self) -> None:
         pass
@@ -101,8 +100,8 @@ def measure_step_costs(worker: Any) -> None:
         "Medusa timed %d steps in %.1f s: one row takes %.1f ms, eight of a request %.1f ms.",
         cost.steps,
         time.perf_counter() - begun,
-        cost.ms(1, 1, False),
-        cost.ms(8, 1, True),
+        cost.ms(1, 1, 0.0),
+        cost.ms(8, 1, 1.0),
     )
     if problem := save_cost(scheduler.costs_at, scheduler.costs_of, cost, f"{os.getpid()}.part"):
         compat.logger.warning("Step costs are not kept: %s", problem)

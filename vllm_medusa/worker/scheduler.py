@@ -60,7 +60,7 @@ class Step:
     started: float  # seconds
     rows: int
     requests: int
-    drafted: bool  # the heads run at its end
+    limit: int  # nodes that are drafted for a request at most, at its end; 0: no head runs
     prefill: bool  # it does more than decode
     nodes: dict[str, int]  # request -> drafts verified
 
@@ -101,11 +101,13 @@ class TreeScheduler(GrammarScheduler, Scheduler):
     """Schedules as vLLM does, with the drafts that are worth their time."""
 
     outlook: type[Outlook] = Outlook  # what is expected of drafts
+    decides: type[NodeBudget] = NodeBudget
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         options = EngineOptions.of(self.vllm_config)
         self._most = options.tree.num_draft_tokens  # of a request
+        self._num_heads = options.tree.max_depth
         self._max_rows = options.max_rows
         # what step costs are of, and where they are kept
         self.costs_of = costs_of(self.vllm_config) | {"rows": str(self.most_rows())}
@@ -119,6 +121,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         self._step: Step | None = None
         self._last: Step | None = None  # whose time ends when the next one starts
         self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
+        self._drafted = self._most  # `Step.limit` when they were drafted
         self._blocked = False  # requests wait although there were rows for them
         self.prefills = 0.0  # how often, of late, a step had one
 
@@ -139,7 +142,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             started=now,
             rows=output.total_num_scheduled_tokens,
             requests=len(scheduled),
-            drafted=output.num_spec_tokens_to_schedule > 0,
+            limit=output.num_spec_tokens_to_schedule,
             prefill=any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items()),
             nodes=nodes,
         )
@@ -153,11 +156,12 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         step, self._step = self._step, None
         if step is not None and step.requests:
             nodes = sum(step.nodes.values())
-            self._report.add(step.requests, nodes, prefill=step.prefill, drafted=step.drafted)
+            self._report.add(step.requests, nodes, prefill=step.prefill, drafted=step.limit > 0)
         if step is not None and self._survival and self.budget is not None:
             self._learn_acceptance(self.budget, step, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
         if step is not None and step.requests:
+            self._drafted = step.limit
             self._ended(step)
         if not self.has_unfinished_requests():
             self._keep_costs_at_times(time.perf_counter(), _KEEP_IDLE)
@@ -231,7 +235,8 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             compat.logger.info("Step costs are measured anew: %s", problem)
         self._kept_steps = cost.steps
         taus = EngineOptions.of(self.vllm_config).taus
-        return NodeBudget(cost, self.outlook(taus) if taus else self.outlook(), self._most)
+        outlook = self.outlook(taus) if taus else self.outlook()
+        return self.decides(cost, outlook, self._most, self._num_heads)
 
     def _keep_costs_at_times(self, now: float, every: float = _KEEP_EVERY) -> None:
         if now - self._kept_at > every:
@@ -274,14 +279,15 @@ class TreeScheduler(GrammarScheduler, Scheduler):
     def _learn_cost(self, step: Step, ms: float) -> None:
         if self.budget is None or step.prefill:
             return
+        heads = self.budget.share_of(step.limit)
         if self.log_stats:
-            expected = self.budget.cost.ms(step.rows, step.requests, step.drafted)
+            expected = self.budget.cost.ms(step.rows, step.requests, heads)
             self._report.time(ms, expected)
             self._seen.add(step, ms, expected)
             if self._seen.enough:
                 compat.logger.info("%s", self._seen)
                 self._seen = _Seen()
-        self.budget.observe(step.rows, step.requests, step.drafted, ms)
+        self.budget.observe(step.rows, step.requests, heads, ms)
 
     def _kind(self, req_id: str) -> int:
         """Of a request, see `Outlook`: greedy or sampled, with a grammar or without."""
@@ -316,7 +322,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         _, kinds, verified, accepted = zip(*rows, strict=True)
         self._seen.accepted += sum(accepted)
         told = (verified, accepted) if step.nodes else ((), ())
-        budget.outlook.observe(survival, *told, np.array(kinds))
+        budget.outlook.observe(survival, *told, np.array(kinds), self._drafted)
 
 
 def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> GrammarScheduler:
@@ -364,8 +370,7 @@ class _Counts:
         free = scheduler.max_num_scheduled_tokens - num_requests
         if scheduler._max_rows is not None:
             free = min(free, scheduler._max_rows - num_requests)
-        drafts = scheduler.budget.draft_next(num_requests, free, scheduler.prefills)
-        return scheduler._most if drafts else 0
+        return scheduler.budget.draft_next(num_requests, free, scheduler.prefills)
 
 
 def share(survival: Sequence[Sequence[float] | Floats], total: int) -> list[int]:

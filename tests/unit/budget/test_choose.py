@@ -25,7 +25,7 @@ def test_dear_rows_get_no_nodes_and_cheap_ones_all():
     gain = np.array([0.0, 0.5, 0.7, 0.8, 0.85])
     dear, cheap = budget(2.0), budget(0.001)
     for each, drafts in ((dear, False), (cheap, True)):
-        assert [each.draft_next(1, 64) for _ in range(5)] == [drafts] * 5
+        assert [each.draft_next(1, 64) > 0 for _ in range(5)] == [drafts] * 5
     assert dear.choose(gain, 1, 64) == 0
     assert cheap.choose(gain, 1, 64) == 4
 
@@ -51,7 +51,7 @@ def test_no_more_than_there_is_room_for(free):
     cheap = budget(0.001)
     cheap.draft_next(1, 64)
     assert cheap.choose([0.0, 0.5, 0.7, 0.8, 0.85], 1, free) == free
-    assert cheap.draft_next(1, free) == (free > 0)
+    assert (cheap.draft_next(1, free) > 0) == (free > 0)
 
 
 def test_nobody_and_nothing():
@@ -62,7 +62,8 @@ def test_nobody_and_nothing():
 
 def test_heads_do_not_run_for_drafts_that_stay_unused():
     """Beside prefills no drafts are verified: a narrow gain is then eaten up by the heads."""
-    forecast = Forecast(1, np.array([1]), np.array([0.5]), np.array([1.2]), 1.0, heads=1.1)
+    one = np.array([1])
+    forecast = Forecast(1, one, one, np.array([0.5]), np.array([1.2]), 1.0, heads=1.1)
     ratios = [replace(forecast, unused=share).ratio for share in (0.0, 0.5, 1.0)]
     assert ratios == pytest.approx([1.2, 1.05, 0.9])
     each = budget(0.1)

@@ -163,7 +163,7 @@ def test_costs_come_back_from_the_disk(tmp_path):
     [
         (lambda text: text[:50], "is not JSON"),
         (lambda text: "[]", "not a JSON object"),
-        (lambda text: text.replace('"format": 1', '"format": 2'), "of something else"),
+        (lambda text: text.replace('"format": 2', '"format": 1'), "of something else"),
         (lambda text: text.replace("bfloat16", "float16"), "of something else"),
         (lambda text: text.replace('"max_rows": 64', '"max_rows": 32'), "no step costs"),
         (lambda text: text.replace('"max_rows": 64', '"max_rows": 63'), "no step costs|sizes"),

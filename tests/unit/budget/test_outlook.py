@@ -92,11 +92,11 @@ def test_traffic_that_changes_is_followed():
 
 def test_what_is_long_ago_counts_less():
     outlook = taught(300)
-    sure = outlook.doubt
+    sure = outlook.doubt()
     before = outlook.gain(4, np.arange(9))
     for _ in range(1000):
         outlook.idle(8)
-    assert sure < 0.05 and outlook.doubt > 2 * sure
+    assert sure < 0.05 and outlook.doubt() > 2 * sure
     assert outlook.gain(4, np.arange(9)) == pytest.approx(before)  # older, not other
     for _ in range(20):
         outlook.observe(np.full((8, 8), 0.02))

@@ -51,7 +51,7 @@ SERVERS = {
     "cpu, 16": Server(cpu, batch(16)),
     "dear rows, 1": Server(steep),
     "dear rows, 8": Server(steep, batch(8)),
-    "dear rows, unsure, 2": Server(steep, batch(2), lambda step: 0.2),
+    "dear rows, unsure, 2": Server(steep, batch(2), lambda step: 0.1),
     "cheap and dear counts, 4": Server(rough, batch(4)),
     "memory wanders, 8": Server(wandering, batch(8)),
     "twice as slow later": Server(twice_as_slow_later, batch(4)),

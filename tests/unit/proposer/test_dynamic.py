@@ -85,6 +85,19 @@ def test_nothing_deeper_than_is_of_use(logits):
         assert int(trees.depths[row, : counts[row]].max()) == depth
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_few_nodes_need_few_heads(logits, limit):
+    """The best so many drafts of a request are the same, whether or not deeper heads ran."""
+    useful, whole = torch.tensor([1, 4, 4]), marginals(logits, HEADS, POOL.width)
+    expected = grow(whole, POOL, 60, useful)
+    got = grow(marginals(logits[:, :limit], limit, POOL.width), POOL, 60, useful)
+    for name in ("token_ids", "order", "log_survival"):
+        both = (getattr(each, name)[:, : 1 + limit] for each in (got, expected))
+        torch.testing.assert_close(*both, rtol=1e-6, atol=1e-6)
+    trees = POOL.trees(got.order, got.num_nodes)
+    assert int((trees.depths * (torch.arange(60) < got.num_nodes[:, None])).max()) == limit
+
+
 def test_logits_that_are_not_numbers_break_nothing(logits):
     logits[1] = float("nan")
     logits[2, :, 5] = float("inf")

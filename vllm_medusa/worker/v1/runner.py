@@ -153,7 +153,7 @@ class MedusaModelRunner(CPUModelRunner):
         most = CANDIDATES * limit if chosen_later else limit
         width = min(most + 1, topologies.pool.num_nodes)
         max_depth = torch.tensor([useful[index] for index in chosen])
-        proposal = self.drafter.grow(hidden_states[chosen], width, max_depth)
+        proposal = self.drafter.grow(hidden_states[chosen], width, max_depth, most)
         topologies.keep(names, proposal.order, self.requests)
         counts = proposal.num_nodes.tolist()
         tokens, survival = proposal.token_ids.tolist(), proposal.log_survival.exp().tolist()

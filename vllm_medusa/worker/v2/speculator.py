@@ -105,10 +105,12 @@ class TreeSpeculator(DraftModelSpeculator):
         num_tokens = input_batch.seq_lens[:batch] - num_rejected + 1
         depth = trees.requests.useful_depth(input_batch.idx_mapping_np, num_tokens)
         depth = depth.masked_fill(num_sampled == 0, 0)  # a prefill that isn't finished
-        proposal = self.drafter.grow(hidden_states, trees.num_nodes, depth)
+        limit = num_speculative_tokens
+        proposal = self.drafter.grow(hidden_states, trees.num_nodes, depth, limit)
         if not dummy_run:
             trees.topologies.keep(input_batch.idx_mapping, proposal.order)
-        trees.log_survival, self._drafted_for = proposal.log_survival[:, 1:], input_batch.req_ids
+        trees.log_survival = proposal.log_survival[:, 1:][:, :limit]
+        self._drafted_for = input_batch.req_ids
         return proposal.token_ids[:, 1:]
 
     def worth(self, drafts: DraftTokenIds) -> DraftTokenIds:
