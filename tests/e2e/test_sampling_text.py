@@ -15,6 +15,7 @@ from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, st
 from support.planted import planted_by_seed
 from support.spies import mean_accepted, recorded_steps
 from vllm import LLM, SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 from vllm.reasoning import ReasoningParserManager
 from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import StructuredOutputsParams
@@ -24,6 +25,8 @@ from vllm_medusa.worker.grammar import fill_masks
 
 pytestmark = pytest.mark.engine
 
+THINKING = ReasoningConfig(reasoning_start_str="(", reasoning_end_str="return x is done")
+ENGINE: dict[str, Any] = {"skip_tokenizer_init": False, "reasoning_config": THINKING}
 WORDS = ["return", "self", "if not", "for i in", "import", "()", ":"]
 FOLLOWED = ["grammar", "greedy_grammar"]  # cases of one request for each of GRAMMARS
 SCHEMA = {
@@ -68,6 +71,13 @@ def cases() -> dict[str, list[SamplingParams]]:
         "banned": seeded(6, 1000, temperature=0.7, bad_words=WORDS),
         "greedy_banned": seeded(6, 2000, temperature=0.0, bad_words=WORDS, logprobs=1),
         "penalised": seeded(6, 3000, temperature=0.8, bad_words=WORDS[:2], repetition_penalty=1.2),
+        "thinking": [
+            param
+            for i, budget in enumerate((3, 6, 11))
+            for param in seeded(
+                2, 3500 + 100 * i, temperature=0.8 * (i != 1), thinking_token_budget=budget
+            )
+        ],
         "stop_text": seeded(6, 4000, temperature=0.8, stop=["\n\n", "):"], detokenize=True),
         "grammar": [
             seeded(
@@ -86,13 +96,13 @@ def cases() -> dict[str, list[SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def plain(prompts: list[list[int]]) -> dict[str, list[Outcome]]:
-    with engine(TARGET, skip_tokenizer_init=False) as llm:
+    with engine(TARGET, **ENGINE) as llm:
         return {name: steady_outcomes(llm, prompts, params) for name, params in cases().items()}
 
 
 @pytest.fixture(scope="module")
 def llm(plain: object) -> Iterator[LLM]:
-    with engine(TARGET, medusa(HEADS, "heads"), skip_tokenizer_init=False) as llm:
+    with engine(TARGET, medusa(HEADS, "heads"), **ENGINE) as llm:
         yield llm
 
 
@@ -134,7 +144,7 @@ def test_trained_heads(
     assert mean_accepted(steps) > 0.1
 
 
-@pytest.mark.parametrize("name", ["banned", "greedy_banned", "penalised"])
+@pytest.mark.parametrize("name", ["banned", "greedy_banned", "penalised", "thinking"])
 def test_planted(
     llm: LLM, plain: dict[str, list[Outcome]], prompts: list[list[int]], name: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfigError
 from vllm_medusa.tree.forms import shown
-from vllm_medusa.worker.options import is_medusa
+from vllm_medusa.worker.options import is_for_v2, is_medusa
 from vllm_medusa.worker.overrides import override
 
 CANDIDATES = 4  # for each draft of a request whose grammar will choose
@@ -28,20 +28,26 @@ def _validate(original: Callable[..., None]) -> Callable[..., None]:
             return
         from vllm.exceptions import VLLMValidationError
 
-        if self.thinking_token_budget is not None:
-            raise VLLMValidationError(
-                "thinking_token_budget counts drafts as a chain and is not supported with Medusa "
-                "trees; leave it out.",
-                parameter="thinking_token_budget",
-                value=self.thinking_token_budget,
-            )
         default = AcceptanceConfig(**speculative_config.medusa_acceptance)
         try:
-            AcceptanceConfig.from_extra_args(self.extra_args, default)
+            acceptance = AcceptanceConfig.from_extra_args(self.extra_args, default)
         except MedusaConfigError as error:
             raise VLLMValidationError(
                 str(error), parameter="extra_args", value=shown(self.extra_args)
             ) from error
+        if self.thinking_token_budget is not None:
+            if is_for_v2(speculative_config):
+                reason = "counts drafts as a chain in vLLM's V2 model runner. Leave it out, or set"
+                reason += " VLLM_USE_V2_MODEL_RUNNER=0."
+            elif acceptance.mode == "typical":
+                reason = "needs lossless acceptance. Leave one of them out."
+            else:
+                return
+            raise VLLMValidationError(
+                f"thinking_token_budget is {self.thinking_token_budget}, which {reason}",
+                parameter="thinking_token_budget",
+                value=self.thinking_token_budget,
+            )
 
     return _validate_spec_decode
 

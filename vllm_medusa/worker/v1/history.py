@@ -10,6 +10,8 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
+from vllm_medusa.worker.v1.thinking import has_budgets, one_row_each
+
 
 class PathHistory:
     """Follows B walks at once; the host keeps token lists only for requests that depend on them."""
@@ -18,7 +20,8 @@ class PathHistory:
         self, metadata: SamplingMetadata, batch_size: int, paths: list[list[int]] | None = None
     ):
         self.metadata = metadata
-        self.keeps_tokens = needs_tokens(metadata)
+        self.has_budgets = has_budgets(metadata)
+        self.keeps_tokens = needs_tokens(metadata) or self.has_budgets
         self.min_tokens = min_token_rules(metadata)
         self.paths: list[list[int]] = paths or [[] for _ in range(batch_size)]
 
@@ -40,7 +43,8 @@ class PathHistory:
             changes["logitsprocs"] = with_min_tokens(
                 self.metadata, MinTokensAt(self.min_tokens, list(enumerate(lengths)))
             )
-        return replace(self.metadata, **changes) if changes else self.metadata
+        metadata = replace(self.metadata, **changes) if changes else self.metadata
+        return one_row_each(metadata, active.tolist()) if self.has_budgets else metadata
 
     def extend(self, tokens: Tensor) -> None:
         """Append what was sampled at this level (int64 [B])."""

@@ -206,6 +206,7 @@ def _process(sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, rows:
             if request in metadata.bad_words_token_ids
         },
         "spec_token_ids": None,
+        "thinking_budget_state_holder": None,  # refused for typical requests
     }
     if rules := min_token_rules(metadata):
         nodes = list(zip(rows.request_ids, rows.depths.tolist(), strict=True))

@@ -21,6 +21,7 @@ from vllm_medusa.sampler import Verdict, greedy_verdict, lossless_walk
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.worker.v1.history import PathHistory
 from vllm_medusa.worker.v1.requests import TypicalRequests
+from vllm_medusa.worker.v1.thinking import has_budgets, one_row_each
 from vllm_medusa.worker.v1.typical import TypicalChoice
 
 
@@ -54,9 +55,8 @@ class TreeVerifier:
 
         """
         if step is None:
-            return None, self.sampler(
-                logits=logits, sampling_metadata=_without(metadata, discarded)
-            )
+            plain = one_row_each(_without(metadata, discarded))
+            return None, self.sampler(logits=logits, sampling_metadata=plain)
         if typical is None and _is_plain_greedy(metadata):
             argmax = Sampler.greedy_sample(logits.to(torch.float32))[step.row_of_node]
             return _finish(greedy_verdict(step.tree, step.token_ids, argmax), None)
@@ -109,6 +109,7 @@ def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
         and metadata.allowed_token_ids_mask is None
         and metadata.max_num_logprobs is None
         and not metadata.logprob_token_ids
+        and not has_budgets(metadata)
         and not any(
             getattr(processor, "min_toks", True)
             for processor in metadata.logitsprocs.non_argmax_invariant

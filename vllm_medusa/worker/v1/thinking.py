@@ -1,0 +1,31 @@
+"""`thinking_token_budget` along walks: vLLM's own state machine, fed as in plain decoding."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from vllm.v1.sample.metadata import SamplingMetadata
+
+
+def has_budgets(metadata: SamplingMetadata) -> bool:
+    """Whether any request has a thinking budget."""
+    holder = metadata.thinking_budget_state_holder
+    return holder is not None and bool(holder.has_tracked_requests())
+
+
+def one_row_each(metadata: SamplingMetadata, going: list[bool] | None = None) -> SamplingMetadata:
+    """The metadata with thinking budgets as in plain decoding: a row and a token for each request.
+
+    vLLM's state machine takes every output that has grown for a step, so that of requests that are
+    not ``going`` it must see nothing. (With speculation it expects the rows of a chain.)
+    """
+    if not has_budgets(metadata):
+        return metadata
+    holder: Any = copy.copy(metadata.thinking_budget_state_holder)
+    holder.in_spec_mode, holder.cu_num_tokens = False, {}
+    holder._state = {
+        index: state for index, state in holder._state.items() if going is None or going[index]
+    }
+    return replace(metadata, thinking_budget_state_holder=holder, spec_token_ids=None)
