@@ -11,6 +11,7 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker.overrides import override
 
 METHOD = "medusa"
+_CROWDED = "Consider increasing max_num_batched_tokens"  # what vLLM says of adapters and drafts
 
 
 def install(arg_utils: ModuleType) -> None:
@@ -55,7 +56,13 @@ def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
 
 def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = original(self, *args, **kwargs)
+        try:
+            config = original(self, *args, **kwargs)
+        except ValueError as error:
+            if not (self.enable_lora and _CROWDED in str(error) and _asks_for_medusa(self)):
+                raise
+            _leave_room_for_adapters(self)
+            config = original(self, *args, **kwargs)
         if self.speculative_config or self.spec_method:
             from vllm_medusa.worker.checks import check_engine
             from vllm_medusa.worker.cuda_graphs import capture_more_trees
@@ -67,6 +74,31 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return create_engine_config
+
+
+def _asks_for_medusa(engine_args: Any) -> bool:
+    return METHOD in (engine_args.spec_method, (engine_args.speculative_config or {}).get("method"))
+
+
+def _leave_room_for_adapters(engine_args: Any) -> None:
+    """Cap the drafts of a request: vLLM has buffers of adapters for so many tokens a step only.
+
+    It has filled in its own defaults of the other two numbers by now.
+    """
+    from vllm_medusa.config import MedusaConfigError
+
+    tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
+    asked = dict(engine_args.speculative_config or {})
+    given = asked.get("num_speculative_tokens", engine_args.spec_tokens)
+    most = tokens // requests - 1
+    if given is not None or most < 1:
+        raise MedusaConfigError(
+            f"With LoRA adapters vLLM needs max_num_batched_tokens ({tokens}) to be at least "
+            f"max_num_seqs ({requests}) times the nodes of a tree, root included"
+            + (f" ({given + 1})" if given is not None else " (2 or more)")
+            + ". Raise the first or lower one of the others."
+        )
+    engine_args.speculative_config = asked | {"num_speculative_tokens": most}
 
 
 def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -254,3 +254,17 @@ def test_the_flag_is_in_the_help(parser):
 
 def test_a_key_of_ours_without_speculation_is_nobody_s_business(config):
     assert config(None, additional_config={"medusa": {}}).speculative_config is None
+
+
+def test_adapters_bound_the_drafts_of_a_request(config, heads):
+    """vLLM refuses more nodes in a step than it has buffers of adapters for."""
+    few = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 128}
+    asked = {"method": "medusa", "model": heads}
+    assert config(asked, **few).speculative_config.num_speculative_tokens == 7
+    with pytest.raises(ValueError, match=r"\(128\).*\(16\).*\(31\).*Raise the first or lower"):
+        config(asked | {"num_speculative_tokens": 30}, **few)
+    with pytest.raises(ValueError, match=r"2 or more"):
+        config(asked, **few | {"max_num_seqs": 128})
+    assert (
+        config(asked, **few | {"enable_lora": False}).speculative_config.num_speculative_tokens > 7
+    )
