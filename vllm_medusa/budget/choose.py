@@ -121,7 +121,7 @@ class NodeBudget:
             return min(wanted, len(gain) - 1)
         heads = self._heads if self.drafting else 0.0
         ms = self.cost.ms(requests + np.arange(len(gain)), requests, heads)
-        price = self.forecast(requests, free_rows).best_rate * ms
+        price = self._best_rate(requests, free_rows) * ms
         worth = gain - price
         best = int(worth.argmax())
         before, last = self._last
@@ -171,11 +171,11 @@ class NodeBudget:
 
     def forecast(self, requests: int, free_rows: int) -> Forecast:
         """What drafts would bring to a batch of ``requests``, at least one."""
-        key = (requests, free_rows, self.cost.steps)
+        most = min(requests * self.max_per_request, max(free_rows, 0))
+        key = (requests, most, self.cost.steps)
         if self._known and self._known[0] == key:
             return self._known[1]
         plain = requests / self.cost.ms(requests, requests, 0.0)
-        most = min(requests * self.max_per_request, max(free_rows, 0))
         sizes = self.cost.sizes(requests + 1, requests + most) - requests
         sizes, limits, gain = self._choices(requests, sizes)
         heads = self.share_of(limits)
@@ -185,6 +185,13 @@ class NodeBudget:
             dearer = self.cost.ms(requests, requests, heads[rates.argmax()]) * plain / requests
         self._known = key, Forecast(requests, sizes, limits, gain, rates, plain, heads=dearer)
         return self._known[1]
+
+    def _best_rate(self, requests: int, free_rows: int) -> float:
+        """Of the latest forecast, which may be a step old."""
+        most = min(requests * self.max_per_request, max(free_rows, 0))
+        if self._known and self._known[0][:2] == (requests, most):
+            return self._known[1].best_rate
+        return self.forecast(requests, free_rows).best_rate
 
     def _choices(
         self, requests: int, sizes: npt.NDArray[np.int64]

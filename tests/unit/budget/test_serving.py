@@ -111,7 +111,8 @@ def test_a_machine_that_slows_down_is_not_left_at_nothing(least):
     before, meanwhile = np.mean(record.nodes[200:300]), np.mean(record.nodes[550:700])
     assert meanwhile > 0.8 * before if least == 1 else meanwhile < 0.2 * before
     best = max(serve(server, 2 * STEPS, nodes).speed(2400) for nodes in FIXED)
-    assert record.speed(2400) >= 0.97 * best
+    # what was dear for some row counts only is tried again one count after the other
+    assert record.speed(2400) >= (0.97 if least == 1 else 0.94) * best
 
 
 @pytest.mark.parametrize("better", [0.99, 1.0, 1.01])
