@@ -323,7 +323,7 @@ DYNAMIC = {"method": "medusa", "model": str(DEMO / "heads"), "budget": 5}
 def test_structured_output_beside_trees(
     ahead: bool, trees: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grammar's requests keep to it and are plain vLLM's; only their neighbours' drafts count.
+    """A grammar's requests keep to it and are plain vLLM's, and their drafts count too.
 
     The async scheduler then waits for each step's tokens.
     """
@@ -349,10 +349,8 @@ def test_structured_output_beside_trees(
     assert texts[1][0] in ("yes, of course", "no, never")
     bound = {tuple(results[i].prompt_token_ids) for i in (0, 2)}
     rows = tree_rows(steps)
-    walked = [row for row in rows if row.prompt in bound]
-    scheduled = ahead and trees is not DYNAMIC
-    assert all(row.accepted == 0 for row in walked) and bool(walked) == scheduled
     drafted = [drafted_and_accepted(result.outputs[0])[0] for result in results]
-    assert not any(drafted[0] + drafted[2]) and min(map(sum, (drafted[1], drafted[3]))) > 0
+    assert min(map(sum, drafted)) > 0
     assert counted["spec_decode_num_draft_tokens"] == sum(map(sum, drafted))
-    assert sum(row.accepted for row in rows if row.prompt not in bound) > 0
+    for following in (False, True):
+        assert sum(row.accepted for row in rows if (row.prompt in bound) == following) > 0

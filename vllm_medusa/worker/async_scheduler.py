@@ -17,7 +17,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from vllm_medusa.budget.even import EvenBudget, EvenOutlook
-from vllm_medusa.worker.requests import follows_grammar
 from vllm_medusa.worker.scheduler import Step, TreeScheduler, worth_of
 
 
@@ -83,6 +82,4 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
 
 def _may_use_drafts(request: Request) -> bool:
     """Whether the step after the one just scheduled may give it more than one token."""
-    if follows_grammar(request.sampling_params):
-        return False
     return request.max_tokens - request.num_output_tokens > 2

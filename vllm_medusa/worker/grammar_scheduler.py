@@ -21,6 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from vllm_medusa.worker.depths import DepthScheduler
 from vllm_medusa.worker.grammar import Candidates, choose, fill_masks
@@ -95,6 +96,30 @@ class GrammarScheduler(DepthScheduler, Scheduler):
         ]
         self.offer(draft_token_ids.req_ids, drafts, chosen)
 
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Take the drafts that a step scheduled ahead verifies already; masks tell what counts."""
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+        given: Mapping[str, Candidates] = getattr(draft_token_ids, "candidates", {})
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        parents: dict[str, list[int]] = {}
+        for req_id, candidates in given.items():
+            request = self.requests.get(req_id)
+            count = len(scheduled.get(req_id, ()))
+            if not count or request is None or not request.use_structured_output:
+                continue
+            drafts, constrained = candidates.first(count), self._is_constrained(request)
+            # vLLM gives what may not count as -1s at the end
+            known = count if constrained else self._before_the_end(request, drafts)
+            tokens = drafts.token_ids[:known]
+            scheduled[req_id] = tokens + [-1] * (count - known)
+            parents[req_id] = drafts.parents
+            scheduler_output.num_invalid_spec_tokens[req_id] = count - known
+            self._offers[req_id] = _Offer(tokens, drafts.parents, constrained)
+        told: Any = scheduler_output
+        told.tree_parents = parents
+
     def choose(self, draft_token_ids: DraftTokenIds) -> dict[str, Candidates]:
         """What each grammar allows of its request's candidates, as many as can be verified."""
         chosen: dict[str, Candidates] = {}
@@ -159,7 +184,7 @@ class GrammarScheduler(DepthScheduler, Scheduler):
                     self._fill_time = _followed(self._fill_time, each)
                 else:
                     rows[end + 1 : end + 1 + len(tokens)] = -1
-                acceptable[place] = len(tokens)
+                acceptable[place] = len(strip_speculative_padding(tokens))
                 end += len(tokens)
             end += known
         return GrammarOutput(plain.structured_output_request_ids, rows[:end], acceptable)
@@ -198,12 +223,20 @@ class GrammarScheduler(DepthScheduler, Scheduler):
         kept: list[int] = []
         inside = {0}
         for node, parent in enumerate(drafts.parents, 1):
-            if parent in inside:
-                path = drafts.path(node)
-                if self._constrained_from(request, path) > len(path):
-                    inside.add(node)
-                    kept.append(node)
+            if parent in inside and self._goes_on(request, drafts.path(node)):
+                inside.add(node)
+                kept.append(node)
         return drafts.subset(kept)
+
+    def _before_the_end(self, request: Request, drafts: Candidates) -> int:
+        """How many drafts come before the first with which the reasoning may end."""
+        nodes = range(1, 1 + len(drafts.parents))
+        ends = (n for n in nodes if not self._goes_on(request, drafts.path(n)))
+        return next(ends, 1 + len(drafts.parents)) - 1
+
+    def _goes_on(self, request: Request, path: list[int]) -> bool:
+        """Whether the reasoning goes on behind these tokens."""
+        return self._constrained_from(request, path) > len(path)
 
 
 class GrammarAsyncScheduler(GrammarScheduler, AsyncScheduler):

@@ -99,3 +99,19 @@ def test_select_takes_whole_trees_in_the_order_asked():
     assert (picked.batch_size, picked.max_nodes, picked.max_depth) == (2, 10, 2)
     for name in ("parents", "depths", "ancestor_bits", "ancestors"):
         assert torch.equal(getattr(picked, name), getattr(batch, name)[[2, 0]]), name
+
+
+def test_some_requests_may_have_other_trees():
+    """The others keep theirs; padding attends to itself alone."""
+    tensors = TreeTensors.from_tree(TokenTree.dense([2, 2]))
+    batch = tensors.batch(5, torch.tensor([5, 1, 3]))
+    parents = torch.tensor([[-1, 0, 1, 2, 0], [-1, 0, 0, -1, -1]])
+    mixed = batch.with_trees(torch.tensor([2, 1]), parents, torch.tensor([5, 3]))
+    assert mixed.num_nodes.tolist() == [5, 3, 5]
+    assert mixed.depths.tolist()[1:] == [[0, 1, 1, 0, 0], [0, 1, 2, 3, 1]]
+    assert torch.equal(mixed.parents[1:], parents.flip(0))
+    for name in ("parents", "depths", "ancestors", "ancestor_bits"):
+        assert torch.equal(getattr(mixed, name)[0], getattr(batch, name)[0])
+    assert torch.equal(mixed.ancestors[1:], dense_ancestors(parents.flip(0)))
+    assert torch.equal(unpack_ancestors(mixed.ancestor_bits, 5), mixed.ancestors)
+    assert batch.num_nodes.tolist() == [5, 1, 3]

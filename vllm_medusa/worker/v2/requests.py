@@ -42,7 +42,7 @@ class RequestOptions:
         self._max_model_len = max_model_len
         self._most_tokens = np.full(max_num_reqs, max_model_len, dtype=np.int64)
         self._by_path = np.zeros(max_num_reqs, dtype=bool)
-        self._undrafted = np.zeros(max_num_reqs, dtype=bool)
+        self._follows = np.zeros(max_num_reqs, dtype=bool)
         self._typical = np.zeros(max_num_reqs, dtype=bool)
         self._greedy_root = np.zeros(max_num_reqs, dtype=bool)
         self._epsilon = np.ones(max_num_reqs, dtype=np.float32)
@@ -57,7 +57,7 @@ class RequestOptions:
         self._most_tokens[slot] = most
         typical = rule.mode == "typical" and params.temperature >= GREEDY_BELOW
         self._by_path[slot] = use_penalty(params) or bool(params.bad_words_token_ids)
-        self._undrafted[slot] = follows_grammar(params)
+        self._follows[slot] = follows_grammar(params)
         self._typical[slot] = typical
         self._greedy_root[slot] = typical and rule.greedy_root
         self._epsilon[slot], self._delta[slot] = rule.epsilon, rule.delta
@@ -66,24 +66,16 @@ class RequestOptions:
         """Whether distributions depend on the tokens before them, not on the logits alone."""
         return self._by_path[slots]
 
-    def is_undrafted(self, slot: int) -> bool:
-        """Whether the drafts of the request must not count, see `undrafted`."""
-        return bool(self._undrafted[slot])
-
-    def undrafted(self, slots: np.ndarray) -> Tensor | None:
-        """Requests whose drafts must not count (`follows_grammar`), bool [B]; None: no request."""
-        return self._mask(self._undrafted[slots])
+    def follows_grammar(self, slot: int) -> bool:
+        """Whether the scheduler chooses the request's drafts, see `requests.follows_grammar`."""
+        return bool(self._follows[slot])
 
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
         """How deep a node can be and still give a token that the request keeps, int64 [B].
 
-        ``num_tokens`` (integer [B]) are its tokens so far; the last of a step needs no node. 0:
-        it has no use for drafts.
+        ``num_tokens`` (integer [B]) are its tokens so far; the last of a step needs no node.
         """
         depth = self._copy(self._most_tokens[slots]) - num_tokens - 1
-        undrafted = self.undrafted(slots)
-        if undrafted is not None:
-            depth = depth.masked_fill(undrafted, 0)
         return depth.clamp_min(0)
 
     def typical(self, slots: np.ndarray) -> TypicalRule | None:

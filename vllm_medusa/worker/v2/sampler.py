@@ -16,7 +16,7 @@ is random, and ties go to the first.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ class TreeSampler(RejectionSampler):
             logits: [sum of num_nodes, V], the target's logits at every node.
             input_batch: vLLM's view of the step.
             draft_logits: of no use: the drafts are no sample of a distribution.
-            invalid_drafts: where a grammar ended a chain; such requests' drafts don't count here.
+            invalid_drafts: bool [sum of num_nodes], drafts that no mask was made for.
 
         Returns:
             int64 [B, D + 1] token ids padded with -1 and how many of them count; of requests that
@@ -87,6 +87,8 @@ class TreeSampler(RejectionSampler):
             input_batch.expanded_local_pos,
             prefill_lens,
         )
+        if invalid_drafts is not None:
+            token_ids = token_ids.masked_fill(invalid_drafts, -1)
         positions = self.trees.buffer[step.rows]
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         verdicts, logprobs = [], []
@@ -161,11 +163,7 @@ class TreeSampler(RejectionSampler):
 
     def _decide(self, part: _Part) -> tuple[Verdict, Tensor]:
         """The verdict, and the processed logits [R, V] of the part's rows."""
-        requests = self.trees.requests
-        tree, ids = part.tree, part.token_ids
-        undrafted = requests.undrafted(part.slots)
-        if undrafted is not None:
-            tree = replace(tree, num_nodes=tree.num_nodes.masked_fill(undrafted, 1))
+        requests, tree, ids = self.trees.requests, part.tree, part.token_ids
         processed = self.sampler.apply_sampling_params(
             part.logits,
             part.of_row,

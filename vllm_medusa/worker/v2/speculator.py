@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
@@ -52,6 +53,7 @@ class TreeSpeculator(DraftModelSpeculator):
         source = self.drafter.pool
         self.trees = Trees(vllm_config, self.drafter.tree if source is None else source, device)
         self._drafted_for: list[str] = []
+        self._orders: np.ndarray | None = None  # int64 [B, N] of the last drafts, on the host
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """Load the heads; and have the target bring our state when the runner asks it for one."""
@@ -109,17 +111,29 @@ class TreeSpeculator(DraftModelSpeculator):
         proposal = self.drafter.grow(hidden_states, trees.num_nodes, depth, limit)
         if not dummy_run:
             trees.topologies.keep(input_batch.idx_mapping, proposal.order)
+        # vLLM copies the drafts to the host if a grammar is there to look at them
+        self._orders = None
+        if input_batch.has_structured_output_reqs:
+            self._orders = async_copy_to_np(proposal.order)
         trees.log_survival = proposal.log_survival[:, 1:][:, :limit]
         self._drafted_for = input_batch.req_ids
         return proposal.token_ids[:, 1:]
 
-    def worth(self, drafts: DraftTokenIds) -> DraftTokenIds:
+    def worth(self, drafts: DraftTokenIds) -> TreeDrafts:
         """The last drafts with what they are worth, if trees are dynamic; waits for the device."""
         if self.trees.topologies is None:
-            return drafts
+            return TreeDrafts(drafts.req_ids, drafts.draft_token_ids)
         last = self.trees.log_survival
         survival = [[] for _ in drafts.req_ids] if last is None else worth_of(last.cpu().numpy())
         return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival)
+
+    def parents(self, place: int, num_drafts: int) -> list[int]:
+        """The parent of each draft of a request, by its place in the last batch drafted for."""
+        if self.trees.topologies is None:
+            return self.trees.static_parents[:num_drafts]
+        if self._orders is None:
+            return []
+        return self.trees.topologies.parents(self._orders[place, : 1 + num_drafts].tolist())
 
     def survival(self) -> tuple[list[str], Any] | None:
         """Whom the last drafts were for and their log-survivals, on their way to the host.

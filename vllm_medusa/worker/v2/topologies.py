@@ -18,6 +18,7 @@ class Topologies:
 
     def __init__(self, pool: Pool, num_nodes: int, max_num_reqs: int) -> None:
         self.pool = pool
+        self._parents: list[int] = pool.tensors.parents.tolist()
         nodes = torch.arange(num_nodes, device=pool.tensors.parents.device)
         with torch.inference_mode(False):  # else only inference mode could write to it
             self.order = nodes.repeat(max_num_reqs, 1)  # int64 [slots, N], see `Pool.trees`
@@ -25,6 +26,11 @@ class Topologies:
     def keep(self, slots: Tensor, order: Tensor) -> None:
         """Keep new proposals, int64 [B, N], of the requests in ``slots`` (int64 [B])."""
         self.order.index_copy_(0, slots, order)
+
+    def parents(self, order: list[int]) -> list[int]:
+        """The parent of each draft of a proposal that is on the host, root first."""
+        place, parents = {node: index for index, node in enumerate(order)}, self._parents
+        return [place[parents[node]] for node in order[1:]]
 
     def trees(self, slots: Tensor, width: int, num_nodes: Tensor) -> TreeBatch:
         """The first ``num_nodes`` (integer [B]) nodes of what was kept, ``width`` nodes wide."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import Trees as TreesOf
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TreeTensors
+from vllm_medusa.tree import TreeBatch, TreeTensors
 from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.v2.requests import RequestOptions
@@ -32,6 +34,7 @@ class Trees:
             self.topologies = Topologies(source, self.num_nodes, scheduler.max_num_seqs)
         else:
             self._static = source
+            self.static_parents: list[int] = source.parents[1:].tolist()
         self.requests = RequestOptions(
             scheduler.max_num_seqs,
             options.acceptance,
@@ -42,6 +45,8 @@ class Trees:
         self.buffer = torch.zeros(
             scheduler.max_num_batched_tokens, dtype=torch.int64, device=device
         )
+        # parents of the drafts that the scheduler chose for this step, by request
+        self.told: Mapping[str, list[int]] = {}
         self.step: TreeStep | None = None  # None: no request has drafts
         self.verdict: Verdict | None = None
         self.log_survival: Tensor | None = None  # float32 [B, K] of the last drafts, if dynamic
@@ -52,12 +57,31 @@ class Trees:
             return self._static.batch
         return functools.partial(self.topologies.trees, slots)
 
+    def _with_told(self, of: TreesOf, req_ids: Sequence[str]) -> TreesOf:
+        """The same with the trees that the scheduler chose."""
+        rows = [row for row, req_id in enumerate(req_ids) if req_id in self.told]
+        if not rows:
+            return of
+
+        def trees(width: int, counts: Tensor) -> TreeBatch:
+            parents = np.full((len(rows), width), -1, dtype=np.int64)
+            for place, row in enumerate(rows):
+                own = self.told[req_ids[row]]
+                parents[place, 1 : 1 + len(own)] = own
+            device = counts.device
+            index = async_tensor_h2d(np.array(rows), device=device)
+            return of(width, counts).with_trees(
+                index, async_tensor_h2d(parents, device=device), counts[index]
+            )
+
+        return trees
+
     def begin(self, batch: InputBatch, slot_mappings: Tensor) -> TreeStep | None:
         """Lay out the trees of a batch; ``slot_mappings`` is int64 [KV groups, T]."""
         self.step = self.verdict = None
         if batch.num_draft_tokens:
             self.step = TreeStep.lay_out(
-                self.of(batch.idx_mapping),
+                self._with_told(self.of(batch.idx_mapping), batch.req_ids),
                 np.diff(batch.cu_num_logits_np).astype(np.int64),
                 batch.cu_num_logits,
                 batch.logits_indices,

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.grammar import Candidates
+from vllm_medusa.worker.grammar_scheduler import TreeDrafts, tree_parents
 from vllm_medusa.worker.weights import heads_left_out
 
 
@@ -56,21 +61,51 @@ class WithTrees(WorkerBase):
             output.model_runner_output.tree_survival = survival  # type: ignore[attr-defined]
         return output
 
-    def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Tell the scheduler what was drafted: nothing for requests that follow a grammar.
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Take the trees that the scheduler chose, for requests that follow a grammar.
 
-        vLLM asks where it schedules synchronously, or has a grammar to check drafts against. It
-        then schedules no drafts for them, or (async, where it has done so) counts none. Drafts of
-        dynamic trees go with what they are worth.
+        Their tokens take the places of what was drafted on the device, which has all others'.
+        """
+        runner: Any = self.model_runner
+        told = tree_parents(scheduler_output)
+        runner.speculator.trees.told = told
+        if told:
+            states, drafts = runner.req_states, scheduler_output.scheduled_spec_decode_tokens
+            tokens = np.zeros((len(told), max(map(len, told.values()))), dtype=np.int64)
+            for row, req_id in zip(tokens, told, strict=True):
+                row[: len(told[req_id])] = drafts[req_id]
+            slots = np.array([states.req_id_to_index[req_id] for req_id in told])
+            device = states.draft_tokens.device
+            states.draft_tokens[async_tensor_h2d(slots, device=device), : tokens.shape[1]] = (
+                async_tensor_h2d(tokens, device=device)
+            )
+        return super().execute_model(scheduler_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Tell the scheduler what was drafted; of requests that follow a grammar, as candidates.
+
+        vLLM asks where it schedules synchronously, or has a grammar to check drafts against. Drafts
+        of dynamic trees go with what they are worth, if that isn't told with outputs.
         """
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
-        state: Any = self.model_runner
-        drafts = state.speculator.worth(drafts)
-        undrafted = state.speculator.trees.requests.is_undrafted
-        slots = state.req_states.req_id_to_index
+        runner: Any = self.model_runner
+        speculator, slots = runner.speculator, runner.req_states.req_id_to_index
+        trees = speculator.trees
+        if self.vllm_config.scheduler_config.async_scheduling:
+            drafts = TreeDrafts(drafts.req_ids, drafts.draft_token_ids)
+        else:
+            drafts = speculator.worth(drafts)
         for place, req_id in enumerate(drafts.req_ids):
-            if req_id in slots and undrafted(slots[req_id]):
-                drafts.draft_token_ids[place] = []
+            slot = slots.get(req_id)
+            if slot is None or not trees.requests.follows_grammar(slot):
+                continue
+            tokens, drafts.draft_token_ids[place] = drafts.draft_token_ids[place], []
+            survival = drafts.survival[place] if drafts.survival else []
+            if drafts.survival:
+                tokens, drafts.survival[place] = tokens[: len(survival)], []
+            parents = speculator.parents(place, len(tokens))
+            if tokens and parents and min(tokens) >= 0:
+                drafts.candidates[req_id] = Candidates(tokens, parents, survival)
         return drafts
