@@ -19,7 +19,7 @@ _FEW = 16  # allowed tokens all of which are drafted
 _LONGEST = 0.85  # chance of the tokens that no other of the few begins with
 _SURE = 0.05  # survival from which on the allowed tokens are looked at
 
-Spell = Callable[[Sequence[int]], Sequence[str]]  # token ids to their texts
+Spell = Callable[[Sequence[int]], Sequence[str | None]]  # token ids to their texts
 
 
 @dataclass
@@ -66,6 +66,7 @@ def choose(
     drafts: Candidates,
     max_depth: int,
     mask: Tensor,  # int32 [1, ceil(V / 32)], to write into
+    vocab_size: int,
     spell: Spell,
 ) -> Candidates:
     """The drafts that the grammar allows, and those that it all but forces, best first.
@@ -89,7 +90,7 @@ def choose(
                 if grammar.validate_tokens([token])
             ]
         grammar.fill_bitmask(mask, 0)
-        few = few_tokens(row)
+        few = few_tokens(row, vocab_size)
         if few is None:
             return [(t, child, chances[t]) for t, child in known.items() if allows(row, t)]
         chance = among_few(few, [chances.get(token, 0.0) for token in few], spell)
@@ -113,14 +114,17 @@ def choose(
     return found.subset(order)
 
 
-def few_tokens(mask: npt.NDArray[np.int32]) -> list[int] | None:
-    """The tokens that a row of a bitmask allows; None if they are many."""
+def few_tokens(mask: npt.NDArray[np.int32], vocab_size: int) -> list[int] | None:
+    """The tokens that a row of a bitmask allows; None if they are many.
+
+    What a backend leaves in the last word behind the vocabulary is no token.
+    """
     words = np.flatnonzero(mask)
     if len(words) > _FEW:
         return None
     bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(len(words), 32)
     which, bit = np.nonzero(bits)
-    tokens: list[int] = (32 * words[which] + bit).tolist()
+    tokens = [token for token in (32 * words[which] + bit).tolist() if token < vocab_size]
     return tokens if len(tokens) <= _FEW else None
 
 
@@ -131,7 +135,7 @@ def among_few(tokens: Sequence[int], chances: Sequence[float], spell: Spell) -> 
     """
     if len(tokens) == 1:
         return [1.0]
-    texts = spell(tokens)
+    texts = [text or "" for text in spell(tokens)]  # None: no token has the id
     longest = [
         not any(other != text and other.startswith(text) for other in texts) for text in texts
     ]

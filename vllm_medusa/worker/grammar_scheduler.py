@@ -216,7 +216,8 @@ class GrammarScheduler(DepthScheduler, Scheduler):
         """What the grammar allows, as deep as heads draft and the request has a use for."""
         depth = min(self._depth, request.max_tokens - request.num_output_tokens - 1)
         spell = self.structured_output_manager.tokenizer.convert_ids_to_tokens
-        return choose(_grammar(request), drafts, depth, self._buffer(1)[:1], spell)
+        vocab = self.vllm_config.model_config.get_vocab_size()
+        return choose(_grammar(request), drafts, depth, self._buffer(1)[:1], vocab, spell)
 
     def _reasoning(self, request: Request, drafts: Candidates) -> Candidates:
         """The drafts with which the reasoning goes on; where it may end, the step does too."""

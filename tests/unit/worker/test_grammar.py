@@ -97,7 +97,12 @@ def test_only_allowed_drafts_are_chosen(schema, seed):
     drafts = random_drafts(rng, 40, text[len(begun) :])
     grammar = at(schema, begun)
     chosen = choose(
-        grammar, drafts, 5, xgr.allocate_token_bitmask(1, VOCAB), tokenizer().convert_ids_to_tokens
+        grammar,
+        drafts,
+        5,
+        xgr.allocate_token_bitmask(1, VOCAB),
+        VOCAB,
+        tokenizer().convert_ids_to_tokens,
     )
     found = {tuple(chosen.path(node)) for node in range(1, 1 + len(chosen.parents))}
     assert len(found) == len(chosen.parents)
@@ -114,15 +119,15 @@ def test_what_is_forced_is_drafted_without_heads(compiler):
     """To the end token, below which there is nothing."""
     compiled = compiler.compile_regex("return self")
     spell, row = tokenizer().convert_ids_to_tokens, xgr.allocate_token_bitmask(1, VOCAB)
-    chosen = choose(at(compiled, []), Candidates([], []), 9, row, spell)
+    chosen = choose(at(compiled, []), Candidates([], []), 9, row, VOCAB, spell)
     best, node = [], 0
     while node in chosen.parents:
         node = 1 + chosen.parents.index(node)  # its surest child
         best.append(chosen.token_ids[node - 1])
     assert tokenizer().decode(best) == "return self</s>"
     assert best[-1] == tokenizer().eos_token_id
-    assert choose(at(compiled, best), Candidates([5], [0]), 9, row, spell).token_ids == []
-    assert choose(at(compiled, best[:-1]), Candidates([], []), 9, row, spell) == Candidates(
+    assert choose(at(compiled, best), Candidates([5], [0]), 9, row, VOCAB, spell).token_ids == []
+    assert choose(at(compiled, best[:-1]), Candidates([], []), 9, row, VOCAB, spell) == Candidates(
         best[-1:], [0], [1.0]
     )
 
@@ -140,8 +145,9 @@ def test_chances_among_few_tokens():
 def test_few_tokens_are_found():
     mask = torch.zeros(WORDS, dtype=torch.int32)
     mask[0], mask[3] = 1 << 4, -(1 << 31)
-    assert few_tokens(mask.numpy()) == [4, 3 * 32 + 31]
+    assert few_tokens(mask.numpy(), VOCAB) == [4, 3 * 32 + 31]
+    assert few_tokens(mask.numpy(), 127) == [4]
     assert allows(mask.numpy(), 127) and not allows(mask.numpy(), 126)
     assert not allows(torch.full_like(mask, -1).numpy(), -1)
     mask[7] = -1
-    assert few_tokens(mask.numpy()) is None
+    assert few_tokens(mask.numpy(), VOCAB) is None

@@ -117,6 +117,7 @@ class MedusaModelRunner(CPUModelRunner):
         """
         step, verdict = self._step, self._verdict
         self._step = self._verdict = None
+        self._candidates = {}
         hidden = sample_hidden_states  # [B, H] without trees
         if step is not None and verdict is not None:
             hidden = hidden[step.cu_nodes[:-1] + verdict.path.last_node]
