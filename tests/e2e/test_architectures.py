@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB, save_model, save_random_heads
 from support.planted import planted
 from support.reference import assert_chaotic, differing, plain_greedy
-from support.runner import compaction, on_v1, sized
+from support.runner import ON_V2, compaction, on_v1, sized
 from support.spies import assert_told, mean_accepted, recorded_steps
 from vllm import LLM
+from vllm.model_executor.models.llama import LlamaForCausalLM
 
 pytestmark = pytest.mark.engine
 
@@ -94,7 +96,13 @@ def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     model = MODELS[name]
     path = save_model(tmp_path / "model", model.architecture, **model.changes)
     heads = save_random_heads(tmp_path / "heads", hidden=model.hidden)
-    prompts = random_prompts(sized(12, 3), VOCAB, shortest=2, longest=150, seed=3)
+    assert_equal(path, heads, monkeypatch, model.kv_groups)
+
+
+def assert_equal(
+    path: str, heads: str, monkeypatch: pytest.MonkeyPatch, groups: int = 1, shortest: int = 2
+) -> None:
+    prompts = random_prompts(sized(12, 3), VOCAB, shortest=shortest, longest=150, seed=3)
     options = {"max_model_len": 256, "max_num_batched_tokens": 2048}
     with on_v1(), engine(path, **options) as llm:
         reference = plain_greedy(llm, prompts, TOKENS)
@@ -108,11 +116,33 @@ def test_equality(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             got = complete(llm, reference.prompts, greedy(TOKENS))
         monkeypatch.setattr(compaction(), "compact_group", lambda *args: None)
         unmoved = complete(llm, reference.prompts, greedy(TOKENS))
-        assert kv_groups(llm) == model.kv_groups
+        assert kv_groups(llm) == groups
     assert differing(reference.completions, got) == []
     assert_told(steps, reference.prompts, got)
     assert sum(moves) > sized(0.7, 0.5) * len(moves) and mean_accepted(steps) > sized(1.5, 1.0)
     assert len(differing(reference.completions, unmoved)) > 0.6 * len(reference.prompts)
+
+
+@pytest.mark.skipif(ON_V2, reason="refused on V2")
+def test_multi_dimensional_rope(
+    tmp_path: Path, random_heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Llama with M-RoPE, as if tokens 1 to 4 of every prompt were an image of two by two.
+
+    vLLM's own models of the kind need torchvision, of which there is no CPU build here.
+    """
+
+    def positions(self: Any, tokens: list[int], features: Any) -> tuple[torch.Tensor, int]:
+        image = torch.tensor([[1, 1, 1, 1], [1, 1, 2, 2], [1, 2, 1, 2]])
+        rest = torch.arange(3, len(tokens) - 2).expand(3, -1)
+        return torch.cat([torch.zeros(3, 1, dtype=torch.int64), image, rest], 1), -2
+
+    llama = LlamaForCausalLM
+    monkeypatch.setattr(llama, "supports_mrope", True, raising=False)
+    monkeypatch.setattr(llama, "get_mrope_input_positions", positions, raising=False)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    path = save_model(tmp_path / "model", "Llama", rope_parameters=rope)
+    assert_equal(path, random_heads, monkeypatch, shortest=6)
 
 
 def test_alibi_is_refused(tmp_path: Path) -> None:

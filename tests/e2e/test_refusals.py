@@ -200,13 +200,11 @@ def only_config(tmp_path: Path) -> Callable[..., str]:
 
 MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
        "v_head_dim": 16, "n_routed_experts": 2, "moe_intermediate_size": 32}  # fmt: skip
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mamba": ("Mamba", {"state_size": 8}, "recurrent state"),
     "jamba": ("Jamba", {"attn_layer_offset": 1, "attn_layer_period": 2}, "recurrent state"),
     "mla": ("DeepseekV2", MLA, "MLA"),
     "chunks": ("Llama", {"attention_chunk_size": 64}, "in chunks of 64 tokens"),
-    "mrope": ("Llama", {"rope_parameters": ROPE}, "multi-dimensional RoPE"),
 }
 
 

@@ -84,11 +84,11 @@ def _unsupported(config: Any) -> Iterator[str]:
             "be rolled back to the accepted path."
         )
     if model.is_encoder_decoder:
-        yield f"{model.model} is an encoder-decoder model; only decoder-only models work."
+        yield f"{model.model} is an encoder-decoder model, whose cross-attention knows no trees."
     if model.runner_type != "generate":
         yield f"the runner is {model.runner_type!r}; speculation needs a generative model."
-    if model.uses_mrope or getattr(model, "uses_xdrope_dim", 0):
-        yield f"{model.model} uses multi-dimensional RoPE, whose positions trees do not set yet."
+    if getattr(model, "uses_xdrope_dim", 0):
+        yield f"{model.model} uses XD-RoPE, whose positions trees do not set."
     if model.is_mm_prefix_lm:
         yield f"{model.model} attends to images in both directions, which trees do not do yet."
     if model.attention_chunk_size is not None:
@@ -137,6 +137,11 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
         yield (
             "vLLM fell back to its V1 model runner after V2 was chosen. Set "
             "VLLM_USE_V2_MODEL_RUNNER=0, or leave out what made it fall back."
+        )
+    if model.uses_mrope:
+        yield (
+            f"{model.model} uses multi-dimensional RoPE, whose positions vLLM's V2 model runner "
+            "keeps to itself. Set VLLM_USE_V2_MODEL_RUNNER=0."
         )
     if config.parallel_config.use_ubatching:
         yield (

@@ -69,12 +69,21 @@ class MedusaModelRunner(CPUModelRunner):
         self._told = tree_parents(scheduler_output)
         num_nodes = np.asarray(spec_metadata.num_draft_tokens, dtype=np.int64) + 1
         step = TreeStep.build(self._trees, num_nodes, logits_indices, self.input_ids.gpu)
-        base = self.seq_lens[: step.batch_size] - step.tree.num_nodes
-        write_node_positions(  # slots stay where vLLM put them; RoPE goes by depth
-            self.positions, base, step.tree.depths, step.cu_nodes, len(step.rows), step.root_rows
-        )
+        self._write_positions(step)
         self._step = step
         return prepared
+
+    def _write_positions(self, step: TreeStep) -> None:
+        """Slots stay where vLLM put them; RoPE goes by depth, in each of its dimensions."""
+        tree, roots = step.tree, step.root_rows
+        base = self.seq_lens[: step.batch_size] - tree.num_nodes
+        write_node_positions(
+            self.positions, base, tree.depths, step.cu_nodes, len(step.rows), roots
+        )
+        for positions in self.mrope_positions.gpu if self.uses_mrope else ():
+            write_node_positions(
+                positions, positions[roots], tree.depths, step.cu_nodes, len(step.rows), roots
+            )
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
