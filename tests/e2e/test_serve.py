@@ -12,12 +12,15 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
+import psutil
 import pytest
 from support.demo import HEADS, TARGET, demo_texts, tokenizer
 from support.engines import engine
@@ -77,6 +80,7 @@ def offline() -> dict[str, list[Answer]]:
 class Server:
     url: str
     client: Any
+    process: psutil.Process
 
     def metric(self, name: str) -> list[float]:
         """Its values, one for each of its labels."""
@@ -112,7 +116,7 @@ def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     try:
         wait_until_up(process, url, folder / "log")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
-        yield Server(url, client)
+        yield Server(url, client, psutil.Process(process.pid))
     finally:
         stop_group(process)
 
@@ -234,6 +238,57 @@ def test_metrics_count_drafts(server: Server) -> None:
     assert server.metric("medusa_budget_nodes") == [0]  # the last tokens need none
 
 
+def idle(server: Server, seconds: float = 20) -> bool:
+    """Whether the engine has nothing left to do, soon."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not sum(server.metric("num_requests_running") + server.metric("num_requests_waiting")):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def stream_of_many(server: Server, prompt: str, tokens: int = 900) -> Any:
+    return server.client.completions.create(
+        model="demo", prompt=prompt, temperature=0, max_tokens=tokens, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+
+
+def test_64_clients_at_a_time(server: Server, offline: dict[str, list[Answer]]) -> None:
+    """Some go away in the middle, some ask for what can't be; the others get plain's answers."""
+    texts, expected = prompts(), offline["greedy"]
+
+    def ask(number: int) -> bool:
+        at = number % len(texts)
+        if number % 8 == 3:
+            with stream_of_many(server, texts[at]) as stream:
+                return bool(next(iter(stream)).choices)
+        if number % 8 == 5:
+            with pytest.raises(openai.BadRequestError):
+                server.client.completions.create(model="demo", prompt="x", temperature=-1)
+            return True
+        reply = server.client.completions.create(
+            model="demo", prompt=texts[at], temperature=0, max_tokens=12
+        )
+        return expected[at].text.startswith(reply.choices[0].text or "nothing")
+
+    with ThreadPoolExecutor(64) as clients:
+        assert all(clients.map(ask, range(64)))
+    assert idle(server), "requests of clients that went away run on"
+
+
+def test_a_client_that_never_reads(server: Server, offline: dict[str, list[Answer]]) -> None:
+    body = {"model": "demo", "prompt": prompts()[0], "max_tokens": 900, "stream": True}
+    words = json.dumps(body | {"ignore_eos": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(words)}\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        client.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + words)
+        test_completions(server, offline)
+    assert idle(server)
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -256,3 +311,21 @@ def test_what_is_refused_is_said_without_a_traceback(
     said = capfd.readouterr().err
     assert "vllm-medusa serve: error: " in said and words in said
     assert "Traceback" not in said
+
+
+def test_sigterm_amid_streams_ends_all(server: Server) -> None:
+    """The last test: the server is gone then, and so is its engine."""
+    family = [server.process, *server.process.children(recursive=True)]
+    assert len(family) > 1
+    streams = [iter(stream_of_many(server, prompt)) for prompt in prompts()]
+    for stream in streams:
+        next(stream)
+    server.process.terminate()
+    for stream in streams:  # a clean end or an error, and no waiting for ever
+        with suppress(openai.APIError, httpx.HTTPError):
+            for _ in stream:
+                pass
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{server.url}/health", timeout=5)

@@ -35,9 +35,11 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
         from vllm_medusa.worker.metrics import install_metrics
         from vllm_medusa.worker.options import prepare
         from vllm_medusa.worker.requests import install_request_check
+        from vllm_medusa.worker.stopping import install_stopping
 
         install_request_check()
         install_metrics()
+        install_stopping()
         return prepare(self, original, target_model_config, target_parallel_config)
 
     return create_speculative_config

@@ -71,6 +71,13 @@ LEDGER: tuple[Override, ...] = (
         "together with the counters.",
     ),
     Override(
+        "AsyncLLM.shutdown",
+        "Ends open requests with an error: on SIGTERM vLLM stops the engine, and streams wait for "
+        "its tokens, the server for the streams, until the clients give up.",
+        "v1/engine/async_llm.py: shutdown tells nobody; launcher.py waits for connections",
+        "plain vLLM ends streams on SIGTERM.",
+    ),
+    Override(
         "DefaultModelLoader.get_all_weights (during load_model only)",
         "A full Medusa-2 checkpoint holds the heads beside the target, and vLLM's models refuse "
         "tensors they do not know.",

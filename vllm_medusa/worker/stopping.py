@@ -1,0 +1,40 @@
+"""Who waits for an answer hears that the server stops.
+
+On SIGTERM vLLM stops its engine and then waits for open connections; their streams wait for tokens
+of the engine that is gone, until the clients give up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.utils.async_utils import run_in_loop
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_medusa.worker.options import is_medusa
+from vllm_medusa.worker.overrides import override
+
+
+class ServerStopped(EngineDeadError):
+    """The engine was told to stop before the answer was complete."""
+
+    def __str__(self) -> str:
+        return "The server was stopped before the answer was complete. Ask again elsewhere."
+
+
+def install_stopping() -> None:
+    """End open requests where the engine is stopped."""
+    override(AsyncLLM, "shutdown", _shutdown)
+
+
+def _shutdown(original: Callable[..., None]) -> Callable[..., None]:
+    def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
+        handler = getattr(self, "output_handler", None)
+        original(self, *args, **kwargs)
+        if handler is not None and is_medusa(self.vllm_config.speculative_config):
+            # in the loop of those who wait, which is another thread's
+            run_in_loop(handler.get_loop(), self.output_processor.propagate_error, ServerStopped())
+
+    return shutdown
