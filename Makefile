@@ -14,7 +14,7 @@ DEMO_ARGS ?=
 MINUTES ?= 10
 export VENV
 
-.PHONY: help setup demo test lint format unit fuzz wheel serve-example clean
+.PHONY: help setup demo test lint format unit fuzz wheel soak serve-example clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/ -/' | sort
@@ -57,6 +57,11 @@ fuzz: setup  ## random engines and requests beside plain vLLM for MINUTES; ENGIN
 
 wheel:  ## the wheel alone, in a fresh environment, does what the README promises
 	@scripts/check_wheel.sh
+
+SOAK_ARGS ?=
+soak: setup  ## 2,000 requests of all kinds to a server: answers, memory (some minutes)
+	$(BIN)/python -m benchmarks soak demo/target demo/heads --eager --json build/soak.json \
+		$(SOAK_ARGS)
 
 serve-example: setup  ## an OpenAI-compatible server with the demo model, at port 8000
 	$(BIN)/vllm-medusa serve demo/target --speculative-model demo/heads --dtype float32 \

@@ -33,7 +33,9 @@ from vllm_medusa.options import Options
 CASES = {  # name -> what it measures; each is the `CASE` of the module of its name
     "speed": "tree Medusa, vLLM's own Medusa chain and n-grams beside plain vLLM",
     "serve": "a server under open load: plain vLLM, the automatic budget, a static tree",
+    "soak": "a server under thousands of requests of all kinds: answers, memory",
     "tau": "tokens per step of dynamic and of static trees of equal size",
+    "typical": "typical acceptance: tokens per step against what becomes of the text",
     "profile": "where a decode step's time goes",
     "recipes": "heads of several training recipes: accuracy, tau, what became of the target",
     "training": "Medusa-1 with cached hidden states against a backbone pass in every step",

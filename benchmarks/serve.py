@@ -24,9 +24,10 @@ import socket
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -250,8 +251,12 @@ def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def server(arm: Arm, options: ServeOptions) -> Iterator[str]:
+def server(
+    arm: Arm, options: ArmOptions, more: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[str]:
     """An arm's server, ready; its address. It ends with its process group, and with this process.
+
+    ``more`` are options of vLLM's, beside those of the arm or in their place.
 
     Raises:
         JobFailed: it ended or was not ready in time; the message has the end of its log.
@@ -268,7 +273,7 @@ def server(arm: Arm, options: ServeOptions) -> Iterator[str]:
                 os.environ["VLLM_CACHE_ROOT"] = costs
             child = Child(f"the server of {arm.name}", serve, log)
         try:
-            child.channel.send(words(arm, options, port))
+            child.channel.send(words(arm, options, port, more))
             url = f"http://{_HOST}:{port}"
             _wait(lambda: child.process.poll() is None, url, arm.name, log.fileno())
             yield url
@@ -276,7 +281,9 @@ def server(arm: Arm, options: ServeOptions) -> Iterator[str]:
             child.end(interrupt=True)
 
 
-def words(arm: Arm, options: ServeOptions, port: int) -> list[str]:
+def words(
+    arm: Arm, options: ArmOptions, port: int, more: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
     """What follows `vllm-medusa serve`."""
     made = settings(arm, options)
     arguments: dict[str, Any] = {
@@ -287,7 +294,7 @@ def words(arm: Arm, options: ServeOptions, port: int) -> list[str]:
         "max_model_len": made.max_model_len,
         "uvicorn_log_level": "warning",
         "enable_chunked_prefill": False,  # vLLM on CPU can't chunk seeded prompts
-    } | dict(made.engine_args)
+    } | {**made.engine_args, **more}
     if made.speculative_config:
         arguments["speculative_config"] = json.dumps(made.speculative_config)
     found = [made.model]

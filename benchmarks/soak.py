@@ -1,0 +1,237 @@
+r"""A server under thousands of requests of all kinds: nothing lost, nothing wrong, nothing grown.
+
+    python -m benchmarks soak demo/target demo/heads --json build/soak.json
+
+Sixty-four clients at a time, the official `openai` one, ask a server with heads for completions,
+chats, streams, tools, schemas, several choices, with penalties and stop texts; some go away in the
+middle, some ask for what can't be. Whatever has the same answer every time (temperature 0, seeds)
+was asked of a plain server before. What grows while requests come and go is memory lost: the slope
+of the private memory of the server's and the engine's process is fitted over the second half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks.arms import PLAIN, ArmOptions, dynamic_arm
+from benchmarks.case import ROOT, Case, Row
+from benchmarks.serve import server
+from benchmarks.soak_requests import Answer, Asked, ask, requests
+from vllm_medusa.job import Progress
+from vllm_medusa.options import Above, Dtype, Positive, Seed, option
+
+MODEL = "target"
+_REFUSALS = range(400, 500)
+_EVERY = 0.5  # seconds between looks at the memory
+_LOST_S = 300.0  # a request that takes longer is lost
+
+
+class SoakOptions(ArmOptions):
+    """What is asked of the server."""
+
+    requests: Positive = option(default=2000)
+    clients: Positive = option("at a time", default=64)
+    distinct: Positive = option("different requests; the others are the same again", default=400)
+    seed: Seed = option(default=0)
+    prompts: Positive = option("so many of them, again from the first", default=32)
+    batch: tuple[Positive, ...] = option("requests that the server runs at a time", default=(32,))
+    cache_mib: Positive = option("KV cache; a small one has requests preempted", default=24)
+    budget: str = option("of the trees: auto or a number of draft nodes", default="auto")
+    most_growth: Above = option("MiB for 1,000 requests, of each process", default=8.0)
+    max_model_len: Positive = option(default=1024)
+    dtype: Dtype = option(default="float32")
+
+
+@dataclass
+class Seen:
+    """A process's private memory, in MiB, by the number of requests that were done."""
+
+    name: str
+    process: psutil.Process
+    points: list[tuple[int, float]] = field(default_factory=list)
+
+    def look(self, done: int) -> None:
+        """Note how much it has."""
+        self.points.append((done, self.process.memory_full_info().uss / 2**20))
+
+    def slope(self) -> float:
+        """MiB for 1,000 requests, over the second half of them."""
+        done, mib = np.array(self.points).T
+        half = done >= done[-1] / 2
+        return 1000 * float(np.polyfit(done[half], mib[half], 1)[0])
+
+
+def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
+    """A row for each kind of request and each process of the server."""
+    prompts = [str(prompt.text) for prompt in options.read_prompts()]
+    pool = requests(prompts, options.distinct, options.seed)
+    asked = [pool[index % len(pool)] for index in range(options.requests)]
+    known = list({each.key: each for each in pool if each.compared}.values())
+    progress.note(f"{len(known)} answers of plain vLLM")
+    with server(PLAIN, options, more=words(options)) as url:
+        plain, _ = asyncio.run(ask_all(url, known, options.clients))
+    wanted = {each.key: asdict(found) for each, found in zip(known, plain, strict=True)}
+    budget = int(options.budget) if options.budget.isdecimal() else options.budget
+    progress.note(f"{len(asked)} requests")
+    with server(dynamic_arm(options, budget), options, more=words(options)) as url:
+        processes = processes_of(url)
+        start = time.monotonic()
+        answers, at_most = asyncio.run(ask_all(url, asked, options.clients, processes))
+        seconds = time.monotonic() - start
+        left = settled(url)
+        preempted = metric(url, "num_preemptions_total")
+        accepted = metric(url, "spec_decode_num_accepted_tokens_total")
+        drafts = metric(url, "spec_decode_num_drafts_total")
+    what = {"name": "all requests", "requests": len(asked)}
+    numbers = {"seconds": seconds, "preempted": preempted, "at_most": at_most}
+    numbers["tau"] = 1 + accepted / max(drafts, 1)
+    lost = sum(isinstance(answer, str) for answer in answers)
+    yield Row(what, numbers, right=not lost and not left, failed=_lost(lost, left, answers))
+    for kind in dict.fromkeys(each.kind for each in asked):
+        own = [(a, b) for a, b in zip(asked, answers, strict=True) if a.kind == kind]
+        wrong = [problem for a, b in own if (problem := problem_of(a, b, wanted))]
+        reason = f"{len(wrong)} of {len(own)}: {wrong[0]}" if wrong else ""
+        numbers = {"compared": sum(each.compared for each, _ in own)}
+        numbers["cancelled"] = sum(isinstance(b, Answer) and b.cancelled for _, b in own)
+        numbers["refused"] = sum(isinstance(b, Answer) and b.error is not None for _, b in own)
+        yield Row({"name": kind, "requests": len(own)}, numbers, right=not wrong, failed=reason)
+    for each in processes:
+        mib = [value for _, value in each.points]
+        numbers = {"first": mib[0], "last": mib[-1], "slope": each.slope()}
+        grown = numbers["slope"] > options.most_growth
+        reason = f"it grows by {numbers['slope']:.1f} MiB for 1,000 requests" if grown else ""
+        yield Row({"name": each.name}, numbers, right=not grown, failed=reason)
+
+
+def words(options: SoakOptions) -> dict[str, Any]:
+    """What both servers are told beyond an arm's settings."""
+    return {
+        "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": options.cache_mib << 20,
+        "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
+        "chat_template": str(ROOT / "examples" / "plain_chat_template.jinja"),
+    }
+
+
+async def ask_all(
+    url: str, asked: Sequence[Asked], clients: int, processes: Sequence[Seen] = ()
+) -> tuple[list[Any], int]:
+    """Ask all, so many at a time; a lost request has its reason for an answer.
+
+    Returns:
+        The answers in the order of the requests, and the most requests that ran at a time.
+
+    """
+    from openai import AsyncOpenAI
+
+    found: list[Any] = [None] * len(asked)
+    waiting, state = iter(enumerate(asked)), {"done": 0, "now": 0, "most": 0}
+    async with AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_LOST_S
+    ) as client:
+
+        async def work() -> None:
+            for index, each in waiting:
+                state["now"] += 1
+                state["most"] = max(state["most"], state["now"])
+                try:
+                    found[index] = await asyncio.wait_for(ask(client, each, MODEL), _LOST_S)
+                except Exception as error:
+                    found[index] = f"{type(error).__name__}: {error}"
+                state["now"] -= 1
+                state["done"] += 1
+
+        async def watch() -> None:
+            while True:
+                for each in processes:
+                    each.look(state["done"])
+                await asyncio.sleep(_EVERY)
+
+        watching = asyncio.create_task(watch())
+        try:
+            await asyncio.gather(*(work() for _ in range(clients)))
+        finally:
+            watching.cancel()
+    return found, state["most"]
+
+
+def problem_of(asked: Asked, answer: Any, wanted: dict[str, dict[str, Any]]) -> str:
+    """What is wrong with an answer, in words; empty: nothing."""
+    if isinstance(answer, str):
+        return f"lost: {answer}"
+    if asked.refused:
+        status = answer.error[0] if answer.error else 200
+        return "" if status in _REFUSALS else f"{dict(asked.body)} got the status {status}"
+    if asked.compared:
+        got, plain = asdict(answer), wanted[asked.key]
+        return "" if got == plain else f"{asked.key[:300]}: {got}, plain {plain}"
+    if answer.error:
+        return f"{asked.key[:300]}: {answer.error}"
+    return "" if answer.cancelled or None not in answer.reasons.values() else "an open end"
+
+
+def _lost(lost: int, left: float, answers: Sequence[Any]) -> str:
+    if lost:
+        first = next(answer for answer in answers if isinstance(answer, str))
+        return f"{lost} requests were lost, the first with {first}"
+    return f"{left:.0f} requests still run or wait in the engine" if left else ""
+
+
+def settled(url: str, seconds: float = 30.0) -> float:
+    """Requests that the engine still has after a while."""
+    end, left = time.monotonic() + seconds, 1.0
+    while left and time.monotonic() < end:
+        time.sleep(1)
+        urllib.request.urlopen(f"{url}/health", timeout=10).close()
+        left = sum(metric(url, f"num_requests_{state}") for state in ("running", "waiting"))
+    return left
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of a metric of the server."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        text = reply.read().decode()
+    return sum(map(float, re.findall(rf"^vllm:{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)))
+
+
+def processes_of(url: str) -> list[Seen]:
+    """The server's process and its engine's, found by the port."""
+    port = int(url.rpartition(":")[2])
+    parent = next(
+        process
+        for process in psutil.Process().children(recursive=True)
+        if any(c.laddr.port == port and c.status == "LISTEN" for c in process.net_connections())
+    )
+    engine = max(parent.children(recursive=True), key=lambda child: child.memory_info().rss)
+    return [Seen("the server's process", parent), Seen("the engine's process", engine)]
+
+
+CASE = Case(
+    SoakOptions,
+    run,
+    {
+        "name": ("what", ""),
+        "requests": ("requests", "d"),
+        "compared": ("as plain vLLM's", "d"),
+        "cancelled": ("cancelled", "d"),
+        "refused": ("refused", "d"),
+        "seconds": ("seconds", ".0f"),
+        "at_most": ("at a time", "d"),
+        "preempted": ("preemptions", ".0f"),
+        "tau": ("tau", ".2f"),
+        "first": ("MiB at first", ".0f"),
+        "last": ("MiB at last", ".0f"),
+        "slope": ("MiB for 1,000 requests", ".2f"),
+    },
+    quick={"requests": 130, "distinct": 65, "most_growth": 1000.0},
+)
