@@ -275,8 +275,8 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
                 here.sort(key=lambda row: -row["epsilon"])
                 label = f"T {temperature:g}" + (", delta = sqrt(epsilon)" if rooted else "")
                 panel.plot(
-                    [row["tau"] for row in here], [row[key] for row in here], f"{style}.",
-                    color=f"C{number}", label=label,
+                    [row["tau"] for row in here], [row[key] for row in here], style,
+                    color=f"C{number}", marker=".", label=label,
                 )  # fmt: skip
     for panel, title in zip(panels, SHOWN.values(), strict=True):
         panel.set(xlabel="tokens per step", ylabel=title)
