@@ -6,7 +6,8 @@ The arms: a step a token; a chain whose masks and drafts end where the grammar f
 which is what vLLM does; trees with masks along every branch, of which the grammar chose the nodes,
 from the heads' drafts alone and with the tokens that it all but forces. Steps are those in which a
 request got tokens, its prefill left out; answers have to be plain vLLM's and to be what the schema
-asks for. Counts depend on nothing but the texts: no quiet machine is needed.
+asks for. Counts hardly depend on the machine (masks may take a tenth of a step's time, which bounds
+nodes), so none has to be quiet.
 """
 
 from __future__ import annotations
