@@ -104,6 +104,9 @@ class MedusaModelRunner(CPUModelRunner):
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         step, metadata = self._step, self.input_batch.sampling_metadata
         assert logits is not None
+        if self.enable_prompt_embeds and metadata.prompt_token_ids is not None:
+            # in place of embeddings stands what another request left: placeholders (-1) of drafts
+            metadata.prompt_token_ids.clamp_(min=0)
         typical = None if step is None else self._typical_requests()
         self._verdict, output = self._verifier(logits, step, metadata, typical, self._discarded())
         if step is not None and self._verdict is not None:
