@@ -1,0 +1,76 @@
+"""An offline job over a Ray cluster, by Ray Data's own vLLM processor; each replica has the heads.
+
+    pip install 'vllm-medusa[cpu,ray]'
+    python examples/ray_data.py TARGET HEADS --prompts prompts.jsonl --output results --replicas 2
+
+Without `--address` a cluster of this machine is started. `--cpus N` is for machines without GPUs:
+cores that Ray sets aside for each replica. Results are JSON lines in the folder, in any order; `id`
+says whose they are. A replica that dies is started again, and its prompts are answered again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Answer every prompt, greedily."""
+    parser = argparse.ArgumentParser(description="Generate over a Ray cluster.")
+    parser.add_argument("target")
+    parser.add_argument("heads")
+    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with "prompt"')
+    parser.add_argument("--output", type=Path, required=True, help="a folder that is not there yet")
+    parser.add_argument("--replicas", type=int, default=1, help="at most")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument(
+        "--batch", type=int, default=16, help="prompts that are lost with a replica"
+    )
+    parser.add_argument("--address", help="of a cluster; absent: this machine")
+    parser.add_argument("--cpus", type=int, help="of each replica, without GPUs")
+    parser.add_argument("--dtype", default="auto")
+    args = parser.parse_args()
+
+    import ray
+    from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+    # CPU workers are bound to cores by vLLM, all replicas of a machine to the same ones
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(args.cpus)}
+    kept = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    ray.init(args.address, runtime_env={"env_vars": {**kept, **(bound if args.cpus else {})}})
+
+    options: dict[str, Any] = {}
+    if args.cpus:
+        options["placement_group_config"] = {"bundle_per_worker": {"CPU": args.cpus}}
+    config = vLLMEngineProcessorConfig(
+        model_source=args.target,
+        engine_kwargs={
+            "dtype": args.dtype,
+            "speculative_config": {"method": "medusa", "model": str(Path(args.heads).resolve())},
+            **({"kv_cache_memory_bytes": 1 << 28, "enforce_eager": True} if args.cpus else {}),
+        },
+        concurrency=args.replicas,
+        batch_size=args.batch,
+        chat_template_stage=False,
+        tokenize_stage=False,
+        detokenize_stage=False,
+        log_engine_metrics=False,
+        **options,
+    )
+    sampling = {"temperature": 0.0, "max_tokens": args.max_tokens}
+    processor = build_processor(
+        config,
+        preprocess=lambda row: {**row, "sampling_params": sampling},
+        postprocess=lambda row: {
+            "id": row["id"],
+            "text": row["generated_text"],
+            "token_ids": row["generated_tokens"],
+        },
+    )
+    processor(ray.data.read_json(str(args.prompts), lines=True)).write_json(str(args.output))
+
+
+if __name__ == "__main__":
+    main()
