@@ -7,6 +7,7 @@ for a model on a machine: what is found is kept where `TreeScheduler` looks for 
 from __future__ import annotations
 
 import copy
+import math
 import os
 import time
 from itertools import pairwise
@@ -26,7 +27,7 @@ from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.scheduler import TreeScheduler
 
-SECONDS = 10.0  # after which no step begins
+SECONDS = 10.0  # after which no step begins; the very first one, slow as it is, not counted
 _PROMPT = (0, 1)
 # Requests, and draft nodes of each in one step after another. The coarse picture comes first.
 _PLAN = (
@@ -80,7 +81,6 @@ def measure_step_costs(worker: Any) -> None:
     options = EngineOptions.of(worker.vllm_config)
     if options.budget is None or isinstance(options.budget, int):
         return
-    begun = time.perf_counter()
     config = _own_config(worker)
     scheduler = _scheduler(worker, config)
     known, problem = scheduler.known_costs()
@@ -88,6 +88,8 @@ def measure_step_costs(worker: Any) -> None:
         return
     if problem:
         compat.logger.info("Step costs are measured anew: %s", problem)
+    _run(worker, scheduler, 1, (), math.inf)
+    begun = time.perf_counter()
     for requests, nodes in _PLAN:
         if requests > scheduler.max_num_running_reqs:
             continue

@@ -61,7 +61,6 @@ def test_nothing_moves_and_a_slot_never_drafted_for_has_a_tree(topologies):
 def test_useful_depth_of_requests():
     """Tokens left of max_tokens or of the model's length, less the one that needs no node."""
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
 
     from vllm_medusa.worker.v2.requests import RequestOptions
 
@@ -69,11 +68,6 @@ def test_useful_depth_of_requests():
     options.add(0, SamplingParams(max_tokens=10), 20)
     options.add(1, SamplingParams(max_tokens=500), 20)
     options.add(2, SamplingParams(max_tokens=10), 95)
-    options.add(
-        3,
-        SamplingParams(max_tokens=10, structured_outputs=StructuredOutputsParams(regex="a")),
-        20,
-    )
-    slots, lengths = np.array([3, 2, 1, 0, 0]), torch.tensor([25, 96, 50, 29, 30])
-    assert options.useful_depth(slots, lengths).tolist() == [0, 3, 49, 0, 0]
+    slots, lengths = np.array([2, 1, 0, 0]), torch.tensor([96, 50, 29, 30])
+    assert options.useful_depth(slots, lengths).tolist() == [3, 49, 0, 0]
     assert options.useful_depth(np.array([0]), torch.tensor([21])).tolist() == [8]

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
@@ -40,6 +41,7 @@ class TreeModelState(DefaultModelState):
     """Hands the step's trees to positions, attention, verification and the KV cache."""
 
     trees: ClassVar[Trees]  # of the runner that this class was made for
+    _adapted: list[LogitsProcessorWithLoRA] | None = None  # till there is a KV cache
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Note the request's options beside vLLM's own state of it."""
@@ -89,7 +91,8 @@ class TreeModelState(DefaultModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Put the nodes where their depth says; their slots are fixed by now."""
         inputs = super().prepare_inputs(input_batch, req_states)
-        name_rows(self._adapted, input_batch.logits_indices)
+        if self._adapted:
+            name_rows(self._adapted, input_batch.logits_indices)
         assert "positions" not in inputs, "models with positions of their own are refused"
         return {**inputs, "positions": self.trees.positions(input_batch)}
 
