@@ -57,7 +57,7 @@ class StepCost:
         self._rows = np.concatenate([dense, np.round(sparse)]).astype(np.float64)
         self._per_request = np.arange(0.0, 7.0)  # log2 of the rows of a request
         self._requests = np.arange(0.0, 10.0)  # log2
-        lines = (self._rows, self._per_request, self._requests, self._requests)
+        self._knots = lines = (self._rows, self._per_request, self._requests, self._requests)
         self._lists = [knots.tolist() for knots in lines]
         self._starts = [0, *np.cumsum([len(knots) for knots in lines]).tolist()]
         base, tree, drafting, heads = (slice(*self._starts[i : i + 2]) for i in range(4))
@@ -171,12 +171,23 @@ class StepCost:
 
     def features(self, steps: Iterable[tuple[int, int, float]]) -> Floats:
         """How much each knot counts for each step of rows, requests and heads: [n, knots]."""
-        found = [np.zeros_like(self._mean)]
-        for step in steps:
-            places, shares = self._shares(*step)
-            found.append(np.zeros_like(self._mean))
-            found[-1][places] = shares
-        return np.stack(found)[1:]
+        rows, requests, heads = np.array(list(steps), np.float64).reshape(-1, 3).T
+        over, load = np.log2(rows / requests), np.log2(requests)
+        drafting = (heads > 0).astype(np.float64)
+        found = np.zeros((len(rows), len(self._mean)))
+        each = np.arange(len(rows))
+        for line, values, weights in (
+            (0, rows, np.ones_like(rows)),
+            (1, over, (over > 0).astype(np.float64)),
+            (2, load, drafting),
+            (3, load, heads * drafting),
+        ):
+            start, knots = self._starts[line], self._knots[line]
+            right = np.searchsorted(knots, values).clip(1, len(knots) - 1)
+            share = ((values - knots[right - 1]) / (knots[right] - knots[right - 1])).clip(0.0, 1.0)
+            found[each, start + right - 1] += weights * (1.0 - share)
+            found[each, start + right] += weights * share
+        return found
 
     def sizes(self, low: int, high: int) -> npt.NDArray[np.int64]:
         """Numbers of rows from ``low`` to ``high``: both, and all that have a knot."""

@@ -27,6 +27,7 @@ KINDS = 4  # of requests; whoever observes says which is which
 LIMITS = (1, 2, 4)  # of a request's nodes, at which a range of places ends
 _OCTAVES, _PARTS = 10, 4  # of survivals from 1 down to 1/1024, and bins of each
 _BUCKETS = 6  # of the correction, an octave each; the last has all below
+_CENTERS = np.arange(_BUCKETS) + 0.5  # in octaves
 _WINDOW = 512.0  # requests' steps by which survivals are known
 _RATIO_WINDOW = 2048.0  # and the correction
 _IDLE = 0.1  # a request's step without drafts ages what is known by so many with
@@ -148,9 +149,11 @@ class Outlook:
     def corrected(self, survival: npt.ArrayLike, kinds: Kinds = 0) -> Floats:
         """Survivals as far as they are to be believed; ``kinds`` of one shape with them, or one."""
         survival = np.asarray(survival, np.float64)
-        octaves, centers = _octaves(survival), np.arange(_BUCKETS) + 0.5
-        ratios = [np.interp(octaves, centers, ratio) for ratio in self._ratio]
-        return (survival * np.choose(kinds, ratios)).clip(0.0, 1.0)
+        octaves, found = _octaves(survival), np.zeros_like(survival)
+        for kind in np.unique(kinds):
+            ratio = np.interp(octaves, _CENTERS, self._ratio[kind])
+            found += np.where(np.equal(kinds, kind), survival * ratio, 0.0)
+        return found.clip(0.0, 1.0)
 
     def gain_of(self, survival: npt.ArrayLike, kinds: Kinds = 0) -> Floats:
         """Expected extra tokens of a step by nodes of the whole batch: [K + 1], concave.
@@ -162,13 +165,14 @@ class Outlook:
         """
         values = np.asarray(survival, np.float64).ravel()
         of = np.broadcast_to(np.ravel(kinds), values.shape)
-        believed = [self._believed(np.sort(values[of == k])[::-1], k) for k in range(KINDS)]
-        best_first = np.sort(np.concatenate(believed))[::-1]
+        believed = [self._believed(np.sort(values[of == k])[::-1], k) for k in np.unique(of)]
+        best_first = np.sort(np.concatenate([[], *believed]))[::-1]
         return np.concatenate([[0.0], np.cumsum(best_first)])
 
     def _believed(self, survival: Floats, kind: int) -> Floats:
         """Corrected survivals of a kind, best first; the better one stays the better one."""
-        return np.minimum.accumulate(self.corrected(survival, kind))
+        ratio = np.interp(_octaves(survival), _CENTERS, self._ratio[kind])
+        return np.minimum.accumulate((survival * ratio).clip(0.0, 1.0))
 
     def gain(self, requests: int, nodes: npt.ArrayLike, limit: int | None = None) -> Floats:
         """Expected extra tokens of a batch of ``requests`` with so many of its best nodes.
@@ -189,7 +193,7 @@ class Outlook:
         mean = self._sum[filled] / self._count[filled]
         kinds, ranges, _ = np.nonzero(filled)
         worth, order = np.zeros_like(mean), np.argsort(-mean, kind="stable")
-        for kind in range(KINDS):
+        for kind in np.unique(kinds):
             those = order[kinds[order] == kind]
             worth[those] = self._believed(mean[those], kind)
         order = np.argsort(-worth, kind="stable")
