@@ -99,6 +99,9 @@ class NodeBudget:
         self._surprises = 0
         self._heads = 0.0  # share of the heads that runs while drafts pay
         self._wanted: int | None = None  # nodes of a try, for the next step that has drafts
+        self._rests = (
+            False  # a try of nothing goes on: its second step has neither drafts nor heads
+        )
         self._last = (0, 0)  # requests and nodes of the last choice
         self._plain_steps = 0  # in a row
         self._known: tuple[tuple[int, int, int], Forecast] | None = None
@@ -153,6 +156,9 @@ class NodeBudget:
         changed = before != self.drafting or self._surprises != self.cost.surprises
         self._surprises = self.cost.surprises
         self.tries.step(requests, changed, forecast.ratio)
+        if self._rests:
+            self._rests = False
+            return 0
         return self._try(forecast, limit) if self.tries.due else limit
 
     def share_of(self, limits: Any) -> Any:
@@ -237,6 +243,7 @@ class NodeBudget:
         if tried is None:
             return limit
         self._wanted = int(sizes[tried]) or None
+        self._rests = tried == 0
         return int(limits[tried])
 
     def _doubts_of_gain(self, forecast: Forecast, limit: int) -> Floats:

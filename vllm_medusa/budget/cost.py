@@ -2,7 +2,8 @@
 
 The logarithm of a step's time is a sum of lines through knots: one over the rows of the step, one
 over the rows of a request if there are drafts among them, two over the requests if heads run: for
-drafting at all, and for as many of the heads as run. All heights are estimated together by a Kalman
+drafting at all, and for as many of the heads as run; what heads take is a share of the step without
+drafts, so it weighs less in longer steps. All heights are estimated together by a Kalman
 filter. Its prior says that neighbours are alike, that a count may still be cheaper than the one
 below it, and that the machine as a whole gets faster and slower far more than the shape of its
 curves changes; so a step of any size tells about all others. What hasn't been seen for a while
@@ -14,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,8 @@ class StepCost:
             places, shares = self._shares(requests, requests, 1.0)
             once = float(self._mean[places[2:4]] @ shares[2:4])  # of drafting at all
             all_heads = float(self._mean[places[4:]] @ shares[4:])
-            found += np.where(np.greater(heads, 0), once + all_heads * np.asarray(heads), 0.0)
+            dearer = np.where(np.greater(heads, 0), once + all_heads * np.asarray(heads), 0.0)
+            found += dearer * np.exp(np.minimum(self._plain(requests) - found, 0.0))
         return np.exp(found) * np.maximum(rows / self._rows[-1], 1.0)
 
     def _shares(self, rows: int, requests: int, heads: float) -> tuple[list[int], Floats]:
@@ -157,8 +159,21 @@ class StepCost:
         values = [(0, float(rows), 1.0)]
         if rows > requests:
             values.append((1, math.log2(rows / requests), 1.0))
+        places, shares = self._between(values)
         if heads > 0:
-            values += [(2, math.log2(requests), 1.0), (3, math.log2(requests), float(heads))]
+            longer = float(self._mean[places] @ shares) - self._plain(requests)
+            part, load = math.exp(min(-longer, 0.0)), math.log2(requests)
+            more = self._between([(2, load, part), (3, load, part * float(heads))])
+            return places + more[0], np.concatenate([shares, more[1]])
+        return places, shares
+
+    def _plain(self, requests: int) -> float:
+        """Logarithm of the time of a step of so many rows, neither drafts nor heads."""
+        places, shares = self._between([(0, float(requests), 1.0)])
+        return float(self._mean[places] @ shares)
+
+    def _between(self, values: Sequence[tuple[int, float, float]]) -> tuple[list[int], Floats]:
+        """Knots of each line beside a value, and how much of a weight they have."""
         places, shares = [], []
         for line, value, weight in values:
             start, knots = self._starts[line], self._lists[line]
@@ -173,15 +188,19 @@ class StepCost:
         """How much each knot counts for each step of rows, requests and heads: [n, knots]."""
         rows, requests, heads = np.array(list(steps), np.float64).reshape(-1, 3).T
         over, load = np.log2(rows / requests), np.log2(requests)
-        drafting = (heads > 0).astype(np.float64)
         found = np.zeros((len(rows), len(self._mean)))
         each = np.arange(len(rows))
         for line, values, weights in (
             (0, rows, np.ones_like(rows)),
             (1, over, (over > 0).astype(np.float64)),
-            (2, load, drafting),
-            (3, load, heads * drafting),
+            (2, load, (heads > 0).astype(np.float64)),
+            (3, load, heads),
         ):
+            if line == 2:
+                plain = np.array([self._plain(int(n)) for n in requests])
+                part = np.exp(np.minimum(plain - found @ self._mean, 0.0))
+            if line >= 2:
+                weights = weights * part
             start, knots = self._starts[line], self._knots[line]
             right = np.searchsorted(knots, values).clip(1, len(knots) - 1)
             share = ((values - knots[right - 1]) / (knots[right] - knots[right - 1])).clip(0.0, 1.0)
