@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,6 +161,11 @@ class NodeBudget:
             self._rests = False
             return 0
         return self._try(forecast, limit) if self.tries.due else limit
+
+    def expect(self, kinds: Sequence[int]) -> None:
+        """Say which kinds of requests the next step has; see `Outlook`."""
+        self.outlook.expect(kinds)
+        self._known = None
 
     def share_of(self, limits: Any) -> Any:
         """Share of the heads that run for so many nodes a request, 0 to 1."""

@@ -15,6 +15,8 @@ from vllm_medusa.budget.choose import NodeBudget
 from vllm_medusa.budget.cost import Floats
 from vllm_medusa.budget.outlook import KINDS, LIMITS, Outlook
 
+_LEAST = 8.0  # requests' steps of a kind, from which on its own survivals count for most
+
 
 class EvenOutlook(Outlook):
     """Expected tokens by draft nodes, which are shared out evenly; they need not be whole."""
@@ -32,13 +34,20 @@ class EvenOutlook(Outlook):
         if self._even is None:
             total, seen = self._places
             kinds = np.broadcast_to(np.arange(KINDS)[:, None], total.shape)
-            worth = seen * self.corrected(total / seen.clip(1e-9), kinds)
-            worth = worth.sum(0) / seen.sum(0).clip(1e-9)
+            mean, share = total / seen.clip(1e-9), seen / seen.sum(0).clip(1e-9)
+            if self._mix is not None:
+                pooled = total.sum(0) / seen.sum(0).clip(1e-9)
+                mean, share = (total + _LEAST * pooled) / (seen + _LEAST), self._mix[:, None]
+            worth = (share * self.corrected(mean, kinds)).sum(0)
             self._even = np.concatenate([[0.0], np.minimum.accumulate(worth).cumsum()])
         each = np.asarray(nodes, np.float64) / requests
         if limit is not None:
             each = each.clip(None, limit)
         return requests * np.interp(each, np.arange(len(self._even)), self._even)
+
+    def _forget_lines(self) -> None:
+        super()._forget_lines()
+        self._even = None
 
     def _age(self, requests: int, ranges: int) -> None:
         before = self._seen.sum(0)

@@ -54,6 +54,7 @@ class Outlook:
         self._accepted = np.zeros((KINDS, _BUCKETS))
         self._predicted = np.zeros((KINDS, _BUCKETS))
         self._ratio = np.ones((KINDS, _BUCKETS))
+        self._mix: Floats | None = None  # of the batch's kinds; None: as they were seen
         # within so many ranges: nodes of a request and what they bring
         self._lines: list[tuple[Floats, Floats]] = []
         survival = np.minimum.accumulate(np.diff(np.asarray([1.0, *taus])).clip(0.0, 1.0))
@@ -142,6 +143,16 @@ class Outlook:
             ratio = (found + _TRUST * whole) / (expected + _TRUST)
             self._ratio[kind] = ratio.clip(*_BOUNDS)
 
+    def expect(self, kinds: Sequence[int]) -> None:
+        """Say which kinds of requests the next step has."""
+        mix = np.bincount(kinds, minlength=KINDS) / max(len(kinds), 1)
+        if self._mix is None or not np.array_equal(mix, self._mix):
+            self._mix = mix
+            self._forget_lines()
+
+    def _forget_lines(self) -> None:
+        self._lines = []
+
     def idle(self, requests: int) -> None:
         """Say that a step went by without drafts: what is known is older."""
         self._age(requests, 0)
@@ -189,8 +200,14 @@ class Outlook:
         return requests * np.interp(np.asarray(nodes, np.float64) / requests, *line)
 
     def _draw_lines(self) -> list[tuple[Floats, Floats]]:
-        filled = self._count > 0
-        mean = self._sum[filled] / self._count[filled]
+        seen = self._seen.sum(0).clip(1e-9)[:, None]
+        count, total = self._count / seen, self._sum / seen  # of a request's step
+        if self._mix is not None:  # of each kind its own; of one hardly seen, what others drafted
+            own, share = self._seen[:, :, None] + _LEAST, self._mix[:, None, None]
+            count = share * (self._count + _LEAST * count.sum(0)) / own
+            total = share * (self._sum + _LEAST * total.sum(0)) / own
+        filled = count > 0
+        mean = total[filled] / count[filled]
         kinds, ranges, _ = np.nonzero(filled)
         worth, order = np.zeros_like(mean), np.argsort(-mean, kind="stable")
         for kind in np.unique(kinds):
@@ -198,7 +215,7 @@ class Outlook:
             worth[those] = self._believed(mean[those], kind)
         order = np.argsort(-worth, kind="stable")
         worth, ranges = worth[order], ranges[order]
-        count = (self._count / self._seen.sum(0).clip(1e-9)[:, None])[filled][order]
+        count = count[filled][order]
         lines = []
         for end in range(1, 1 + self._seen.shape[1]):
             within = ranges < end

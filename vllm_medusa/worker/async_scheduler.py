@@ -66,6 +66,7 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         most = min(self._most, free // max(requests, 1))
         if budget is None or most == 0:
             return most
+        self.expect_kinds(budget)
         return 0 if has_prefill else min(most, budget.draft_next(requests, requests * most))
 
     def _ended(self, step: Step) -> None:

@@ -122,6 +122,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         self._last: Step | None = None  # whose time ends when the next one starts
         self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
         self._drafted = self._most  # `Step.limit` when they were drafted
+        self._kinds: list[int] = []  # of the running requests
         self._blocked = False  # requests wait although there were rows for them
         self.prefills = 0.0  # how often, of late, a step had one
 
@@ -289,6 +290,13 @@ class TreeScheduler(GrammarScheduler, Scheduler):
                 self._seen = _Seen()
         self.budget.observe(step.rows, step.requests, heads, ms)
 
+    def expect_kinds(self, budget: NodeBudget) -> None:
+        """Tell the budget what kinds of requests run: drafts of some are worth more."""
+        kinds = [self._kind(request.request_id) for request in self.running]
+        if kinds != self._kinds:
+            self._kinds = kinds
+            budget.expect(kinds)
+
     def _kind(self, req_id: str) -> int:
         """Of a request, see `Outlook`: greedy or sampled, with a grammar or without."""
         request = self.requests.get(req_id)
@@ -370,6 +378,7 @@ class _Counts:
         free = scheduler.max_num_scheduled_tokens - num_requests
         if scheduler._max_rows is not None:
             free = min(free, scheduler._max_rows - num_requests)
+        scheduler.expect_kinds(scheduler.budget)
         return scheduler.budget.draft_next(num_requests, free, scheduler.prefills)
 
 

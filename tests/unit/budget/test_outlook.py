@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from vllm_medusa.budget.even import EvenOutlook
 from vllm_medusa.budget.outlook import Outlook
 
 
@@ -133,3 +134,20 @@ def test_greedy_and_sampled_requests_are_believed_apart():
     both = outlook.gain_of(np.tile(survival[0], 2), mixed)[-1]
     alone = sum(outlook.gain_of(survival[0], kind)[-1] for kind in (0, 1))
     assert both == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("kind", [Outlook, EvenOutlook])
+def test_a_batch_is_worth_what_its_own_kinds_are(kind):
+    """Sampled requests come after many greedy ones: at once, not when those are forgotten."""
+    outlook = kind()
+    for _ in range(300):
+        outlook.observe(np.full((4, 4), 0.8), [4] * 4, [4] * 4, 0)
+    for _ in range(20):
+        outlook.observe(np.full((4, 4), 0.2), [4] * 4, [0] * 4, 1)
+    gains = []
+    for kinds in ([0] * 4, [1] * 4, [0, 0, 1, 1]):
+        outlook.expect(kinds)
+        gains.append(float(outlook.gain(4, 16)))
+    assert gains[0] > 12 and gains[1] < 3 and gains[1] + 2 < gains[2] < gains[0] - 2
+    outlook.expect([3])  # never seen: as others, uncorrected
+    assert gains[1] < float(outlook.gain(4, 16)) <= gains[0]
