@@ -100,9 +100,7 @@ class NodeBudget:
         self._surprises = 0
         self._heads = 0.0  # share of the heads that runs while drafts pay
         self._wanted: int | None = None  # nodes of a try, for the next step that has drafts
-        self._rests = (
-            False  # a try of nothing goes on: its second step has neither drafts nor heads
-        )
+        self._rests = False  # a try of nothing goes on: in its second step no head runs either
         self._last = (0, 0)  # requests and nodes of the last choice
         self._plain_steps = 0  # in a row
         self._known: tuple[tuple[int, int, int], Forecast] | None = None

@@ -167,10 +167,9 @@ class StepCost:
             return places + more[0], np.concatenate([shares, more[1]])
         return places, shares
 
-    def _plain(self, requests: int) -> float:
-        """Logarithm of the time of a step of so many rows, neither drafts nor heads."""
-        places, shares = self._between([(0, float(requests), 1.0)])
-        return float(self._mean[places] @ shares)
+    def _plain(self, requests: Any) -> Any:
+        """Logarithm of the time of steps of so many rows, neither drafts nor heads."""
+        return np.interp(requests, self._rows, self._mean[: len(self._rows)])
 
     def _between(self, values: Sequence[tuple[int, float, float]]) -> tuple[list[int], Floats]:
         """Knots of each line beside a value, and how much of a weight they have."""
@@ -197,8 +196,7 @@ class StepCost:
             (3, load, heads),
         ):
             if line == 2:
-                plain = np.array([self._plain(int(n)) for n in requests])
-                part = np.exp(np.minimum(plain - found @ self._mean, 0.0))
+                part = np.exp(np.minimum(self._plain(requests) - found @ self._mean, 0.0))
             if line >= 2:
                 weights = weights * part
             start, knots = self._starts[line], self._knots[line]

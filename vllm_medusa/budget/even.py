@@ -15,8 +15,6 @@ from vllm_medusa.budget.choose import NodeBudget
 from vllm_medusa.budget.cost import Floats
 from vllm_medusa.budget.outlook import KINDS, LIMITS, Outlook
 
-_LEAST = 8.0  # requests' steps of a kind, from which on its own survivals count for most
-
 
 class EvenOutlook(Outlook):
     """Expected tokens by draft nodes, which are shared out evenly; they need not be whole."""
@@ -34,11 +32,8 @@ class EvenOutlook(Outlook):
         if self._even is None:
             total, seen = self._places
             kinds = np.broadcast_to(np.arange(KINDS)[:, None], total.shape)
-            mean, share = total / seen.clip(1e-9), seen / seen.sum(0).clip(1e-9)
-            if self._mix is not None:
-                pooled = total.sum(0) / seen.sum(0).clip(1e-9)
-                mean, share = (total + _LEAST * pooled) / (seen + _LEAST), self._mix[:, None]
-            worth = (share * self.corrected(mean, kinds)).sum(0)
+            share, part = self._of_a_step(seen, seen), self._of_a_step(total, seen)
+            worth = (share * self.corrected(part / share.clip(1e-9), kinds)).sum(0)
             self._even = np.concatenate([[0.0], np.minimum.accumulate(worth).cumsum()])
         each = np.asarray(nodes, np.float64) / requests
         if limit is not None:

@@ -150,6 +150,17 @@ class Outlook:
             self._mix = mix
             self._forget_lines()
 
+    def _of_a_step(self, values: Floats, seen: Floats) -> Floats:
+        """Each kind's part of a request's step, from sums over ``seen`` steps: [kinds, ..].
+
+        Of a kind that was hardly seen it is what the others drafted.
+        """
+        pooled = seen.sum(0).clip(1e-9)
+        if self._mix is None:
+            return values / pooled
+        mix = self._mix.reshape(-1, *[1] * (values.ndim - 1))
+        return mix * (values + _LEAST * values.sum(0) / pooled) / (seen + _LEAST)
+
     def _forget_lines(self) -> None:
         self._lines = []
 
@@ -200,12 +211,8 @@ class Outlook:
         return requests * np.interp(np.asarray(nodes, np.float64) / requests, *line)
 
     def _draw_lines(self) -> list[tuple[Floats, Floats]]:
-        seen = self._seen.sum(0).clip(1e-9)[:, None]
-        count, total = self._count / seen, self._sum / seen  # of a request's step
-        if self._mix is not None:  # of each kind its own; of one hardly seen, what others drafted
-            own, share = self._seen[:, :, None] + _LEAST, self._mix[:, None, None]
-            count = share * (self._count + _LEAST * count.sum(0)) / own
-            total = share * (self._sum + _LEAST * total.sum(0)) / own
+        seen = self._seen[:, :, None]
+        count, total = self._of_a_step(self._count, seen), self._of_a_step(self._sum, seen)
         filled = count > 0
         mean = total[filled] / count[filled]
         kinds, ranges, _ = np.nonzero(filled)
@@ -219,8 +226,10 @@ class Outlook:
         lines = []
         for end in range(1, 1 + self._seen.shape[1]):
             within = ranges < end
-            pair = (count[within], (count * worth)[within])
-            lines.append(tuple(np.concatenate([[0.0], each.cumsum()]) for each in pair))
+            nodes, gain = (
+                np.concatenate([[0.0], each[within].cumsum()]) for each in (count, count * worth)
+            )
+            lines.append((nodes, gain))
         return lines
 
     def doubt(self, limit: int | None = None) -> float:

@@ -89,7 +89,10 @@ def explain(options: ExplainOptions) -> Explanation:
     if options.plot is not None:
         check_picture(options.plot)
     if options.costs is not None and not options.costs.exists():
-        raise NoCosts(f"--costs {options.costs}: there is no such file or folder.")
+        raise NoCosts(
+            f"--costs {options.costs}: there is no such file or folder. Name one that an engine "
+            "wrote, or leave the option out for vLLM's cache."
+        )
     taus = peek_heads(options.heads).taus
     if options.measure:
         measure(options)

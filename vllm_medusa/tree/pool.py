@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,3 +110,17 @@ class Pool:
             ancestors=ancestors,
             max_depth=pool.max_depth,
         )
+
+
+def parents_within(parents: np.ndarray, order: np.ndarray) -> list[int]:
+    """The parent of each draft of a chosen tree.
+
+    Args:
+        parents: int64 [M] of the pool's nodes, on the host.
+        order: int64 [N] nodes of the pool, root first, parents first; see `Pool.trees`.
+
+    """
+    place = np.zeros(len(parents), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    found: list[int] = place[parents[order[1:]]].tolist()
+    return found

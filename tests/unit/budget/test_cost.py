@@ -194,3 +194,17 @@ def test_a_folder_that_may_not_be_read_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "exists", refuse)
     cost, reason = load_cost(tmp_path / "kept.json", OF, 64)
     assert cost.steps == 0 and "Permission denied" in reason
+
+
+def test_heads_take_the_same_time_beside_few_rows_and_many():
+    """So what plain steps take follows from steps with heads, however long those were."""
+    cost = StepCost(64)
+    for _ in range(200):
+        for rows, heads in ((20, 1.0), (20, 0.0), (4, 1.0)):
+            cost.observe(rows, 4, heads, 10.0 + rows + 5.0 * heads)
+    assert float(cost.ms(4, 4, 0.0)) == pytest.approx(14.0, rel=0.05)  # 16.3 by shares
+    many = cost.ms(np.array([4, 20]), 4, np.array([1.0, 1.0]))
+    one_by_one = [float(cost.ms(rows, 4, 1.0)) for rows in (4, 20)]
+    assert many == pytest.approx(one_by_one)
+    means = cost.features([(4, 4, 1.0), (20, 4, 1.0)]) @ cost._mean
+    assert np.exp(means) == pytest.approx(one_by_one)

@@ -51,7 +51,7 @@ SERVERS = {
     "cpu, 16": Server(cpu, batch(16)),
     "dear rows, 1": Server(steep),
     "dear rows, 8": Server(steep, batch(8)),
-    "dear rows, unsure, 2": Server(steep, batch(2), lambda step: 0.1),
+    "dear rows, unsure, 2": Server(steep, batch(2), lambda step: 0.2),
     "cheap and dear counts, 4": Server(rough, batch(4)),
     "memory wanders, 8": Server(wandering, batch(8)),
     "twice as slow later": Server(twice_as_slow_later, batch(4)),
@@ -111,8 +111,7 @@ def test_a_machine_that_slows_down_is_not_left_at_nothing(least):
     before, meanwhile = np.mean(record.nodes[200:300]), np.mean(record.nodes[550:700])
     assert meanwhile > 0.8 * before if least == 1 else meanwhile < 0.2 * before
     best = max(serve(server, 2 * STEPS, nodes).speed(2400) for nodes in FIXED)
-    # what was dear for some row counts only is tried again one count after the other
-    assert record.speed(2400) >= (0.97 if least == 1 else 0.94) * best
+    assert record.speed(2400) >= 0.97 * best
 
 
 @pytest.mark.parametrize("better", [0.99, 1.0, 1.01])
@@ -139,6 +138,17 @@ def test_tries_cost_less_than_a_hundredth():
     record, plain = serve(server, 2 * STEPS, budget), serve(server, 2 * STEPS, 0)
     assert record.speed(200) >= 0.992 * plain.speed(200)
     assert record.speed() >= 0.99 * plain.speed() and budget.tries.count > 3
+
+
+def test_plain_steps_are_seen_while_it_drafts():
+    """A step without heads behind one without drafts: what all is compared with."""
+    record = serve(SERVERS["cpu, 1"], 800, new_budget())
+    plain = [
+        step
+        for step in range(400, 800)
+        if record.drafting[step] and not record.nodes[step] and not record.drafted[step]
+    ]
+    assert plain
 
 
 def test_equal_servers_give_equal_decisions():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.tree import TreeBatch
-from vllm_medusa.tree.pool import Pool
+from vllm_medusa.tree.pool import Pool, parents_within
 
 
 class Topologies:
@@ -36,10 +36,7 @@ class Topologies:
 
     def parents(self, req_id: str, num_nodes: int) -> list[int]:
         """The parent of each draft in the first part of a request's tree."""
-        order = self.nodes(req_id, num_nodes)
-        place = np.zeros(self.pool.num_nodes, dtype=np.int64)
-        place[order] = np.arange(num_nodes)
-        return place[self._parents[order[1:]]].tolist()
+        return parents_within(self._parents, self.nodes(req_id, num_nodes))
 
     def trees(self, req_ids: Sequence[str], width: int, num_nodes: Tensor) -> TreeBatch:
         """The trees of requests whose ``num_nodes`` (int64 [B]) are 1 for lone roots."""

@@ -133,7 +133,7 @@ class TreeSpeculator(DraftModelSpeculator):
             return self.trees.static_parents[:num_drafts]
         if self._orders is None:
             return []
-        return self.trees.topologies.parents(self._orders[place, : 1 + num_drafts].tolist())
+        return self.trees.topologies.parents(self._orders[place, : 1 + num_drafts])
 
     def survival(self) -> tuple[list[str], Any] | None:
         """Whom the last drafts were for and their log-survivals, on their way to the host.

@@ -6,11 +6,12 @@ know counts only, and nothing waits for the device.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_medusa.tree import TreeBatch
-from vllm_medusa.tree.pool import Pool
+from vllm_medusa.tree.pool import Pool, parents_within
 
 
 class Topologies:
@@ -18,7 +19,7 @@ class Topologies:
 
     def __init__(self, pool: Pool, num_nodes: int, max_num_reqs: int) -> None:
         self.pool = pool
-        self._parents: list[int] = pool.tensors.parents.tolist()
+        self._parents = pool.tensors.parents.cpu().numpy()  # int64 [M]
         nodes = torch.arange(num_nodes, device=pool.tensors.parents.device)
         with torch.inference_mode(False):  # else only inference mode could write to it
             self.order = nodes.repeat(max_num_reqs, 1)  # int64 [slots, N], see `Pool.trees`
@@ -27,10 +28,9 @@ class Topologies:
         """Keep new proposals, int64 [B, N], of the requests in ``slots`` (int64 [B])."""
         self.order.index_copy_(0, slots, order)
 
-    def parents(self, order: list[int]) -> list[int]:
+    def parents(self, order: np.ndarray) -> list[int]:
         """The parent of each draft of a proposal that is on the host, root first."""
-        place, parents = {node: index for index, node in enumerate(order)}, self._parents
-        return [place[parents[node]] for node in order[1:]]
+        return parents_within(self._parents, order)
 
     def trees(self, slots: Tensor, width: int, num_nodes: Tensor) -> TreeBatch:
         """The first ``num_nodes`` (integer [B]) nodes of what was kept, ``width`` nodes wide."""
