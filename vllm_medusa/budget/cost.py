@@ -16,6 +16,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,24 @@ _NOISE = (0.02, 0.3)  # bounds of the noise of a step
 _OUTLIER = 3.0  # standard deviations; what is further away counts little
 _STREAK = 2  # but so many steps of a kind that are too slow, or too fast, are no outliers
 _SHAKEN = 0.2  # how much of the first uncertainty comes back then
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the costs of n steps are sums of.
+
+    Attributes:
+        places: [n, 8] knots.
+        weights: [n, 8] how much each counts.
+
+    """
+
+    places: npt.NDArray[np.int64]
+    weights: Floats
+
+    def __getitem__(self, index: int) -> Features:
+        """One step's, n = 1."""
+        return Features(self.places[index][None], self.weights[index][None])
 
 
 class StepCost:
@@ -183,28 +202,26 @@ class StepCost:
             shares += [weight * (1.0 - share), weight * share]
         return places, np.array(shares)
 
-    def features(self, steps: Iterable[tuple[int, int, float]]) -> Floats:
-        """How much each knot counts for each step of rows, requests and heads: [n, knots]."""
+    def features(self, steps: Iterable[tuple[int, int, float]]) -> Features:
+        """Which knots count for each step of rows, requests and heads, and how much."""
         rows, requests, heads = np.array(list(steps), np.float64).reshape(-1, 3).T
         over, load = np.log2(rows / requests), np.log2(requests)
-        found = np.zeros((len(rows), len(self._mean)))
-        each = np.arange(len(rows))
-        for line, values, weights in (
+        places, weights = np.empty((len(rows), 8), np.int64), np.empty((len(rows), 8))
+        for line, values, counts in (
             (0, rows, np.ones_like(rows)),
-            (1, over, (over > 0).astype(np.float64)),
-            (2, load, (heads > 0).astype(np.float64)),
+            (1, over, over > 0),
+            (2, load, heads > 0),
             (3, load, heads),
         ):
-            if line == 2:
-                part = np.exp(np.minimum(self._plain(requests) - found @ self._mean, 0.0))
-            if line >= 2:
-                weights = weights * part
             start, knots = self._starts[line], self._knots[line]
             right = np.searchsorted(knots, values).clip(1, len(knots) - 1)
             share = ((values - knots[right - 1]) / (knots[right] - knots[right - 1])).clip(0.0, 1.0)
-            found[each, start + right - 1] += weights * (1.0 - share)
-            found[each, start + right] += weights * share
-        return found
+            left = 2 * line
+            places[:, left], places[:, left + 1] = start + right - 1, start + right
+            weights[:, left], weights[:, left + 1] = counts * (1.0 - share), counts * share
+        longer = (weights[:, :4] * self._mean[places[:, :4]]).sum(1) - self._plain(requests)
+        weights[:, 4:] *= np.exp(np.minimum(-longer, 0.0))[:, None]
+        return Features(places, weights)
 
     def sizes(self, low: int, high: int) -> npt.NDArray[np.int64]:
         """Numbers of rows from ``low`` to ``high``: both, and all that have a knot."""
@@ -213,10 +230,23 @@ class StepCost:
         ends = [n for n in (low, high) if low <= high]
         return np.unique(np.concatenate([between, np.array(ends, np.int64)]))
 
-    def doubt(self, these: Floats, those: Floats) -> Floats:
-        """Standard deviation of the logarithm of ``these / those`` costs, both `features`."""
-        apart = these - those
-        return np.sqrt(np.maximum(((apart @ self._covariance) * apart).sum(1), 0.0))
+    def doubt(self, these: Features, those: Features) -> Floats:
+        """Standard deviation of the logarithm of ``these / those`` costs: [n].
+
+        A product of whole matrices would start numpy's own threads, beside those of the model.
+
+        Args:
+            these: of n steps.
+            those: of as many, or of one.
+
+        """
+        places, weights = (
+            np.concatenate(np.broadcast_arrays(one, other), 1)
+            for one, other in ((these.places, those.places), (these.weights, -those.weights))
+        )
+        together = self._covariance[places[:, :, None], places[:, None, :]]
+        variance = (together * weights[:, :, None] * weights[:, None, :]).sum((1, 2))
+        return np.sqrt(np.maximum(variance, 0.0))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; what is lost is how sure they are."""

@@ -1,6 +1,11 @@
 """How many nodes: by what they are worth and cost, with room and without."""
 
+import os
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -97,3 +102,38 @@ def test_a_table_that_was_never_measured_decides_too():
         drafted = each.draft_next(2, 16)
         each.observe(2 + nodes, 2, drafted, 10.0)
     assert each.drafting and nodes == 2
+
+
+@pytest.mark.skipif(
+    os.cpu_count() == 1 or not Path("/proc/self/schedstat").is_file(), reason="Linux, 2 cores"
+)
+def test_no_thread_but_its_own_works():
+    """The model's threads have the cores: numpy's would slow the step that follows."""
+    code = """
+        import os
+        import time
+        from pathlib import Path
+        import numpy as np
+        from vllm_medusa.budget.choose import NodeBudget
+        from vllm_medusa.budget.cost import StepCost
+        from vllm_medusa.budget.outlook import Outlook
+
+        def worked():
+            tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != own]
+            return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e6
+
+        own = str(os.getpid())
+        time.sleep(0.2)  # threads that start spin for a while
+        start = worked()
+        budget = NodeBudget(StepCost(1024), Outlook(), 63, 5)
+        for step in range(200):
+            limit = budget.draft_next(16, 1000)
+            budget.observe(16, 16, budget.share_of(limit), 30.0 + step % 7)
+        print(budget.tries.turn, worked() - start)
+    """
+    own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
+    tries, ms = done.stdout.split()
+    assert int(tries) > 5
+    assert float(ms) < 1.0
