@@ -22,7 +22,9 @@ from vllm_medusa.budget.cost import Floats, StepCost
 from vllm_medusa.budget.outlook import LIMITS, Outlook
 from vllm_medusa.budget.tries import Tries
 
-_KNOWN, _EVERY = 64, 8  # plain steps in a row from which one of so many is learned from
+_FRESH = 50.0  # ms of steps for which a forecast holds: thinking takes its time from the model
+_OFTEN, _AGAIN = 16, 100.0  # times that a kind of step is learned from, then once in so many ms
+_KINDS = 4096  # of steps that are told apart
 _KEEP = 0.005  # of a step's time by which another number of nodes has to be better
 START, _STOP = 1.015, 1.0  # drafts against plain steps: where drafting starts, and where it ends
 _UNSEEN = 0.2  # of a gain that may come from nodes beyond the limit, whatever is known of them
@@ -102,8 +104,11 @@ class NodeBudget:
         self._wanted: int | None = None  # nodes of a try, for the next step that has drafts
         self._rests = False  # a try of nothing goes on: in its second step no head runs either
         self._last = (0, 0)  # requests and nodes of the last choice
-        self._plain_steps = 0  # in a row
+        self._now = 0.0  # ms of all steps
         self._known: tuple[tuple[int, int, int], Forecast] | None = None
+        self._known_at = 0.0
+        # rows, requests and heads of a step -> how often and when it was last learned from
+        self._learned: dict[tuple[int, int, float], tuple[int, float]] = {}
 
     def choose(self, gain: npt.ArrayLike, requests: int, free_rows: int) -> int:
         """Draft nodes to verify in all; 0: none.
@@ -171,19 +176,25 @@ class NodeBudget:
 
     def observe(self, rows: int, requests: int, heads: float, ms: float) -> None:
         """Learn what a step took; see `StepCost.observe`."""
-        plain = rows == requests and not heads
-        self._plain_steps = self._plain_steps + 1 if plain else 0
-        if self._plain_steps > _KNOWN and self._plain_steps % _EVERY:
-            self.tries.earn()  # many alike: an engine of tiny steps should not pay for each
-            return
-        self.cost.observe(rows, requests, heads, ms)
-        self.tries.earn(self.cost.ms(rows, requests, heads))
+        usual = self.cost.ms(rows, requests, heads)
+        self._now += ms if 0 < ms < math.inf else usual
+        times, last = self._learned.get((rows, requests, heads), (0, 0.0))
+        if times < _OFTEN or self._now - last >= _AGAIN:
+            if len(self._learned) > _KINDS:
+                self._learned.clear()
+            self._learned[rows, requests, heads] = times + 1, self._now
+            surprises = self.cost.surprises
+            self.cost.observe(rows, requests, heads, ms)
+            if surprises != self.cost.surprises:
+                self._learned.clear()
+            usual = self.cost.ms(rows, requests, heads)
+        self.tries.earn(usual)
 
     def forecast(self, requests: int, free_rows: int) -> Forecast:
         """What drafts would bring to a batch of ``requests``, at least one."""
         most = min(requests * self.max_per_request, max(free_rows, 0))
-        key = (requests, most, self.cost.steps)
-        if self._known and self._known[0] == key:
+        key = (requests, most, self.cost.surprises)
+        if self._known and self._known[0] == key and self._now - self._known_at < _FRESH:
             return self._known[1]
         plain = requests / self.cost.ms(requests, requests, 0.0)
         sizes = self.cost.sizes(requests + 1, requests + most) - requests
@@ -194,6 +205,7 @@ class NodeBudget:
         if len(rates):
             dearer = self.cost.ms(requests, requests, heads[rates.argmax()]) * plain / requests
         self._known = key, Forecast(requests, sizes, limits, gain, rates, plain, heads=dearer)
+        self._known_at = self._now
         return self._known[1]
 
     def _best_rate(self, requests: int, free_rows: int) -> float:

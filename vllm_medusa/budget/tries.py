@@ -15,6 +15,7 @@ _ALLOWANCE = 0.004  # of all time
 _SAVED = 4.0  # steps' worth of it, at the start and at most
 _DEAREST = 2.0  # steps' worth that a try costs at most; a table that says more may be wrong
 _WAIT = (8, 1024)  # steps between tries, doubling
+_APART = 100.0  # ms at least: what to try is thought about while the model waits
 _NEAR, _WAIT_NEAR = 0.1, 16  # where both are about as fast, tries are cheap
 _CHEAP = 0.25  # steps' worth: so are these
 _BOLD = (
@@ -39,10 +40,11 @@ class Tries:
         self._requests = 0  # for which the waiting counts
         self._wait, self._waited = _WAIT[0], 0
         self._near = False
+        self._since = 0.0  # ms since the last time
 
-    def earn(self, usual: float | None = None) -> None:
-        """Add the allowance of a step that takes ``usual`` ms; None: as long as the last one."""
-        usual = self._usual if usual is None else usual
+    def earn(self, usual: float) -> None:
+        """Add the allowance of a step that takes ``usual`` ms."""
+        self._since += usual
         self._allowance += _ALLOWANCE * usual if self._usual else _SAVED * usual
         self._allowance = min(self._allowance, _SAVED * usual)
         self._usual = usual
@@ -66,7 +68,8 @@ class Tries:
     @property
     def due(self) -> bool:
         """Whether this step may try something."""
-        return self._waited >= min(self._wait, _WAIT_NEAR if self._near else self._wait)
+        wait = min(self._wait, _WAIT_NEAR) if self._near else self._wait
+        return self._waited >= wait and self._since >= _APART
 
     def pick(self, rates: Floats, doubts: Floats, lost: Floats) -> int | None:
         """Which of some choices is tried now, if any; its price is taken out of the allowance.
@@ -82,7 +85,7 @@ class Tries:
         lost = lost.clip(0.0, _DEAREST * self._usual)
         worth = np.where(lost <= self._allowance, hopes / (lost + 0.1 * self._usual), 0.0)
         best = int(worth.argmax())
-        self._waited = 0
+        self._waited, self._since = 0, 0.0
         self.turn += 1
         if worth[best] <= 0:
             return None

@@ -104,6 +104,29 @@ def test_a_table_that_was_never_measured_decides_too():
     assert each.drafting and nodes == 2
 
 
+@pytest.mark.parametrize(("ms", "most"), [(5.0, 170), (100.0, 1001)])
+def test_thinking_takes_a_small_share_of_short_steps(ms, most):
+    each = NodeBudget(StepCost(64), Outlook(), 15, 5)
+    forecasts = []
+    for _ in range(1000):
+        each.draft_next(4, 60)
+        forecasts.append(each.forecast(4, 60))
+        each.observe(4, 4, 0.0, ms)
+    assert most / 2 < len({id(forecast) for forecast in forecasts}) <= most
+    assert most / 8 < each.cost.steps <= most
+    assert each.tries.turn < most / 4
+
+
+def test_after_a_surprise_it_learns_from_every_step():
+    each = NodeBudget(StepCost(64), Outlook(), 15, 5)
+    for step in range(200):
+        each.observe(4, 4, 0.0, 5.0 if step < 190 else 50.0)
+        if step == 189:
+            before = each.cost.steps
+    assert float(each.cost.ms(4, 4, 0.0)) > 25.0
+    assert each.cost.surprises and each.cost.steps > before + 5
+
+
 @pytest.mark.skipif(
     os.cpu_count() == 1 or not Path("/proc/self/schedstat").is_file(), reason="Linux, 2 cores"
 )
