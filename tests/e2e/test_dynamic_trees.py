@@ -122,32 +122,34 @@ def of_the_neighbour(patch: Patch) -> None:
 def of_an_earlier_step(patch: Patch) -> None:
     """Topologies are kept once and never renewed; drafts are laid out by the new ones."""
     first: dict[str, np.ndarray] = {}
-    trees, nodes = Topologies.trees, Topologies.nodes
+    trees, own = Topologies.trees, Topologies.first
 
     def wrong(self: Topologies, *args: Any) -> Any:
-        for name, order in self._orders.items():
-            first.setdefault(name, order)
-        patch.setattr(Topologies, "nodes", lambda self, name, n: first[name][:n])
+        for name, parents in self._parents.items():
+            first.setdefault(name, parents)
+        patch.setattr(Topologies, "first", lambda self, name, n: first[name][:n])
         try:
             return trees(self, *args)
         finally:
-            patch.setattr(Topologies, "nodes", nodes)
+            patch.setattr(Topologies, "first", own)
 
     patch.setattr(Topologies, "trees", wrong)
 
 
 def off_by_one(patch: Patch) -> None:
-    """The order starts one node late."""
-    nodes = Topologies.nodes
-    trees = Topologies.trees
+    """The parents start one node late."""
+    trees, own = Topologies.trees, Topologies.first
+
+    def late(self: Topologies, name: str, count: int) -> Any:
+        rolled = np.roll(own(self, name, count)[1:], -1)
+        return np.append(-1, np.minimum(rolled, np.arange(count - 1)))
 
     def wrong(self: Topologies, *args: Any) -> Any:
-        late = lambda self, name, n: np.append(0, np.roll(nodes(self, name, n)[1:], -1))  # noqa: E731
-        patch.setattr(Topologies, "nodes", late)
+        patch.setattr(Topologies, "first", late)
         try:
             return trees(self, *args)
         finally:
-            patch.setattr(Topologies, "nodes", nodes)
+            patch.setattr(Topologies, "first", own)
 
     patch.setattr(Topologies, "trees", wrong)
 

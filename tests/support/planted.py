@@ -86,8 +86,7 @@ def _planting_on_v1(drafts_of: DraftsOf) -> Iterator[None]:
                 continue
             tree = self._options.tree
             if isinstance(tree, DynamicTree):
-                nodes = self._topologies.nodes(req_id, 1 + len(drafts[index]))
-                tree = TokenTree(tuple(tree.pool.paths[node - 1] for node in nodes[1:]))
+                tree = _of_parents(self._topologies.parents(req_id, 1 + len(drafts[index])))
             planted = drafts_of(self.requests[req_id], tree)
             if planted is not None:
                 drafts[index] = planted[: len(drafts[index])]
@@ -135,8 +134,8 @@ def _planting_on_v2(drafts_of: DraftsOf) -> Iterator[None]:
                 count = 0 if survival is None else int(survival[index].isfinite().sum())
                 if not count:
                     continue
-                nodes = self.trees.topologies.order[slot, 1 : 1 + count].tolist()
-                tree = TokenTree(tuple(tree.pool.paths[node - 1] for node in nodes))
+                kept = self.trees.topologies.parents[slot, 1 : 1 + count]
+                tree = _of_parents(kept.tolist())
             planted = drafts_of(request, tree)
             if planted is not None:
                 drafts[index, : len(planted)] = torch.tensor(planted)
@@ -147,6 +146,14 @@ def _planting_on_v2(drafts_of: DraftsOf) -> Iterator[None]:
         yield
     finally:
         GPUModelRunner.sample_tokens, TreeSpeculator.propose = sample_tokens, original
+
+
+def _of_parents(parents: Sequence[int]) -> TokenTree:
+    """The tree of these drafts' parents; a child's rank is its place among its siblings."""
+    paths: list[tuple[int, ...]] = [()]
+    for node, parent in enumerate(parents):
+        paths.append((*paths[parent], list(parents[:node]).count(parent)))
+    return TokenTree(tuple(paths[1:]))
 
 
 def leaf_paths(tree: TokenTree) -> list[list[int]]:

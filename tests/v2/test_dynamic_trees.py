@@ -127,18 +127,21 @@ def of_the_neighbour(patch: Patch) -> None:
 
 def of_an_earlier_step(patch: Patch) -> None:
     """Requests are verified by what was first drafted for their slots."""
-    keep, first = Topologies.keep, {}
+    keep, trees, first = Topologies.keep, Topologies.trees, {}
 
-    def noted(self: Topologies, slots: torch.Tensor, order: torch.Tensor) -> None:
-        for slot, row in zip(slots.tolist(), order, strict=True):
+    def noted(self: Topologies, slots: torch.Tensor, parents: torch.Tensor) -> None:
+        for slot, row in zip(slots.tolist(), parents, strict=True):
             first.setdefault(slot, row)
-        keep(self, slots, order)
+        keep(self, slots, parents)
 
     def wrong(self: Topologies, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
-        order = self.order.clone()
+        now = self.parents.clone()
         for slot, row in first.items():
-            order[slot, : len(row)] = row
-        return self.pool.trees(order[slots, :width], counts)
+            self.parents[slot] = row
+        try:
+            return trees(self, slots, width, counts)
+        finally:
+            self.parents.copy_(now)
 
     patch.setattr(Topologies, "keep", noted)
     patch.setattr(Topologies, "trees", wrong)

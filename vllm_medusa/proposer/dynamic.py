@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads.model import LMHead, MedusaHeads
+from vllm_medusa.heads.packed import PackedHeads
 from vllm_medusa.proposer import draft
+from vllm_medusa.proposer.build import build_tree, clean
+from vllm_medusa.proposer.candidates import Choices
 from vllm_medusa.proposer.sharded import (
     AllGather,
     VocabShard,
@@ -30,40 +33,18 @@ from vllm_medusa.tree.pool import Pool
 from vllm_medusa.tree.topology import MAX_NODES, TokenTree
 
 
-@dataclass(frozen=True, eq=False)
-class Marginals:
-    """The best choices of every head, best first."""
-
-    token_ids: Tensor  # int64 [B, D, width], of the target's vocabulary
-    log_confidence: Tensor  # float32 [B, D, width], <= 0
-
-
-@dataclass(frozen=True, eq=False)
-class Proposal:
-    """A tree of at most N nodes for each request, best first."""
-
-    token_ids: Tensor  # int64 [B, N]; column 0, the root, holds 0
-    order: Tensor  # int64 [B, N] node of the pool; see `Pool.trees`
-    log_survival: Tensor  # float32 [B, N], not increasing; 0 for the root
-
-    @property
-    def num_nodes(self) -> Tensor:
-        """int64 [B]: nodes that can survive, root included; they are a prefix."""
-        return self.log_survival.isfinite().sum(1)
-
-
 def marginals(
     logits: Tensor,  # [B, >= D, V_draft]
     depth: int,
     width: int,
     sharpness: Tensor | None = None,  # float32 [>= D], factors on the logits; None: 1
     token_map: Tensor | None = None,  # int64 [V_draft] target ids
-) -> Marginals:
+) -> Choices:
     """Read the choices and their confidences off the logits. No host sync."""
     scaled = _scaled(logits[:, :depth], sharpness)
     ids = stable_topk(logits[:, :depth], width)
     log_confidence = scaled.gather(-1, ids) - scaled.logsumexp(-1, keepdim=True)
-    return Marginals(_mapped(ids, token_map), _clean(log_confidence))
+    return Choices(_mapped(ids, token_map), clean(log_confidence))
 
 
 def marginals_sharded(
@@ -74,7 +55,7 @@ def marginals_sharded(
     all_gather: AllGather,
     sharpness: Tensor | None = None,
     token_map: Tensor | None = None,
-) -> Marginals:
+) -> Choices:
     """The same from a rank's part of the vocabulary: equal choices, bit by bit, on every rank.
 
     A rank sends its candidates and one log-sum-exp a head, which are merged in rank order.
@@ -91,23 +72,23 @@ def marginals_sharded(
     parts = gathered[..., width].to(torch.int32).view(torch.float32)  # [R, B, D]
     values = _scaled(logit_values(best), sharpness)
     log_confidence = values - parts.logsumexp(0).unsqueeze(-1)
-    return Marginals(_mapped(token_ids(best), token_map), _clean(log_confidence))
+    return Choices(_mapped(token_ids(best), token_map), clean(log_confidence))
 
 
-def grow(choices: Marginals, pool: Pool, num_nodes: int, max_depth: Tensor) -> Proposal:
-    """The best ``num_nodes`` nodes of the pool for every request, root included. No host sync.
+@dataclass(frozen=True, eq=False)
+class MedusaStep:
+    """Medusa's heads at one step: the first drafter behind `build.build_tree`."""
 
-    Nodes deeper than ``max_depth`` (int64 [B]) come last, with survival -inf: no token of theirs
-    would be kept. So do those deeper than there are ``choices``.
-    """
-    survival = pool.survival(choices.log_confidence)  # [B, M]
-    survival = survival.masked_fill(pool.tensors.depths > max_depth[:, None], -float("inf"))
-    order = pool.best(survival, num_nodes)
-    tokens = choices.token_ids.flatten(1)  # [B, D * width]
-    places = pool.last_place[order].clamp_max(tokens.shape[1] - 1)  # [B, N]
-    tokens = tokens.gather(1, places)
-    tokens[:, 0] = 0
-    return Proposal(tokens, order, survival.gather(1, order))
+    heads: MedusaHeads | PackedHeads
+    hidden_states: Tensor  # [B, H], as for `proposer.draft`
+    lm_head: LMHead | None = None
+    sharpness: Tensor | None = None  # float32 [>= D]
+
+    def marginals(self, depth: int, width: int) -> Choices:
+        """The choices of the first ``depth`` heads."""
+        states = self.heads(self.hidden_states, depth)
+        logits = self.heads.compute_logits(states, self.lm_head)
+        return marginals(logits, depth, width, self.sharpness, self.heads.token_map)
 
 
 def propose_tree(
@@ -123,12 +104,14 @@ def propose_tree(
         tensors = _static_on(tree, device)
         every = torch.full((batch,), tree.num_nodes, device=device)
         return draft(heads, hidden_states, tensors, lm_head), tensors.batch(tree.num_nodes, every)
-    pool, depth = _pool_on(tree.pool, device), tree.pool.max_depth
-    logits = heads.compute_logits(heads(hidden_states, depth), lm_head)
-    factors = None if tree.sharpness is None else logits.new_tensor(tree.sharpness).float()
-    choices = marginals(logits, depth, pool.width, factors, heads.token_map)
-    proposal = grow(choices, pool, tree.num_nodes, torch.full((batch,), useful_depth))
-    return proposal.token_ids, pool.trees(proposal.order, proposal.num_nodes)
+    assert isinstance(tree.pool, TokenTree)
+    pool = _pool_on(tree.pool, device)
+    factors = None if tree.sharpness is None else torch.tensor(tree.sharpness, device=device)
+    step = MedusaStep(heads, hidden_states, lm_head, factors)
+    root = torch.zeros(batch, dtype=torch.int64, device=device)
+    useful = torch.full((batch,), useful_depth, device=device)
+    proposal = build_tree(step, pool, root, tree.num_nodes, useful)
+    return proposal.token_ids, proposal.trees(tree.max_depth)
 
 
 @functools.lru_cache(maxsize=8)
@@ -149,8 +132,3 @@ def _scaled(logits: Tensor, sharpness: Tensor | None) -> Tensor:
 
 def _mapped(ids: Tensor, token_map: Tensor | None) -> Tensor:
     return ids if token_map is None else token_map[ids]
-
-
-def _clean(log_confidence: Tensor) -> Tensor:
-    """At most 0, and -inf where logits were NaN, so that survivals can be sorted."""
-    return log_confidence.nan_to_num(nan=-float("inf"), neginf=-float("inf")).clamp_max(0)

@@ -97,6 +97,27 @@ class TreeBatch:
             max_depth=tensors.max_depth,
         )
 
+    @classmethod
+    def from_parents(cls, parents: Tensor, num_nodes: Tensor, max_depth: int) -> TreeBatch:
+        """Every request's own tree.
+
+        Args:
+            parents: int64 [B, N], before their children; -1 for the root. Padding has any parent
+                before it.
+            num_nodes: integer [B], how many nodes exist.
+            max_depth: Bound of every depth.
+
+        """
+        ancestors = dense_ancestors(parents, max_depth)  # [B, N, N]
+        return cls(
+            num_nodes=num_nodes,
+            parents=parents,
+            depths=ancestors.sum(-1) - 1,
+            ancestor_bits=pack_ancestors(ancestors),
+            ancestors=ancestors,
+            max_depth=max_depth,
+        )
+
     def prefix(self, width: int) -> TreeBatch:
         """The same trees padded to ``width`` nodes, at least what any of them has: views."""
         if width == self.max_nodes:

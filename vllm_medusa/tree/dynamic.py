@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_medusa.tree.topology import MAX_NODES, Path, TokenTree
@@ -19,10 +19,37 @@ _NEXT_HEAD = 0.85
 
 
 @dataclass(frozen=True)
+class Beam:
+    """What a drafter that sees its branch is asked for: in place of a pool, see `build_tree`."""
+
+    width: int  # k, nodes expanded a level
+    choices: int  # K, of each node that is expanded
+    depth: int  # levels
+
+    @property
+    def num_nodes(self) -> int:
+        """Candidates, root included."""
+        return 1 + self.choices * sum(map(self.width_at, range(self.depth)))
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest candidate."""
+        return self.depth
+
+    def width_at(self, level: int) -> int:
+        """Nodes that are expanded at a level; the root is alone."""
+        return 1 if level == 0 else min(self.width, self.choices * self.width_at(level - 1))
+
+    def within(self, num_drafts: int) -> Beam:
+        """What is needed of it for the best so many nodes."""
+        return Beam(*(min(each, num_drafts) for each in (self.width, self.choices, self.depth)))
+
+
+@dataclass(frozen=True)
 class DynamicTree:
     """Stands where a static `TokenTree` can: every request and step has the best part of `pool`."""
 
-    pool: TokenTree
+    pool: TokenTree | Beam
     num_nodes: int  # that a request verifies at most, root included
     sharpness: tuple[float, ...] | None = None  # factor on each head's logits; None: 1
 
@@ -39,7 +66,7 @@ class DynamicTree:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; `from_dict` reads it back."""
         return {
-            "pool": self.pool.to_lists(),
+            "pool": asdict(self.pool) if isinstance(self.pool, Beam) else self.pool.to_lists(),
             "num_nodes": self.num_nodes,
             "sharpness": None if self.sharpness is None else list(self.sharpness),
         }
@@ -47,9 +74,9 @@ class DynamicTree:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> DynamicTree:
         """Read what `to_dict` made."""
-        sharpness = plain["sharpness"]
+        sharpness, pool = plain["sharpness"], plain["pool"]
         return cls(
-            TokenTree.from_paths(plain["pool"]),
+            Beam(**pool) if isinstance(pool, dict) else TokenTree.from_paths(pool),
             plain["num_nodes"],
             None if sharpness is None else tuple(sharpness),
         )

@@ -42,17 +42,19 @@ def unpack_ancestors(bits: Tensor, num_nodes: int) -> Tensor:
     return spread.flatten(-2)[..., :num_nodes].to(torch.bool)
 
 
-def dense_ancestors(parents: Tensor) -> Tensor:
+def dense_ancestors(parents: Tensor, max_depth: int | None = None) -> Tensor:
     """Ancestor matrix bool [..., N, N] of ``parents`` int64 [..., N], self included.
 
     A node without a parent (-1), be it the root or padding, attends only itself. Each round doubles
-    the distance covered: a node's set grows by the set of the node where its own set ends.
+    the distance covered: a node's set grows by the set of the node where its own set ends. A known
+    ``max_depth`` saves rounds.
     """
     n = parents.shape[-1]
     nodes = torch.arange(n, device=parents.device)
     jump = torch.where(parents < 0, nodes, parents.to(torch.int64))  # [..., N]
     reach = (nodes[:, None] == nodes).expand(*parents.shape, n)  # [..., N, N] distance 0
-    for _ in range((n - 1).bit_length()):
+    farthest = n - 1 if max_depth is None else min(max_depth, n - 1)
+    for _ in range(farthest.bit_length()):
         reach = reach | reach.gather(-2, jump.unsqueeze(-1).expand(reach.shape))
         jump = jump.gather(-1, jump)
     return reach

@@ -3,14 +3,11 @@ r"""Dynamic trees: every request, every step, the best part of one large static 
 The *pool* is a static tree of many nodes, more than anyone verifies. A step scores each of its
 nodes by its *survival*, the estimated probability that the walk gets there: the product of the
 confidences on the node's path (EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.1, on Medusa's
-marginals). The N nodes of the highest survival are the tree of the step.
+marginals). The N nodes of the highest survival are the tree of the step; budgets and shares are
+mere counts, as every cut of a chosen tree is the best tree of its size (`proposer.candidates`).
 
-No node survives more often than its parent, and of equal nodes the one with the lower index comes
-first, so the chosen nodes are closed under ancestors, parents first and best first. Hence every cut
-of a chosen tree is the best tree of its size, and budgets and shares are mere counts.
-
-    pool      0          survival (log)        chosen, N = 3         a row of `order`
-             / \         0                     0                     [0, 1, 3]
+    pool      0          survival (log)        chosen, N = 3
+             / \         0                     0
             1   2        -0.2  -1.8            1   node 1 of the tree
            / \           -0.5  -3.0            3   node 2, its parent is node 1
           3   4
@@ -20,12 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree.batch import TreeBatch, TreeTensors
-from vllm_medusa.tree.packing import pack_ancestors
+from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.topology import TokenTree
 
 
@@ -75,52 +70,3 @@ class Pool:
         if depth < len(self.places):
             total = total.masked_fill(self.tensors.depths > depth, -float("inf"))
         return total
-
-    def best(self, survival: Tensor, num_nodes: int) -> Tensor:
-        """The nodes of the highest survival, best first: float32 [B, M] -> int64 [B, num_nodes].
-
-        The root, whose survival is 1, is always the first. No host sync.
-        """
-        return survival.sort(dim=-1, descending=True, stable=True).indices[:, :num_nodes]
-
-    def trees(self, order: Tensor, num_nodes: Tensor) -> TreeBatch:
-        """The trees of the nodes in ``order``.
-
-        Args:
-            order: int64 [B, N], nodes of the pool, parents first, from the root (0) on. Padding
-                is any node of the pool.
-            num_nodes: integer [B], how many of them exist.
-
-        """
-        pool, batch, width = self.tensors, order.shape[0], order.shape[1]
-        nodes = torch.arange(width, device=order.device).expand(batch, -1)
-        exists = nodes < num_nodes[:, None]
-        order = order.where(exists, pool.num_nodes)  # padding has a column of its own
-        place = order.new_zeros((batch, pool.num_nodes + 1)).scatter_(1, order, nodes)
-        inside = order.clamp_max(pool.num_nodes - 1)
-        parents = place.gather(1, pool.parents[inside].clamp_min(0))
-        parents[:, 0] = -1
-        ancestors = pool.ancestors[inside.unsqueeze(2), inside.unsqueeze(1)]  # [B, N, N]
-        ancestors &= exists.unsqueeze(1)
-        return TreeBatch(
-            num_nodes=num_nodes,
-            parents=parents,
-            depths=pool.depths[inside],
-            ancestor_bits=pack_ancestors(ancestors),
-            ancestors=ancestors,
-            max_depth=pool.max_depth,
-        )
-
-
-def parents_within(parents: np.ndarray, order: np.ndarray) -> list[int]:
-    """The parent of each draft of a chosen tree.
-
-    Args:
-        parents: int64 [M] of the pool's nodes, on the host.
-        order: int64 [N] nodes of the pool, root first, parents first; see `Pool.trees`.
-
-    """
-    place = np.zeros(len(parents), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    found: list[int] = place[parents[order[1:]]].tolist()
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 
 from vllm_medusa.heads import MedusaHeads, PackedHeads, load_heads
+from vllm_medusa.proposer.build import build_tree
+from vllm_medusa.proposer.candidates import Choices, Proposal
 from vllm_medusa.proposer.dispatch import propose, propose_sharded
-from vllm_medusa.proposer.dynamic import Proposal, grow, marginals, marginals_sharded
+from vllm_medusa.proposer.dynamic import marginals, marginals_sharded
 from vllm_medusa.proposer.sharded import VocabShard
-from vllm_medusa.tree import TreeTensors
+from vllm_medusa.tree import TokenTree, TreeTensors
 from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker import compat, sharding
@@ -39,7 +42,7 @@ class MedusaDrafter:
     """Named in the speculative config as the custom proposer class; vLLM instantiates it."""
 
     heads: MedusaHeads | PackedHeads
-    tree: TreeTensors  # if static
+    tree: TreeTensors | None = None  # the one static tree for all; None: dynamic ones
     _sharpness: Tensor | None = None
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -47,9 +50,9 @@ class MedusaDrafter:
         self.model_config = vllm_config.model_config
         self.device = torch.device(vllm_config.device_config.device)
         tree = self.options.tree
-        self.pool: Pool | None = None  # None: one static tree for all
         if isinstance(tree, DynamicTree):
-            self.pool = Pool.from_tree(tree.pool, self.device)
+            assert isinstance(tree.pool, TokenTree)
+            self._pool = Pool.from_tree(tree.pool, self.device)
             if tree.sharpness is not None:
                 self._sharpness = torch.tensor(tree.sharpness, device=self.device)
         else:
@@ -85,7 +88,7 @@ class MedusaDrafter:
             heads.num_heads,
             info.num_heads,
             info.format,
-            "the tree has" if self.pool is None else "dynamic trees have at most",
+            "the tree has" if self.tree is not None else "dynamic trees have at most",
             self.options.tree.num_draft_tokens,
         )
 
@@ -113,6 +116,7 @@ class MedusaDrafter:
             int64 [B, N - 1] token ids in node order, the root left out.
 
         """
+        assert self.tree is not None
         logits, mapped = self._logits(hidden_states), self.heads.token_map
         if self._shard is None:
             return propose(logits, self.tree, mapped)[:, 1:]
@@ -121,30 +125,35 @@ class MedusaDrafter:
 
     @torch.inference_mode()
     def grow(
-        self, hidden_states: Tensor, num_nodes: int, max_depth: Tensor, limit: int | None = None
+        self,
+        hidden_states: Tensor,
+        root: Tensor,
+        num_nodes: int,
+        max_depth: Tensor,
+        limit: int | None = None,
     ) -> Proposal:
         """Draft a tree of its own for each request, the same on every rank.
 
         Args:
             hidden_states: [B, hidden_size], as for `propose`.
+            root: int64 [B], the tokens that the target gave last.
             num_nodes: Nodes of each tree, root included.
             max_depth: int64 [B], the deepest node that each request has a use for.
             limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
                 as many heads run at most. None: all.
 
         """
-        pool, mapped = self.pool, self.heads.token_map
-        assert pool is not None
-        depth = pool.tensors.max_depth
-        depth = depth if limit is None else min(depth, limit)
-        logits = self._logits(hidden_states, depth)
+        step = _Step(self, hidden_states)
+        return build_tree(step, self._pool, root, num_nodes, max_depth, limit)
+
+    def marginals(self, hidden_states: Tensor, depth: int, width: int) -> Choices:
+        """The best ``width`` choices of the first ``depth`` heads."""
+        logits, mapped = self._logits(hidden_states, depth), self.heads.token_map
         if self._shard is None:
-            choices = marginals(logits, depth, pool.width, self._sharpness, mapped)
-        else:
-            choices = marginals_sharded(
-                logits, depth, pool.width, self._shard, sharding.all_gather, self._sharpness, mapped
-            )
-        return grow(choices, pool, num_nodes, max_depth)
+            return marginals(logits, depth, width, self._sharpness, mapped)
+        return marginals_sharded(
+            logits, depth, width, self._shard, sharding.all_gather, self._sharpness, mapped
+        )
 
     def _logits(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
         """[B, H] -> [B, K, V_draft] of the first heads, or this rank's part of the vocabulary."""
@@ -163,3 +172,15 @@ class MedusaDrafter:
         row = torch.zeros(1, heads.hidden_size, dtype=self.model_config.dtype, device=self.device)
         with adapters_left_out(self._adapted):
             return sharding.shard_of_target(self._target, row, heads.vocab_size)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The heads at one step, as the builder of trees asks them."""
+
+    drafter: MedusaDrafter
+    hidden_states: Tensor  # [B, H]
+
+    def marginals(self, depth: int, width: int) -> Choices:
+        """See `build.Marginal`."""
+        return self.drafter.marginals(self.hidden_states, depth, width)

@@ -4,13 +4,28 @@ import pytest
 import torch
 
 from vllm_medusa.proposer import stable_topk
-from vllm_medusa.proposer.dynamic import grow, marginals, marginals_sharded
+from vllm_medusa.proposer.build import of_pool
+from vllm_medusa.proposer.dynamic import marginals, marginals_sharded
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.tree.dynamic import widest_pool
 from vllm_medusa.tree.pool import Pool
 
 BATCH, HEADS, VOCAB = 3, 4, 331
-POOL = Pool.from_tree(widest_pool(HEADS, VOCAB, num_nodes=60))
+TREE = widest_pool(HEADS, VOCAB, num_nodes=60)
+POOL = Pool.from_tree(TREE)
+
+
+def grow(choices, num_nodes, max_depth):
+    return of_pool(choices, POOL).tree(num_nodes, max_depth)
+
+
+def below(proposal, row, column):
+    """The nodes above a node and itself, from below the root on."""
+    path = []
+    while column:
+        path.insert(0, column)
+        column = int(proposal.parents[row, column])
+    return path
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -63,22 +78,23 @@ def test_ranks_agree_with_the_whole(logits, ranks):
 def test_tokens_stand_at_their_nodes(logits):
     token_map = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
     choices = marginals(logits, HEADS, POOL.width, token_map=token_map)
-    proposal = grow(choices, POOL, 20, torch.tensor([9, 9, 9]))
+    proposal = grow(choices, 20, torch.tensor([9, 9, 9]))
     assert proposal.num_nodes.tolist() == [20, 20, 20]
-    tensors = POOL.tensors
     for row in range(BATCH):
-        for column, node in enumerate(proposal.order[row].tolist()):
-            if node:
-                depth, rank = int(tensors.depths[node]), int(tensors.ranks[node])
-                best = stable_topk(logits[row, depth - 1], rank + 1)[rank]
-                assert proposal.token_ids[row, column] == token_map[best]
+        for column in range(1, 20):
+            path = below(proposal, row, column)
+            best = stable_topk(logits[row, len(path) - 1], POOL.width)
+            found = (token_map[best] == proposal.token_ids[row, column]).nonzero().item()
+            value = proposal.log_survival[row, [0, *path]].double().diff()[-1]
+            expected = choices.log_confidence[row, len(path) - 1, found].double()
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     assert (proposal.log_survival.diff(dim=1) <= 0).all() and not proposal.token_ids[:, 0].any()
 
 
 def test_nothing_deeper_than_is_of_use(logits):
     choices = marginals(logits, HEADS, POOL.width)
-    proposal = grow(choices, POOL, 60, torch.tensor([0, 1, 4]))
-    trees = POOL.trees(proposal.order, proposal.num_nodes)
+    proposal = grow(choices, 60, torch.tensor([0, 1, 4]))
+    trees = proposal.trees(HEADS)
     counts = proposal.num_nodes.tolist()
     assert counts[0] == 1 and 1 < counts[1] < 60 and counts[2] == 60
     for row, depth in enumerate((0, 1, 4)):
@@ -89,12 +105,12 @@ def test_nothing_deeper_than_is_of_use(logits):
 def test_few_nodes_need_few_heads(logits, limit):
     """The best so many drafts of a request are the same, whether or not deeper heads ran."""
     useful, whole = torch.tensor([1, 4, 4]), marginals(logits, HEADS, POOL.width)
-    expected = grow(whole, POOL, 60, useful)
-    got = grow(marginals(logits[:, :limit], limit, POOL.width), POOL, 60, useful)
-    for name in ("token_ids", "order", "log_survival"):
+    expected = grow(whole, 60, useful)
+    got = grow(marginals(logits[:, :limit], limit, POOL.width), 60, useful)
+    for name in ("token_ids", "parents", "log_survival"):
         both = (getattr(each, name)[:, : 1 + limit] for each in (got, expected))
         torch.testing.assert_close(*both, rtol=1e-6, atol=1e-6)
-    trees = POOL.trees(got.order, got.num_nodes)
+    trees = got.trees(HEADS)
     assert int((trees.depths * (torch.arange(60) < got.num_nodes[:, None])).max()) == limit
 
 
@@ -102,9 +118,8 @@ def test_logits_that_are_not_numbers_break_nothing(logits):
     logits[1] = float("nan")
     logits[2, :, 5] = float("inf")
     choices = marginals(logits, HEADS, POOL.width)
-    proposal = grow(choices, POOL, 12, torch.tensor([4, 4, 4]))
+    proposal = grow(choices, 12, torch.tensor([4, 4, 4]))
     assert not choices.log_confidence.isnan().any() and proposal.num_nodes.min() >= 1
-    assert torch.equal(
-        POOL.trees(proposal.order, proposal.num_nodes).parents[0],
-        POOL.trees(proposal.order[:1], proposal.num_nodes[:1]).parents[0],
-    )
+    assert (proposal.parents[:, 1:] < torch.arange(1, 12)).all() and (
+        proposal.parents[:, 1:] >= 0
+    ).all()

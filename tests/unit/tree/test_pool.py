@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.tree import MAX_NODES, TokenTree, TreeTensors
-from vllm_medusa.tree.dynamic import DynamicTree, widest_pool
+from vllm_medusa.proposer.build import of_pool
+from vllm_medusa.proposer.candidates import Candidates, Choices
+from vllm_medusa.tree import MAX_NODES, TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree.dynamic import Beam, DynamicTree, widest_pool
 from vllm_medusa.tree.pool import Pool
 
 TREE = widest_pool(num_heads=4, num_ranks=6, num_nodes=80)
@@ -23,6 +25,13 @@ def confidences(seed: int, batch: int = 3) -> torch.Tensor:
     steps = torch.randint(0, 5, (batch, TREE.max_depth, POOL.width), generator=generator)
     values = torch.tensor([0.0, -0.1, -0.1 - 1e-7, -2.0, -float("inf")])
     return values[steps]
+
+
+def candidates(log_confidence: torch.Tensor) -> Candidates:
+    """Tokens are what is asked of nobody here."""
+    return of_pool(
+        Choices(torch.zeros_like(log_confidence, dtype=torch.int64), log_confidence), POOL
+    )
 
 
 def best_first(log_confidence: torch.Tensor, num_nodes: int) -> list[int]:
@@ -47,7 +56,7 @@ def best_first(log_confidence: torch.Tensor, num_nodes: int) -> list[int]:
 def test_the_best_nodes_are_a_tree_best_first(seed, num_nodes):
     log_confidence = confidences(seed)
     survival = POOL.survival(log_confidence)
-    order = POOL.best(survival, num_nodes)
+    order = candidates(log_confidence).best(num_nodes)
     for row, nodes in enumerate(order.tolist()):
         assert nodes == best_first(log_confidence[row], num_nodes)
         TokenTree(tuple(TREE.paths[node - 1] for node in nodes[1:]))  # parents first, no orphan
@@ -60,8 +69,10 @@ def test_the_best_nodes_are_a_tree_best_first(seed, num_nodes):
 @settings(deadline=None, max_examples=60)
 def test_trees_are_what_their_paths_say(seed, sizes):
     """Every request's tensors equal those of a static tree of the same paths."""
-    order = POOL.best(POOL.survival(confidences(seed, len(sizes))), max(sizes))
-    batch = POOL.trees(order, torch.tensor(sizes))
+    found = candidates(confidences(seed, len(sizes)))
+    order = found.best(max(sizes))
+    parents = found.tree(max(sizes), torch.full((len(sizes),), 9)).parents
+    batch = TreeBatch.from_parents(parents, torch.tensor(sizes), TREE.max_depth)
     for row, size in enumerate(sizes):
         paths = tuple(TREE.paths[node - 1] for node in order[row, 1:size].tolist())
         expected = TreeTensors.from_tree(TokenTree(paths)).batch(size, torch.tensor([size]))
@@ -70,25 +81,12 @@ def test_trees_are_what_their_paths_say(seed, sizes):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
-def test_padding_may_be_any_node():
-    """A request without drafts beside others has no order of its own."""
-    order = torch.tensor([[0, 1, 3], [0, 0, 0]])
-    batch = POOL.trees(order, torch.tensor([3, 1]))
-    other = POOL.trees(order.where(batch.valid, 7), torch.tensor([3, 1]))
-    for name in ("parents", "depths", "ancestors"):
-        assert torch.equal(getattr(batch, name)[0], getattr(other, name)[0])
-        assert torch.equal(getattr(batch, name)[1, :1], getattr(other, name)[1, :1])
-    assert not batch.valid[1, 1:].any()
-
-
 def test_a_prefix_of_a_batch_is_the_batch_of_prefixes():
-    order = POOL.best(POOL.survival(confidences(1)), 70)
-    small = POOL.trees(order[:, :9], torch.tensor([9, 4, 1]))
-    cut = POOL.trees(order, torch.tensor([9, 4, 1])).prefix(9)
+    parents = candidates(confidences(1)).tree(70, torch.full((3,), 9)).parents
+    small = TreeBatch.from_parents(parents[:, :9], torch.tensor([9, 4, 1]), TREE.max_depth)
+    cut = TreeBatch.from_parents(parents, torch.tensor([9, 4, 1]), TREE.max_depth).prefix(9)
     for name in ("num_nodes", "parents", "depths", "ancestor_bits", "ancestors"):
-        got, expected = getattr(cut, name), getattr(small, name)
-        exists = small.valid.reshape(3, 9, *[1] * (got.ndim - 2)) if got.ndim > 1 else torch.ones(3)
-        assert torch.equal(got * exists.to(got.dtype), expected * exists.to(got.dtype)), name
+        assert torch.equal(getattr(cut, name), getattr(small, name)), name
 
 
 @pytest.mark.parametrize(("num_heads", "num_ranks"), [(1, 1), (1, 50), (2, 3), (5, 10)])
@@ -103,7 +101,7 @@ def test_the_widest_pool(num_heads, num_ranks):
         assert set(tree.paths) == set(every)
 
 
-def test_plain_json_is_read_back():
-    assert DynamicTree.from_dict(DynamicTree(TREE, 9, (1.0, 0.5)).to_dict()) == DynamicTree(
-        TREE, 9, (1.0, 0.5)
-    )
+@pytest.mark.parametrize("pool", [TREE, Beam(width=4, choices=5, depth=3)], ids=["pool", "beam"])
+def test_plain_json_is_read_back(pool):
+    tree = DynamicTree(pool, 9, (1.0, 0.5))
+    assert DynamicTree.from_dict(tree.to_dict()) == tree

@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.step import Trees
-from vllm_medusa.tree import TreeTensors
+from vllm_medusa.tree import TreeBatch, TreeTensors
 from vllm_medusa.tree.dynamic import widest_pool
 from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker import cuda_metadata
@@ -184,7 +184,9 @@ def own_trees(batch: int, seed: int) -> Trees:
         place[:, node] = torch.maximum(place[:, node], place[:, pool.tensors.parents[node]])
     place[:, 0] = -1
     order = place.sort(dim=1, stable=True).indices
-    return lambda width, counts: pool.trees(order[:, :width], counts)
+    parents = order.argsort(1).gather(1, pool.tensors.parents[order].clamp_min(0))
+    parents[:, 0] = -1
+    return lambda width, counts: TreeBatch.from_parents(parents[:, :width], counts, 4)
 
 
 def random_layer(rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -26,7 +26,6 @@ from vllm_medusa.sampler import dispatch as sampler
 from vllm_medusa.scorer import dispatch as scorer
 from vllm_medusa.scorer import launch
 from vllm_medusa.tree import TokenTree, TreeTensors
-from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker import cuda_attention, cuda_metadata
 from vllm_medusa.worker.v2.cuda_warmup import warm_up_rules
 from vllm_medusa.worker.v2.topologies import Topologies
@@ -110,7 +109,7 @@ def test_acceptance(dtype, vocab, dynamic):
     """At temperature 1 vLLM hands the target's logits on as they are, else a copy in fp32."""
     tree = TokenTree.dense([15, 16])
     nodes, static = tree.num_nodes, TreeTensors.from_tree(tree)
-    topologies = Topologies(Pool.from_tree(tree), nodes, 16)
+    topologies = Topologies(tree.max_depth, nodes, 16, "cpu")
 
     def trees(batch):
         if not dynamic:

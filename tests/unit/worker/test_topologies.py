@@ -1,5 +1,7 @@
 """Topologies by slot on the V2 runner: what was kept for a request is what it is verified by."""
 
+import random
+
 import pytest
 import torch
 
@@ -7,30 +9,30 @@ pytest.importorskip("vllm")
 import numpy as np
 
 from vllm_medusa.config import AcceptanceConfig
-from vllm_medusa.tree.dynamic import widest_pool
-from vllm_medusa.tree.pool import Pool
+from vllm_medusa.tree import TreeBatch
 
-POOL = Pool.from_tree(widest_pool(3, 50, num_nodes=20))
-SLOTS = 5
+SLOTS, DEPTH = 5, 3
 
 
 @pytest.fixture
 def topologies():
     from vllm_medusa.worker.v2.topologies import Topologies
 
-    return Topologies(POOL, 8, SLOTS)
+    return Topologies(DEPTH, 8, SLOTS, "cpu")
 
 
-def orders(*seeds):
-    """Random parts of the pool, 8 nodes each, parents first."""
+def parents(*seeds):
+    """Random trees of 8 nodes, parents first."""
     rows = []
     for seed in seeds:
-        place = torch.rand(20, generator=torch.Generator().manual_seed(seed))
-        for node in range(1, 20):
-            place[node] = torch.maximum(place[node], place[POOL.tensors.parents[node]])
-        place[0] = -1
-        rows.append(place.sort(stable=True).indices[:8])
-    return torch.stack(rows)
+        rng, row, depths = random.Random(seed), [-1], [0]
+        while len(row) < 8:
+            parent = rng.randrange(len(row))
+            if depths[parent] < DEPTH:
+                row.append(parent)
+                depths.append(depths[parent] + 1)
+        rows.append(row)
+    return torch.tensor(rows)
 
 
 def same(one, other):
@@ -39,23 +41,23 @@ def same(one, other):
 
 
 def test_each_slot_has_its_own_until_it_is_renewed(topologies):
-    first, later = orders(1, 2, 3), orders(4)
+    first, later = parents(1, 2, 3), parents(4)
     topologies.keep(torch.tensor([4, 0, 2]), first)
     topologies.keep(torch.tensor([0]), later)
     counts = torch.tensor([8, 5, 3])
     got = topologies.trees(torch.tensor([2, 0, 4]), 8, counts)
     expected = torch.stack([first[2], later[0], first[0]])
-    same(got, POOL.trees(expected, counts))
+    same(got, TreeBatch.from_parents(expected, counts, DEPTH))
     cut = topologies.trees(torch.tensor([2, 0]), 3, torch.tensor([3, 1]))
-    same(cut, POOL.trees(expected[:2, :3], torch.tensor([3, 1])))
+    same(cut, TreeBatch.from_parents(expected[:2, :3], torch.tensor([3, 1]), DEPTH))
 
 
 def test_nothing_moves_and_a_slot_never_drafted_for_has_a_tree(topologies):
-    place = topologies.order.data_ptr()
-    topologies.keep(torch.tensor([1]), orders(7))
-    assert topologies.order.data_ptr() == place
+    place = topologies.parents.data_ptr()
+    topologies.keep(torch.tensor([1]), parents(7))
+    assert topologies.parents.data_ptr() == place
     tree = topologies.trees(torch.tensor([3]), 8, torch.tensor([8]))
-    assert tree.parents[0].tolist() == list(POOL.tensors.parents[:8])
+    assert tree.parents[0].tolist() == [-1] + [0] * 7
 
 
 def test_useful_depth_of_requests():

@@ -21,7 +21,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree import MAX_NODES, TreeBatch
 from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
 from vllm_medusa.worker.grammar import Candidates
@@ -52,8 +52,8 @@ class MedusaModelRunner(CPUModelRunner):
         """Load the target, then the heads (vLLM does both); heads in its checkpoint are no part."""
         with heads_left_out():
             super().load_model(*args, **kwargs)
-        pool = self.drafter.pool
-        self._topologies = None if pool is None else Topologies(pool)
+        if self.drafter.tree is None:
+            self._topologies = Topologies(self._options.tree.max_depth)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Make sure that every layer's attention is the one with trees."""
@@ -164,10 +164,11 @@ class MedusaModelRunner(CPUModelRunner):
         names = [req_ids[index] for index in chosen]
         chosen_later = {name for name in names if follows_grammar(self._params(name))}
         most = CANDIDATES * limit if chosen_later else limit
-        width = min(most + 1, topologies.pool.num_nodes)
+        width = min(most + 1, MAX_NODES)
         max_depth = torch.tensor([useful[index] for index in chosen])
-        proposal = self.drafter.grow(hidden_states[chosen], width, max_depth, most)
-        topologies.keep(names, proposal.order, self.requests)
+        root = torch.tensor([sampled_token_ids[index][-1] for index in chosen])
+        proposal = self.drafter.grow(hidden_states[chosen], root, width, max_depth, most)
+        topologies.keep(names, proposal.parents, self.requests)
         counts = proposal.num_nodes.tolist()
         tokens, survival = proposal.token_ids.tolist(), proposal.log_survival.exp().tolist()
         for row, (index, name) in enumerate(zip(chosen, names, strict=True)):

@@ -1,4 +1,4 @@
-"""Which nodes of the pool each request's drafts are, from their proposal to their verification.
+"""The topology of each request's drafts, from their proposal to their verification.
 
 A request may be verified some steps after it was drafted for, and vLLM may cut its drafts to a
 prefix; whatever else becomes of it, no other request's topology may serve.
@@ -13,35 +13,35 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.tree import TreeBatch
-from vllm_medusa.tree.pool import Pool, parents_within
 
 
 class Topologies:
     """The last proposal of every request that goes on."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self._orders: dict[str, np.ndarray] = {}  # int64 [N], see `Pool.trees`
-        self._parents = pool.tensors.parents.numpy()  # int64 [M]
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._parents: dict[str, np.ndarray] = {}  # int64 [N], see `Proposal`
 
-    def keep(self, req_ids: Sequence[str], order: Tensor, alive: Container[str]) -> None:
+    def keep(self, req_ids: Sequence[str], parents: Tensor, alive: Container[str]) -> None:
         """Keep new proposals, int64 [B, N]; forget requests that are not ``alive``."""
-        if len(self._orders) > 2 * len(req_ids) + 64:
-            self._orders = {name: row for name, row in self._orders.items() if name in alive}
-        self._orders.update(zip(req_ids, order.numpy(), strict=True))
+        if len(self._parents) > 2 * len(req_ids) + 64:
+            self._parents = {name: row for name, row in self._parents.items() if name in alive}
+        self._parents.update(zip(req_ids, parents.numpy(), strict=True))
 
-    def nodes(self, req_id: str, num_nodes: int) -> np.ndarray:
-        """int64 [num_nodes]: the pool's nodes in the first part of a request's tree."""
-        return self._orders[req_id][:num_nodes]
+    def first(self, req_id: str, num_nodes: int) -> np.ndarray:
+        """int64 [num_nodes]: the parents in the first part of a request's tree, -1 of the root."""
+        return self._parents[req_id][:num_nodes]
 
     def parents(self, req_id: str, num_nodes: int) -> list[int]:
-        """The parent of each draft in the first part of a request's tree."""
-        return parents_within(self._parents, self.nodes(req_id, num_nodes))
+        """The same of the drafts alone."""
+        found: list[int] = self.first(req_id, num_nodes)[1:].tolist()
+        return found
 
     def trees(self, req_ids: Sequence[str], width: int, num_nodes: Tensor) -> TreeBatch:
         """The trees of requests whose ``num_nodes`` (int64 [B]) are 1 for lone roots."""
-        order = np.zeros((len(req_ids), width), dtype=np.int64)
+        parents = np.zeros((len(req_ids), width), dtype=np.int64)
+        parents[:, 0] = -1
         for row, (req_id, count) in enumerate(zip(req_ids, num_nodes.tolist(), strict=True)):
             if count > 1:
-                order[row, :count] = self.nodes(req_id, count)
-        return self.pool.trees(torch.from_numpy(order), num_nodes)
+                parents[row, :count] = self.first(req_id, count)
+        return TreeBatch.from_parents(torch.from_numpy(parents), num_nodes, self._max_depth)

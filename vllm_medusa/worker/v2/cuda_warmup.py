@@ -39,7 +39,8 @@ def warm_up(runner: Any) -> None:
         if trees.topologies is None:
             speculator.drafter.propose(hidden)
         else:
-            speculator.drafter.grow(hidden, trees.num_nodes, slot.expand(batch))
+            roots = slot.expand(batch)
+            speculator.drafter.grow(hidden, roots, trees.num_nodes, roots)
 
 
 def warm_up_rules(trees: TreesOf, nodes: int, logits: Tensor) -> None:

@@ -50,10 +50,9 @@ class TreeSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self.drafter = MedusaDrafter(vllm_config)
-        source = self.drafter.pool
-        self.trees = Trees(vllm_config, self.drafter.tree if source is None else source, device)
+        self.trees = Trees(vllm_config, self.drafter.tree, device)
         self._drafted_for: list[str] = []
-        self._orders: np.ndarray | None = None  # int64 [B, N] of the last drafts, on the host
+        self._parents: np.ndarray | None = None  # int64 [B, N] of the last drafts, on the host
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """Load the heads; and have the target bring our state when the runner asks it for one."""
@@ -82,6 +81,7 @@ class TreeSpeculator(DraftModelSpeculator):
         aux_hidden_states: list[Tensor] | None,
         num_sampled: Tensor,
         num_rejected: Tensor,
+        last_sampled: Tensor,
         *args: Any,
         dummy_run: bool = False,
         is_profile: bool = False,
@@ -108,13 +108,14 @@ class TreeSpeculator(DraftModelSpeculator):
         depth = trees.requests.useful_depth(input_batch.idx_mapping_np, num_tokens)
         depth = depth.masked_fill(num_sampled == 0, 0)  # a prefill that isn't finished
         limit = num_speculative_tokens
-        proposal = self.drafter.grow(hidden_states, trees.num_nodes, depth, limit)
+        root = last_sampled[input_batch.idx_mapping].view(batch).to(torch.int64)
+        proposal = self.drafter.grow(hidden_states, root, trees.num_nodes, depth, limit)
         if not dummy_run:
-            trees.topologies.keep(input_batch.idx_mapping, proposal.order)
+            trees.topologies.keep(input_batch.idx_mapping, proposal.parents)
         # vLLM copies the drafts to the host if a grammar is there to look at them
-        self._orders = None
+        self._parents = None
         if input_batch.has_structured_output_reqs:
-            self._orders = async_copy_to_np(proposal.order)
+            self._parents = async_copy_to_np(proposal.parents)
         trees.log_survival = proposal.log_survival[:, 1:][:, :limit]
         self._drafted_for = input_batch.req_ids
         return proposal.token_ids[:, 1:]
@@ -131,9 +132,10 @@ class TreeSpeculator(DraftModelSpeculator):
         """The parent of each draft of a request, by its place in the last batch drafted for."""
         if self.trees.topologies is None:
             return self.trees.static_parents[:num_drafts]
-        if self._orders is None:
+        if self._parents is None:
             return []
-        return self.trees.topologies.parents(self._orders[place, : 1 + num_drafts])
+        found: list[int] = self._parents[place, 1 : 1 + num_drafts].tolist()
+        return found
 
     def survival(self) -> tuple[list[str], Any] | None:
         """Whom the last drafts were for and their log-survivals, on their way to the host.

@@ -17,7 +17,6 @@ from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import Trees as TreesOf
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeBatch, TreeTensors
-from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.v2.requests import RequestOptions
 from vllm_medusa.worker.v2.topologies import Topologies
@@ -26,15 +25,17 @@ from vllm_medusa.worker.v2.topologies import Topologies
 class Trees:
     """Written by one seam and read by the next ones of the same step."""
 
-    def __init__(self, vllm_config: VllmConfig, source: TreeTensors | Pool, device: torch.device):
+    def __init__(self, vllm_config: VllmConfig, static: TreeTensors | None, device: torch.device):
         scheduler, options = vllm_config.scheduler_config, EngineOptions.of(vllm_config)
         self.num_nodes = options.tree.num_nodes  # of a request, root included, at most
         self.topologies: Topologies | None = None  # None: one static tree
-        if isinstance(source, Pool):
-            self.topologies = Topologies(source, self.num_nodes, scheduler.max_num_seqs)
+        if static is None:
+            self.topologies = Topologies(
+                options.tree.max_depth, self.num_nodes, scheduler.max_num_seqs, device
+            )
         else:
-            self._static = source
-            self.static_parents: list[int] = source.parents[1:].tolist()
+            self._static = static
+            self.static_parents: list[int] = static.parents[1:].tolist()
         self.requests = RequestOptions(
             scheduler.max_num_seqs,
             options.acceptance,
