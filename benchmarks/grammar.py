@@ -8,22 +8,29 @@ from the heads' drafts alone and with the tokens that it all but forces. Steps a
 request got tokens, its prefill left out; answers have to be plain vLLM's and to be what the schema
 asks for. Counts hardly depend on the machine (masks may take a tenth of a step's time, which bounds
 nodes), so none has to be quiet.
+
+Times do: with `--rounds` the automatic budget takes turns with plain vLLM on batches that mix all
+schemas.
+
+    python -m benchmarks grammar demo/target demo/heads --rounds 7 --batch 1 16
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.arms import ArmOptions
+from benchmarks.arms import AUTOMATIC, ArmOptions
 from benchmarks.case import Case, Row
 from benchmarks.schemas import SCHEMAS
 from vllm_medusa.job import Progress
-from vllm_medusa.options import Dtype, Positive, option
+from vllm_medusa.options import Dtype, FromZero, Positive, option
 
 SEED = 0
 ASKED = "# a document that follows the schema {schema}\ndocument = "
@@ -35,9 +42,10 @@ class GrammarOptions(ArmOptions):
 
     prompts: Positive = option("answers of each schema", default=4)
     nodes: Positive = option("draft nodes of a tree", default=10)
-    batch: tuple[Positive, ...] = option("requests at a time; changes nothing", default=(8,))
+    batch: tuple[Positive, ...] = option("requests at a time; counts don't change", default=(8,))
     depth: Positive = option("of the chain", default=5)
     max_tokens: Positive = option("of each answer", default=256)
+    rounds: FromZero = option("timed, of all schemas mixed; 0: steps are counted", default=0)
     dtype: Dtype = option(default="float32")
 
 
@@ -55,6 +63,9 @@ def run(options: GrammarOptions, progress: Progress) -> Iterator[Row]:
     """A row for each temperature, schema and arm."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the grammar's choice is replaced here
     medusa = {"method": "medusa", "model": str(options.heads.absolute())}
+    if options.rounds:
+        yield from _timed(options, medusa, progress)
+        return
     arms: dict[str, tuple[Any, Any]] = {
         NO_DRAFTS: (None, None),
         CHAIN: (medusa | {"tree": {"chain": options.depth}}, _as_chain),
@@ -94,6 +105,49 @@ def _row(arm: str, name: str, temperature: float, found: Any, wanted: Any) -> Ro
     return Row(what, numbers, right=not (wrong or unlike), failed=reason if wrong or unlike else "")
 
 
+def _timed(options: GrammarOptions, medusa: Any, progress: Progress) -> Iterator[Row]:
+    """A row for each temperature and batch: both engines answer the same requests in turn."""
+    engines = {NO_DRAFTS: _engine(options, None), AUTOMATIC: _engine(options, medusa)}
+    for batch in options.batch:
+        for temperature in options.temperatures:
+            progress.note(f"batch {batch}, T {temperature:g}")
+            ratios, wrong, tokens = [], 0, 0
+            for number in range(-1, options.rounds):  # the first one doesn't count
+                prompts, params = _mixed(options, batch, temperature)
+                order = list(engines.items())
+                answers, seconds = {}, {}
+                for arm, llm in order if number % 2 else reversed(order):
+                    begun = time.perf_counter()
+                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                    seconds[arm] = time.perf_counter() - begun
+                    answers[arm] = [tuple(output.outputs[0].token_ids) for output in outputs]
+                pairs = zip(*answers.values(), strict=True)
+                wrong += sum(ours != plain for ours, plain in pairs)
+                if number >= 0:
+                    ratios.append(seconds[NO_DRAFTS] / seconds[AUTOMATIC])
+                    tokens += sum(map(len, answers[AUTOMATIC]))
+            what = {
+                "name": f"{AUTOMATIC}, all, T {temperature:g}, batch {batch}",
+                "arm": AUTOMATIC, "schema": "all, mixed", "temperature": temperature,
+                "batch": batch,
+            }  # fmt: skip
+            low, median, _ = statistics.quantiles(ratios, n=4, method="inclusive")
+            numbers = {"tokens": tokens, "rounds": len(ratios)}
+            times = {"ratio": median, "lower_quartile": low, "least": min(ratios)}
+            reason = f"{wrong} answers differ from plain vLLM's" if wrong else ""
+            yield Row(what, numbers | times, right=not wrong, failed=reason)
+
+
+def _mixed(options: GrammarOptions, batch: int, temperature: float) -> tuple[list[str], list[Any]]:
+    """``batch`` requests, of one schema after the other."""
+    names = [list(SCHEMAS)[number % len(SCHEMAS)] for number in range(batch)]
+    params = [
+        _params(options, json.dumps(SCHEMAS[name]), temperature, number)
+        for number, name in enumerate(names)
+    ]
+    return [ASKED.format(schema=name) for name in names], params
+
+
 def _is_json(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
@@ -104,10 +158,24 @@ def _is_json(text: str) -> bool:
 def _answers(
     options: GrammarOptions, speculative_config: Any
 ) -> dict[tuple[float, str], list[Answer]]:
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    llm = _engine(options, speculative_config)
+    found: dict[tuple[float, str], list[Answer]] = {}
+    for temperature in options.temperatures:
+        for name, schema in SCHEMAS.items():
+            text = json.dumps(schema)
+            params = [
+                _params(options, text, temperature, number)
+                for number in range(options.prompts if temperature else 1)
+            ]
+            found[temperature, name] = _ask(llm, ASKED.format(schema=name), params)
+    llm.llm_engine.engine_core.shutdown()
+    return found
 
-    llm = LLM(
+
+def _engine(options: GrammarOptions, speculative_config: Any) -> Any:
+    from vllm import LLM
+
+    return LLM(
         str(options.target),
         speculative_config=speculative_config,
         dtype=options.dtype,
@@ -117,22 +185,18 @@ def _answers(
         kv_cache_memory_bytes=1 << 28,
         structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
     )
-    found: dict[tuple[float, str], list[Answer]] = {}
-    for temperature in options.temperatures:
-        for name, schema in SCHEMAS.items():
-            text = json.dumps(schema)
-            params = [
-                SamplingParams(
-                    temperature=temperature,
-                    seed=SEED + number,
-                    max_tokens=options.max_tokens,
-                    structured_outputs=StructuredOutputsParams(json=text),
-                )
-                for number in range(options.prompts if temperature else 1)
-            ]
-            found[temperature, name] = _ask(llm, ASKED.format(schema=name), params)
-    llm.llm_engine.engine_core.shutdown()
-    return found
+
+
+def _params(options: GrammarOptions, schema: str, temperature: float, number: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return SamplingParams(
+        temperature=temperature,
+        seed=SEED + number,
+        max_tokens=options.max_tokens,
+        structured_outputs=StructuredOutputsParams(json=schema),
+    )
 
 
 def _ask(llm: Any, prompt: str, params: list[Any]) -> list[Answer]:
@@ -190,6 +254,10 @@ CASE = Case(
         "complete": ("complete", ""),
         "steps": ("steps", ""),
         "saved": ("steps saved", ".0%"),
+        "batch": ("batch", "d"),
+        "ratio": ("speed against no drafts", ".2f"),
+        "lower_quartile": ("lower quartile", ".2f"),
+        "least": ("least", ".2f"),
     },
     quick={"prompts": 1, "temperatures": (0.8,)},
 )
