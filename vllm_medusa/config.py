@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.tree.forms import FORMS, TreeValue, did_you_mean, read_tree, shown
 from vllm_medusa.tree.presets import DEFAULT_TREE
 from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
@@ -136,6 +137,8 @@ class AcceptanceConfig(_Options):
         return cls(**({} if changes_mode else default.model_dump()) | given)
 
 
+WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included
+CHAIN = 5  # draft tokens of a chain, if nothing is said
 OWN_TREE = "heads"  # names the tree in the heads' own config
 
 
@@ -243,14 +246,7 @@ class MedusaConfig(_Options):
     @model_validator(mode="after")
     def _sound_budget(self) -> MedusaConfig:
         budget = self.budget
-        right = (
-            budget in (None, "auto")
-            or (isinstance(budget, int) and 1 <= budget < MAX_NODES)
-            or (isinstance(budget, dict) and set(budget) == {"max_rows"} and budget["max_rows"] > 0)
-        )
-        if not right or isinstance(budget, bool):
-            description = type(self).model_fields["budget"].description
-            raise MedusaConfigError(f"{self.label} budget is {shown(budget)}; give {description}.")
+        _check_budget(type(self), budget)
         if budget is not None and self.tree is not None:
             raise MedusaConfigError(
                 f"{self.label} budget is {shown(budget)}, which is for dynamic trees, but a static "
@@ -276,6 +272,91 @@ class MedusaConfig(_Options):
         if method != "medusa":
             raise MedusaConfigError(f'The method is {method!r}; this plugin serves only "medusa".')
         return cls(**_keyed(options, tuple(cls.model_fields), "speculative_config"))
+
+
+class EagleConfig(_Options):
+    """The ``speculative_config`` of an EAGLE drafter that has a ``tree``."""
+
+    label: ClassVar[str] = "The option"
+
+    model: str = Field(min_length=1, description="the folder or hub name of the drafter")
+    revision: str | None = Field(
+        default=None, min_length=1, description="a branch, tag or commit of its repository"
+    )
+    tree: Literal["dynamic", "chain"] | dict[str, int] = Field(
+        description='"dynamic", "chain", or dynamic with {"width": 10, "depth": 6}: guesses below '
+        "a node, and levels (width up to 64, depth up to 32)",
+    )
+    acceptance: AcceptanceConfig = Field(default_factory=AcceptanceConfig)
+    num_speculative_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        lt=MAX_NODES,
+        description=f"an integer from 1 to {MAX_NODES - 1}: the most draft tokens of a request; "
+        f"leave it out for {DRAFTS}, or {CHAIN} of a chain",
+    )
+    budget: Literal["auto"] | int | dict[str, int] | None = Field(
+        default=None,  # "auto", but of a chain all of it
+        description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
+        '{"max_rows": N}: tokens of a step at most, drafts included',
+    )
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _path_to_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path) else value
+
+    @field_validator("acceptance", mode="before")
+    @classmethod
+    def _any_acceptance(cls, value: Any) -> AcceptanceConfig:
+        return AcceptanceConfig.parse(value)
+
+    @model_validator(mode="after")
+    def _sound(self) -> EagleConfig:
+        tree = self.tree
+        if isinstance(tree, dict):
+            bounds = {"width": 64, "depth": 32}
+            right = set(tree) <= set(bounds) and all(1 <= n <= bounds[k] for k, n in tree.items())
+            if not right or not tree:
+                description = type(self).model_fields["tree"].description
+                raise MedusaConfigError(f"{self.label} tree is {shown(tree)}; give {description}.")
+        _check_budget(type(self), self.budget)
+        return self
+
+    @property
+    def grown(self) -> DynamicTree:
+        """The trees that are asked for."""
+        most = self.num_speculative_tokens
+        if self.tree == "chain":
+            length = most or CHAIN
+            return DynamicTree(Beam(1, 1, length), 1 + length)
+        given = self.tree if isinstance(self.tree, dict) else {}
+        if isinstance(self.budget, int):
+            most = min(most or MAX_NODES - 1, self.budget)
+        width = given.get("width", WIDTH)
+        beam = Beam(width, width, given.get("depth", DEPTH))
+        return DynamicTree(beam, min(1 + (most or DRAFTS), beam.num_nodes))
+
+    @classmethod
+    def from_speculative_config(cls, config: Mapping[str, Any]) -> EagleConfig:
+        """Read the dict that a user gave to vLLM, less its ``method``.
+
+        Raises:
+            MedusaConfigError: An unknown option or a value out of bounds.
+
+        """
+        return cls(**_keyed(config, tuple(cls.model_fields), "speculative_config"))
+
+
+def _check_budget(kind: type[_Options], budget: Any) -> None:
+    right = (
+        budget in (None, "auto")
+        or (isinstance(budget, int) and 1 <= budget < MAX_NODES)
+        or (isinstance(budget, dict) and set(budget) == {"max_rows"} and budget["max_rows"] > 0)
+    )
+    if not right or isinstance(budget, bool):
+        description = kind.model_fields["budget"].description
+        raise MedusaConfigError(f"{kind.label} budget is {shown(budget)}; give {description}.")
 
 
 def _read_text(text: str) -> object:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from vllm_medusa.scorer.grouping import TreeGroup
 from vllm_medusa.scorer.layout import CacheLayout
-from vllm_medusa.scorer.metadata import TreeAttentionMetadata
+from vllm_medusa.scorer.metadata import AttentionPlan
 from vllm_medusa.scorer.scratch import Pass, Scratch, Workspace, bind
 
 # Multiply-adds of one product from which oneDNN, slower to start, is the quicker.
@@ -41,7 +41,7 @@ _WORKSPACE = Workspace()  # attention layers of a process run one after another
 def tree_attention(
     query: Tensor,  # [rows, num_heads, head_size]
     kv_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_size]
-    meta: TreeAttentionMetadata,
+    meta: AttentionPlan,
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -54,7 +54,8 @@ def tree_attention(
     Args:
         query: fp32, bf16 or fp16; the rows may be strided. Only rows of trees are read.
         kv_cache: the layer's cache, of the same dtype and of ``meta.layout``.
-        meta: from `build_metadata`; shared by all layers of one layout and window.
+        meta: from `build_metadata` or `build_branches`; shared by the layers of one layout and
+            window.
         scale: factor on the logits.
         softcap: logits become softcap * tanh(logits / softcap); 0 for none.
         sinks: one more logit a head, [num_heads], with no value behind it.

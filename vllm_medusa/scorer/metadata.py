@@ -27,19 +27,25 @@ from vllm_medusa.scorer.scratch import Scratch
 from vllm_medusa.tree.batch import TreeBatch
 
 
-@dataclass(frozen=True, eq=False)
-class TreeAttentionMetadata:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AttentionPlan:
+    """What the layers of one layout and window run."""
+
+    layout: CacheLayout
+    groups: tuple[TreeGroup, ...]
+    # (dtype, query heads) -> what the first such layer bound to scratch memory; one entry a group
+    scratches: dict[tuple[torch.dtype, int], list[Scratch]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TreeAttentionMetadata(AttentionPlan):
     """One step of one KV cache group."""
 
     tree: TreeBatch
     base: Tensor  # int64 [B], context tokens before the root
     row_starts: Tensor  # int64 [B], query row of each root
     block_table: Tensor  # integer [B, >= blocks in use]
-    layout: CacheLayout
     window: int | None  # keys at positions > p - window are seen from position p
-    groups: tuple[TreeGroup, ...]
-    # (dtype, query heads) -> what the first such layer bound to scratch memory; one entry a group
-    scratches: dict[tuple[torch.dtype, int], list[Scratch]] = field(default_factory=dict)
 
 
 def build_metadata(
@@ -64,7 +70,15 @@ def build_metadata(
     members = read_members(tree, base64, starts64, layout.block_size, window)
     builder = _Builder(tree, base64, block_table, layout, window)
     groups = tuple(builder.group(group) for group in deal(members, layout, num_heads))
-    return TreeAttentionMetadata(tree, base64, starts64, block_table, layout, window, groups)
+    return TreeAttentionMetadata(
+        layout=layout,
+        groups=groups,
+        tree=tree,
+        base=base64,
+        row_starts=starts64,
+        block_table=block_table,
+        window=window,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +94,7 @@ class _Builder:
         nodes = max(m.size for m in members)
         first, last = min(m.left for m in members), max(m.end for m in members)
         rows, kept, out_rows = _rows(members, nodes)
-        key_rows, value_rows = self._cache_rows(members, first, last)
+        key_rows, value_rows = cache_rows(members, first, last, self.block_table, self.layout)
         return TreeGroup(
             num_requests=len(members),
             num_nodes=nodes,
@@ -93,38 +107,6 @@ class _Builder:
             last=last,
             masks=self._masks(members, nodes, first, last),
         )
-
-    def _blocks(self, members: list[Member]) -> Tensor:
-        """Block ids, int64 [G, blocks]; a request with fewer than the group repeats its last."""
-        if len(members) == 1:
-            (m,) = members
-            blocks = self.block_table[m.index, m.blocks.start : m.blocks.stop].unsqueeze(0)
-        else:
-            span = torch.arange(max(len(m.blocks) for m in members))
-            start = torch.tensor([[m.blocks.start] for m in members])
-            stop = torch.tensor([[m.blocks.stop] for m in members])
-            blocks = self.block_table[torch.tensor([m.index for m in members])]
-            blocks = blocks.gather(1, torch.minimum(start + span, stop - 1))
-        return blocks.to(torch.int64)
-
-    def _cache_rows(self, members: list[Member], first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Rows of the flat cache with the keys [G, H, D, blocks] and the values [G, H, columns]."""
-        layout, blocks = self.layout, self._blocks(members)
-        size, dim = layout.block_size, layout.head_size
-        head = 2 * torch.arange(layout.num_kv_heads).unsqueeze(1)  # in halves; [H, 1]
-        if layout.isa not in TRANSPOSED_ISAS:
-            halves = (blocks * (layout.block_stride // layout.half)).unsqueeze(1) + head
-            return halves.flatten(), (halves + 1).flatten()
-        channel = (head * dim + torch.arange(dim)).unsqueeze(-1)  # [H, D, 1]
-        keys = (blocks * (layout.block_stride // size))[:, None, None, :] + channel
-        column = torch.arange(first, last).unsqueeze(0)  # [1 or G, C]
-        if len(members) > 1:
-            left, root, end = torch.tensor([(m.left, m.root, m.end) for m in members]).T[..., None]
-            column = torch.where((column >= left) & (column < end), column, root)
-        block = torch.div(column, size, rounding_mode="floor")
-        token = blocks.gather(1, block) * (layout.block_stride // dim) + (column - block * size)
-        values = token.unsqueeze(1) + (head + 1) * size
-        return keys.flatten(), values.flatten()
 
     def _masks(self, members: list[Member], nodes: int, first: int, last: int) -> tuple[Mask, ...]:
         """Masks of the columns that not every row of every request sees."""
@@ -154,6 +136,42 @@ class _Builder:
             for lo, hi in spans
             if lo < hi
         )
+
+
+def cache_rows(
+    members: list[Member], first: int, last: int, block_table: Tensor, layout: CacheLayout
+) -> tuple[Tensor, Tensor]:
+    """Rows of the flat cache with the keys [G, H, D, blocks] and the values [G, H, columns]."""
+    blocks = _blocks(members, block_table)
+    size, dim = layout.block_size, layout.head_size
+    head = 2 * torch.arange(layout.num_kv_heads).unsqueeze(1)  # in halves; [H, 1]
+    if layout.isa not in TRANSPOSED_ISAS:
+        halves = (blocks * (layout.block_stride // layout.half)).unsqueeze(1) + head
+        return halves.flatten(), (halves + 1).flatten()
+    channel = (head * dim + torch.arange(dim)).unsqueeze(-1)  # [H, D, 1]
+    keys = (blocks * (layout.block_stride // size))[:, None, None, :] + channel
+    column = torch.arange(first, last).unsqueeze(0)  # [1 or G, C]
+    if len(members) > 1:
+        left, root, end = torch.tensor([(m.left, m.root, m.end) for m in members]).T[..., None]
+        column = torch.where((column >= left) & (column < end), column, root)
+    block = torch.div(column, size, rounding_mode="floor")
+    token = blocks.gather(1, block) * (layout.block_stride // dim) + (column - block * size)
+    values = token.unsqueeze(1) + (head + 1) * size
+    return keys.flatten(), values.flatten()
+
+
+def _blocks(members: list[Member], block_table: Tensor) -> Tensor:
+    """Block ids, int64 [G, blocks]; a request with fewer than the group repeats its last."""
+    if len(members) == 1:
+        (m,) = members
+        blocks = block_table[m.index, m.blocks.start : m.blocks.stop].unsqueeze(0)
+    else:
+        span = torch.arange(max(len(m.blocks) for m in members))
+        start = torch.tensor([[m.blocks.start] for m in members])
+        stop = torch.tensor([[m.blocks.stop] for m in members])
+        blocks = block_table[torch.tensor([m.index for m in members])]
+        blocks = blocks.gather(1, torch.minimum(start + span, stop - 1))
+    return blocks.to(torch.int64)
 
 
 def _rows(

@@ -7,11 +7,13 @@ from typing import Any
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.eagle import unsupported_by_eagle
 from vllm_medusa.worker.options import (
     ASYNC_ON_V1,
     ASYNC_SCHEDULER,
     EITHER_SCHEDULER,
     EngineOptions,
+    is_eagle,
     is_for_v2,
 )
 
@@ -29,6 +31,7 @@ def check_engine(vllm_config: Any) -> None:
         *_unsupported(vllm_config),
         *(_unsupported_on_v2(vllm_config) if on_v2 else _unsupported_on_v1(vllm_config)),
         *_too_small(vllm_config, options),
+        *(unsupported_by_eagle(vllm_config) if is_eagle(vllm_config.speculative_config) else ()),
     ]
     if reasons:
         raise MedusaConfigError(

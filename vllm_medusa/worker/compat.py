@@ -41,6 +41,13 @@ def on_cuda() -> bool:
     return bool(current_platform.is_cuda())
 
 
+def on_cpu() -> bool:
+    """Whether vLLM runs on CPUs."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def uses_v2_runner(parallel_config: Any) -> bool:
     """Whether vLLM will run its V2 model runner, by vLLM's own rule.
 

@@ -23,9 +23,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_medusa.kv.packed import compact_packed
+from vllm_medusa.scorer.branches import build_branches
 from vllm_medusa.scorer.cpu import tree_attention
 from vllm_medusa.scorer.layout import CacheLayout
-from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
+from vllm_medusa.scorer.metadata import AttentionPlan, build_metadata
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeBatch
 
@@ -42,23 +43,31 @@ class TreeMetadata(CPUAttentionMetadata):
     row_starts: Tensor | None = None  # int64 [trees], token row of each root
     plain: CPUAttentionMetadata | None = None
     plain_rows: Tensor | None = None  # int64
-    plans: dict[tuple[CacheLayout, int, int], TreeAttentionMetadata] = field(default_factory=dict)
+    plans: dict[tuple[CacheLayout, int, int], AttentionPlan] = field(default_factory=dict)
 
-    def plan(self, layout: CacheLayout, num_heads: int, window: int) -> TreeAttentionMetadata:
+    def plan(self, layout: CacheLayout, num_heads: int, window: int) -> AttentionPlan:
         """The plan that all layers of one shape share; made by the first of them."""
         key = (layout, num_heads, window)
         if key not in self.plans:
-            assert self.tree is not None and self.base is not None
-            self.plans[key] = build_metadata(
-                self.tree,
-                self.base,
-                self.block_table,
-                layout,
-                num_heads,
-                window if window > 0 else None,
-                self.row_starts,
-            )
+            self.plans[key] = self._plan(layout, num_heads, window if window > 0 else None)
         return self.plans[key]
+
+    def _plan(self, layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
+        assert self.tree is not None and self.base is not None
+        return build_metadata(
+            self.tree, self.base, self.block_table, layout, num_heads, window, self.row_starts
+        )
+
+
+@dataclass
+class BranchMetadata(TreeMetadata):
+    """A drafter's metadata of one level of its trees, see `scorer.branches`."""
+
+    seen: Tensor | None = None  # bool [B, queries, S]
+
+    def _plan(self, layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
+        assert self.seen is not None and self.base is not None and window is None
+        return build_branches(self.seen, self.base, self.block_table, layout, num_heads)
 
 
 class TreeMetadataBuilder(CPUAttentionMetadataBuilder):

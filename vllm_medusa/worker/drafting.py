@@ -56,6 +56,7 @@ class MedusaDrafter:
             if tree.sharpness is not None:
                 self._sharpness = torch.tensor(tree.sharpness, device=self.device)
         else:
+            assert isinstance(tree, TokenTree)
             self.tree = TreeTensors.from_tree(tree, self.device)
         self._target: Any = None
         self._shard: VocabShard | None = None  # None: this rank ranks the whole vocabulary

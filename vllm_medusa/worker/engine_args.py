@@ -11,6 +11,7 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker.overrides import override
 
 METHOD = "medusa"
+EAGLE = ("eagle3",)  # with a "tree"; without one they are vLLM's alone
 _CROWDED = "Consider increasing max_num_batched_tokens"  # what vLLM says of adapters and drafts
 
 
@@ -29,9 +30,10 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
     ) -> Any:
         asked = self.speculative_config or {}
         method = self.spec_method or asked.get("method")
-        if method != METHOD:
+        if method != METHOD and not (method in EAGLE and "tree" in asked):
             _refuse_lost_keys(asked, method)
             return original(self, target_model_config, target_parallel_config)
+        from vllm_medusa.worker.eagle import prepare_eagle
         from vllm_medusa.worker.metrics import install_metrics
         from vllm_medusa.worker.options import prepare
         from vllm_medusa.worker.requests import install_request_check
@@ -40,7 +42,8 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
         install_request_check()
         install_metrics()
         install_stopping()
-        return prepare(self, original, target_model_config, target_parallel_config)
+        make = prepare if method == METHOD else prepare_eagle
+        return make(self, original, target_model_config, target_parallel_config)
 
     return create_speculative_config
 
@@ -52,7 +55,7 @@ def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
         found = f"method is {method!r}" if method else "there is no method"
         raise MedusaConfigError(
             f"speculative_config has {', '.join(map(repr, ours)) or 'a name of Medusa'}, but "
-            f'{found}. Trees need "method": "medusa".'
+            f'{found}. Trees need "method": "medusa", or "eagle3" and a "tree".'
         )
 
 

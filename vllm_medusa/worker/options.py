@@ -21,6 +21,7 @@ from vllm_medusa.tree.dynamic import MOST_DRAFTS, DynamicTree, widest_pool
 from vllm_medusa.worker import compat
 
 KEY = "medusa"
+EAGLE_METHODS = ("eagle3",)
 ASYNC_ON_V1 = (
     "async scheduling would schedule before the path is accepted on vLLM's V1 model runner. Switch "
     "it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
@@ -39,7 +40,7 @@ _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the ta
 class EngineOptions:
     """What the workers need to know; resolved and checked."""
 
-    heads: str  # a local path
+    heads: str  # a local path; of an EAGLE drafter too
     revision: str | None
     tree: TokenTree | DynamicTree
     acceptance: AcceptanceConfig
@@ -88,13 +89,21 @@ def _tree_of(plain: Any) -> TokenTree | DynamicTree:
 
 
 def is_medusa(speculative_config: Any) -> bool:
-    """Whether vLLM's speculative config is one that `prepare` made."""
-    return speculative_config is not None and speculative_config.model == DRAFTER
+    """Whether vLLM's speculative config is one with trees of ours: heads' or EAGLE's."""
+    return speculative_config is not None and (
+        speculative_config.model == DRAFTER or is_eagle(speculative_config)
+    )
+
+
+def is_eagle(speculative_config: Any) -> bool:
+    """Whether it is vLLM's own for an EAGLE drafter whose trees are ours."""
+    method = getattr(speculative_config, "method", None)
+    return method in EAGLE_METHODS and hasattr(speculative_config, "medusa_acceptance")
 
 
 def is_for_v2(speculative_config: Any) -> bool:
     """Whether that config was made for the V2 runner."""
-    return speculative_config.method != "custom_class"
+    return speculative_config.method not in ("custom_class", *EAGLE_METHODS)
 
 
 def prepare(
@@ -116,18 +125,18 @@ def prepare(
     compat.refuse_unsupported_platform(on_v2)
     if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it too, without a remedy
         raise MedusaConfigError(ASYNC_ON_V1)
-    config = MedusaConfig.from_speculative_config(_merged(engine_args))
+    config = MedusaConfig.from_speculative_config(merged(engine_args))
     options = resolve(config, model_config)
     if compat.on_cuda():
         choose_triton_attention(engine_args)
-        _choose_worker(parallel_config, V2_CUDA_WORKER)
+        choose_worker(parallel_config, V2_CUDA_WORKER)
     else:
-        _choose_worker(parallel_config, V2_CPU_WORKER if on_v2 else CPU_WORKER)
+        choose_worker(parallel_config, V2_CPU_WORKER if on_v2 else CPU_WORKER)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
         KEY: options.to_dict(),
     }
-    _choose_scheduler(engine_args, has_budget=options.budget is not None)
+    choose_scheduler(engine_args, has_budget=options.budget is not None)
     acceptance = options.acceptance.model_dump(mode="json")  # for the front end
     if on_v2:
         from vllm_medusa.worker.v2.config import tree_speculative_config
@@ -197,7 +206,7 @@ def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> Dynami
     return DynamicTree(pool, min(most + 1, pool.num_nodes), info.sharpness)
 
 
-def _merged(engine_args: Any) -> dict[str, Any]:
+def merged(engine_args: Any) -> dict[str, Any]:
     """The speculative config with vLLM's ``--spec-*`` flags folded in, by vLLM's own rule."""
     merged = {
         key.replace("-", "_"): value
@@ -251,7 +260,7 @@ def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:
         show("%s", match.warning)
 
 
-def _choose_worker(parallel_config: Any, ours: str) -> None:
+def choose_worker(parallel_config: Any, ours: str) -> None:
     """Run our worker, unless the user named one; theirs must then derive from ours."""
     if parallel_config.worker_cls == "auto":
         parallel_config.worker_cls = ours
@@ -262,7 +271,7 @@ def _choose_worker(parallel_config: Any, ours: str) -> None:
         )
 
 
-def _choose_scheduler(engine_args: Any, *, has_budget: bool) -> None:
+def choose_scheduler(engine_args: Any, *, has_budget: bool) -> None:
     """Run our scheduler, unless the user named one; with a budget theirs must derive from ours."""
     if engine_args.scheduler_cls in (None, EITHER_SCHEDULER):
         engine_args.scheduler_cls = EITHER_SCHEDULER

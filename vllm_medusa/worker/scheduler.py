@@ -35,6 +35,7 @@ from vllm_medusa.budget.cost import Floats, StepCost
 from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import cost_path, load_cost, save_cost
 from vllm_medusa.plugin import installed_vllm
+from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.grammar_scheduler import GrammarAsyncScheduler, GrammarScheduler
 from vllm_medusa.worker.options import EngineOptions, absolute
@@ -349,6 +350,7 @@ def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> GrammarSchedu
 def costs_of(config: Any) -> dict[str, str]:
     """What step costs depend on, as far as it is known beforehand."""
     model, parallel = config.model_config, config.parallel_config
+    beam = getattr(EngineOptions.of(config).tree, "pool", None)
     return {
         "target": absolute(str(model.model)),
         "revision": str(model.revision),
@@ -362,6 +364,7 @@ def costs_of(config: Any) -> dict[str, str]:
         "adapters": str(config.lora_config is not None),
         "runner": "V2" if compat.uses_v2_runner(parallel) else "V1",
         "vllm": installed_vllm()[1] or "",
+        **({"beam": str(beam)} if isinstance(beam, Beam) else {}),
     }
 
 

@@ -130,9 +130,8 @@ class MedusaModelRunner(CPUModelRunner):
         step, verdict = self._step, self._verdict
         self._step = self._verdict = None
         self._candidates = {}
-        hidden = sample_hidden_states  # [B, H] without trees
-        if step is not None and verdict is not None:
-            hidden = hidden[step.cu_nodes[:-1] + verdict.path.last_node]
+        states = sample_hidden_states, hidden_states, *args
+        hidden = self._drafts_from(step, verdict, scheduler_output, sampled_token_ids, *states)
         limit = scheduler_output.num_spec_tokens_to_schedule
         if self._topologies is not None:
             return self._grow(hidden, sampled_token_ids, limit)
@@ -148,7 +147,21 @@ class MedusaModelRunner(CPUModelRunner):
             drafts.append([] if chosen_later or not tokens else draft)
         return drafts
 
-    def _grow(self, hidden_states: Tensor, sampled_token_ids: Any, limit: int) -> list[list[int]]:
+    def _drafts_from(
+        self,
+        step: TreeStep | None,
+        verdict: Verdict | None,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sample_hidden_states: Tensor,
+        *states: Any,
+    ) -> Any:
+        """What the drafter goes by, a row for each request: the hidden state [B, H]."""
+        if step is None or verdict is None:
+            return sample_hidden_states
+        return sample_hidden_states[step.cu_nodes[:-1] + verdict.path.last_node]
+
+    def _grow(self, hidden_states: Any, sampled_token_ids: Any, limit: int) -> list[list[int]]:
         """Dynamic trees of at most ``limit`` drafts, for the requests that have a use for them."""
         topologies, req_ids = self._topologies, self.input_batch.req_ids
         assert topologies is not None
@@ -242,7 +255,12 @@ class MedusaModelRunner(CPUModelRunner):
         """Move the accepted path to contiguous slots, in every KV cache group and layer."""
         path, layers = verdict.path, self.compilation_config.static_forward_context
         for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            compact_group(layers, group.layer_names, step.slots(gid), path.nodes, path.num_accepted)
+            names = self._targets_layers(group.layer_names)
+            compact_group(layers, names, step.slots(gid), path.nodes, path.num_accepted)
+
+    def _targets_layers(self, names: list[str]) -> list[str]:
+        """Those of the attention layers ``names`` that verify."""
+        return names
 
     def _typical_requests(self) -> TypicalRequests | None:
         params = [self._params(req_id) for req_id in self.input_batch.req_ids]

@@ -8,6 +8,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker import cpu_worker
 
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.options import is_eagle
 
 BACKEND = "vllm_medusa.worker.cpu_attention.TreeAttentionBackend"
 
@@ -17,12 +18,14 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         """Build the runner; CPUWorker names its class itself, so the name is swapped meanwhile."""
+        from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
         from vllm_medusa.worker.v1.runner import MedusaModelRunner
 
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
         compat.forget_attention_backends()
         stock = cpu_worker.CPUModelRunner
-        cpu_worker.CPUModelRunner = MedusaModelRunner
+        grows = is_eagle(self.vllm_config.speculative_config)
+        cpu_worker.CPUModelRunner = EagleModelRunner if grows else MedusaModelRunner
         try:
             super().init_device()
         finally:

@@ -1,0 +1,212 @@
+"""EAGLE-3 with trees: its KV is exact, its chain is vLLM's, and the tokens are plain vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from support.eagle import Eagle3, commonest, new_drafter, train
+from support.eagle_steps import assert_dense, recorded_trees
+from support.engines import Prompt, complete, engine, greedy, metric, random_prompts
+from support.models import STOPS, VOCAB, save_model
+from support.planted import planted
+from support.reference import differing
+from support.spies import mean_accepted, recorded_steps
+from transformers import AutoModelForCausalLM
+from vllm import LLM
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_medusa.worker import cpu_attention
+from vllm_medusa.worker.v1.eagle import EagleTreeDrafter
+from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
+
+pytestmark = pytest.mark.engine
+
+LAYERS = (1, 2, 3)
+LEARNT, TOKENS = 12, 32
+Patch = pytest.MonkeyPatch
+
+
+@dataclass
+class Case:
+    target: str
+    model: Any
+    drafter: Eagle3
+    folder: str
+    prompts: list[Prompt]  # whose greedy outputs the drafter has learnt
+    outputs: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("eagle")
+    target = save_model(folder / "target", "Llama", eos_token_id=list(STOPS), num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    prompts = random_prompts(LEARNT, VOCAB, shortest=8, longest=8)
+    texts = model.generate(
+        torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
+    )
+    drafter = new_drafter(model, LAYERS, commonest(texts[:, 8:], VOCAB, 200))
+    train(drafter, model, texts, steps=70, depth=2)
+    return Case(
+        target, model, drafter, drafter.save(folder / "drafter"), prompts, texts[:, 8:].tolist()
+    )
+
+
+def asked(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
+    return {"method": "eagle3", "model": case.folder, "tree": tree, **options}
+
+
+def drafts_of(owner: type, patch: Patch) -> dict[tuple[int, ...], list[list[int]]]:
+    """What a runner drafts for each prompt, step by step."""
+    found: dict[tuple[int, ...], list[list[int]]] = {}
+    original = owner.propose_draft_token_ids  # type: ignore[attr-defined]
+
+    def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = original(self, *args, **kwargs)
+        rows = drafts if isinstance(drafts, list) else drafts.tolist()
+        for req_id, row in zip(self.input_batch.req_ids, rows, strict=True):
+            found.setdefault(tuple(self.requests[req_id].prompt_token_ids), []).append(row)
+        return drafts
+
+    patch.setattr(owner, "propose_draft_token_ids", propose)
+    return found
+
+
+def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
+    """Token for token, drafts included, in a batch that is all greedy."""
+    length = 3
+    AttentionBackendEnum.CPU_ATTN.clear_override()
+    with monkeypatch.context() as patch:
+        theirs = drafts_of(GPUModelRunner, patch)
+        stock = {"method": "eagle3", "model": case.folder, "num_speculative_tokens": length}
+        with engine(case.target, stock) as llm:
+            expected = complete(llm, case.prompts, greedy(TOKENS))
+    with monkeypatch.context() as patch, recorded_steps() as steps:
+        ours = drafts_of(EagleModelRunner, patch)
+        with engine(case.target, asked(case, "chain", num_speculative_tokens=length)) as llm:
+            got = complete(llm, case.prompts, greedy(TOKENS))
+    assert differing(expected, got) == []
+    assert [list(completion.token_ids) for completion in got] == case.outputs
+    for prompt, rows in ours.items():
+        pairs = list(zip(rows, theirs[prompt], strict=True))
+        assert all(mine == their[: len(mine)] for mine, their in pairs)
+        assert sum(len(mine) == length for mine, _ in pairs) > TOKENS // 4 - 3
+    assert mean_accepted(steps) > 1
+
+
+# Shared beginnings for the prefix cache, and prompts longer than a step.
+LONG = [
+    [*shared, *own]
+    for shared in random_prompts(2, VOCAB, shortest=97, longest=110, seed=5)
+    for own in random_prompts(6, VOCAB, shortest=1, longest=40, seed=6)
+]
+PARAMS = [
+    greedy(TOKENS) if i % 2 else greedy(TOKENS, temperature=0.9, seed=i) for i in range(len(LONG))
+]
+
+
+@pytest.fixture(scope="module")
+def plain(case: Case) -> Any:
+    with engine(case.target) as llm:
+        return complete(llm, LONG, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def llm(case: Case, plain: Any) -> Iterator[LLM]:
+    """40 blocks of 32, steps of 64 tokens: prefills in chunks, requests are preempted."""
+    tree = asked(case, {"width": 3, "depth": 4}, num_speculative_tokens=12, budget=12)
+    with engine(
+        case.target,
+        tree,
+        block_size=32,
+        num_gpu_blocks_override=40,
+        max_num_batched_tokens=96,
+        enable_prefix_caching=True,
+    ) as llm:
+        yield llm
+
+
+def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None)) -> int:
+    """Plant what comes on the drafter's trees; returns how many nodes were dense ones."""
+    prompts, expected = LONG[some], plain[some]
+    outputs = [list(completion.token_ids) for completion in expected]
+    with (
+        planted(prompts, outputs, VOCAB),
+        recorded_steps() as steps,
+        recorded_trees(every) as trees,
+    ):
+        got = complete(llm, prompts, PARAMS[some])
+    assert differing(expected, got) == []
+    assert mean_accepted(steps) > 1
+    assert trees
+    return sum(assert_dense(grown, case.drafter, case.model) for grown in trees)
+
+
+def test_exact_beside_all_that_happens(case: Case, llm: LLM, plain: Any) -> None:
+    """Much of the prompts is in the prefix cache, with the drafter's entries."""
+    preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
+    assert run(case, llm, plain, every=5) > 50
+    assert metric(llm, "num_preemptions") > preempted
+    assert metric(llm, "prefix_cache_hits") > hits
+
+
+def entries_kept(patch: Patch) -> None:
+    """Accepted paths keep what drafting left in their slots; only the last token is new."""
+    forward = EagleTreeDrafter._forward
+
+    def wrong(self: Any, common: Any, *args: Any) -> Any:
+        starts = common.query_start_loc_cpu
+        for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            if len(args) == 3 and end - start <= 5:
+                common.slot_mapping[start : end - 1] = -1
+        return forward(self, common, *args)
+
+    patch.setattr(EagleTreeDrafter, "_forward", wrong)
+
+
+def siblings_seen(patch: Patch) -> None:
+    """A branch attends to all that was expanded."""
+    build = cpu_attention.build_branches
+    patch.setattr(
+        cpu_attention, "build_branches", lambda seen, *args: build(torch.ones_like(seen), *args)
+    )
+
+
+def other_layers(patch: Patch) -> None:
+    """The hidden states are those of one layer further on."""
+    drafts_from = EagleModelRunner._drafts_from
+
+    def wrong(self: Any, *args: Any) -> Any:
+        self.get_model().set_aux_hidden_state_layers(tuple(layer + 1 for layer in LAYERS))
+        return drafts_from(self, *args)
+
+    patch.setattr(EagleModelRunner, "_drafts_from", wrong)
+
+
+def vocabulary_ignored(patch: Patch) -> None:
+    """Draft ids are taken for the target's."""
+    choices = EagleTreeDrafter.choices
+
+    def wrong(self: Any, *args: Any) -> Any:
+        patch.setattr(self, "_target_ids", None)
+        return choices(self, *args)
+
+    patch.setattr(EagleTreeDrafter, "choices", wrong)
+
+
+@pytest.mark.parametrize("breaks", [entries_kept, siblings_seen, other_layers, vocabulary_ignored])
+def test_would_be_seen(
+    case: Case, llm: LLM, plain: Any, monkeypatch: Patch, breaks: Callable[[Patch], None]
+) -> None:
+    """Whatever the drafter says, tokens stay right; but its entries or guesses are wrong."""
+    with monkeypatch.context() as patch:
+        breaks(patch)
+        with pytest.raises(AssertionError, match=r"not (close|equal)"):
+            run(case, llm, plain, every=4, some=slice(3))
+    if breaks is other_layers:
+        llm.apply_model(lambda model: model.set_aux_hidden_state_layers(LAYERS))

@@ -1,0 +1,251 @@
+"""A small EAGLE-3 drafter in plain torch: the dense forward pass of a path, and its training.
+
+`overfit` makes one that knows a target's outputs by heart, so that drafts are accepted; what it has
+not seen it guesses at random.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
+
+
+class Layer(nn.Module):
+    """One decoder layer whose first half of the input are embeddings."""
+
+    def __init__(self, hidden: int, heads: int, key_heads: int, head_size: int):
+        super().__init__()
+        self.heads, self.key_heads, self.head_size = heads, key_heads, head_size
+        self.input_layernorm, self.hidden_norm = Norm(hidden), Norm(hidden)
+        self.post_attention_layernorm = Norm(hidden)
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False)
+
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": linear(2 * hidden, heads * head_size),
+                "k_proj": linear(2 * hidden, key_heads * head_size),
+                "v_proj": linear(2 * hidden, key_heads * head_size),
+                "o_proj": linear(heads * head_size, hidden),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": linear(hidden, 2 * hidden),
+                "up_proj": linear(hidden, 2 * hidden),
+                "down_proj": linear(2 * hidden, hidden),
+            }
+        )
+
+    def keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of inputs [B, T, 2H]: [B, heads, T, D]."""
+        attention, dim = self.self_attn, self.head_size
+        query, key, value = (
+            attention[name](x).unflatten(-1, (-1, dim)).transpose(1, 2)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        return rotated(query, positions), rotated(key, positions), value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+        return self.self_attn["o_proj"](mixed.transpose(1, 2).flatten(2))
+
+    def feed(self, x: Tensor) -> Tensor:
+        mlp = self.mlp
+        return mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """RoPE over halves, base 10,000: x [..., T, D], positions [T]."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * 10000 ** (-torch.arange(half) / half)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+class Eagle3(nn.Module):
+    """The drafter; ``embedding`` is the target's."""
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        target_ids: Tensor,  # int64 [V_draft], ascending
+        layers: Sequence[int],
+        heads: int = 4,
+        key_heads: int = 2,
+        head_size: int = 32,
+    ):
+        super().__init__()
+        vocab, hidden = embedding.shape
+        self.vocab, self.hidden, self.layers = vocab, hidden, list(layers)
+        self.register_buffer("embedding", embedding.detach().clone())
+        self.register_buffer("target_ids", target_ids)
+        self.fc = nn.Linear(len(layers) * hidden, hidden, bias=False)
+        self.midlayer = Layer(hidden, heads, key_heads, head_size)
+        self.norm = Norm(hidden)
+        self.lm_head = nn.Linear(hidden, len(target_ids), bias=False)
+
+    def step(
+        self, tokens: Tensor, states: Tensor, past: Any = (), seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Run entries whose tokens (int64 [B, T]) and states [B, T, H] are given.
+
+        ``past``: keys and values of earlier steps; ``seen``: bool [T, keys], None for causal.
+        Returns normed and unnormed states, and the step's keys and values.
+        """
+        layer, length = self.midlayer, tokens.shape[1]
+        embeds = layer.input_layernorm(self.embedding[tokens])
+        x = torch.cat([embeds, layer.hidden_norm(states)], -1)
+        query, key, value = layer.keys(x, torch.arange(length))
+        if seen is None:
+            seen = torch.ones(length, length, dtype=torch.bool).tril()
+        keys = torch.cat([*(part[0] for part in past), key], 2)
+        values = torch.cat([*(part[1] for part in past), value], 2)
+        states = states + layer.attend(query, keys, values, seen)
+        states = states + layer.feed(layer.post_attention_layernorm(states))
+        return self.norm(states), states, (key, value)
+
+    @torch.no_grad()
+    def dense(self, tokens: Tensor, features: Tensor, path: Sequence[int]) -> tuple[Tensor, Any]:
+        """Logits [V_draft] after a path of tokens below exact entries, and all keys and values.
+
+        Args:
+            tokens: int64 [T], the token after each exact position.
+            features: [T, 3H], the target's hidden states there.
+            path: the nodes' tokens.
+
+        """
+        states = self.fc(features)
+        normed, hidden, cache = self.step(tokens[None], states[None])
+        for token in path:
+            tokens = torch.cat([tokens, torch.tensor([token])])
+            states = torch.cat([states, hidden[0, -1:]])
+            normed, hidden, cache = self.step(tokens[None], states[None])
+        return self.lm_head(normed[0, -1]), cache
+
+    def save(self, folder: Path, **changes: Any) -> str:
+        """Write SafeAILab's layout; ``changes`` to its config."""
+        layer = self.midlayer
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": 2 * self.hidden,
+            "num_hidden_layers": 1,
+            "num_attention_heads": layer.heads,
+            "num_key_value_heads": layer.key_heads,
+            "head_dim": layer.head_size,
+            "vocab_size": self.vocab,
+            "draft_vocab_size": len(self.target_ids),
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "eagle_aux_hidden_state_layer_ids": self.layers,
+            "dtype": "float32",
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {k: v for k, v in (config | changes).items() if v is not None}
+        (folder / "config.json").write_text(json.dumps(kept, indent=1))
+        tensors = {name: p.detach().contiguous() for name, p in self.named_parameters()}
+        known = torch.zeros(self.vocab, dtype=torch.bool).index_fill(0, self.target_ids, True)
+        tensors |= {"d2t": self.target_ids - torch.arange(len(self.target_ids)), "t2d": known}
+        save_file(tensors, folder / "model.safetensors")
+        return str(folder)
+
+
+@torch.no_grad()
+def features_of(model: Any, ids: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The inputs of a transformers target's ``layers`` [B, T, 3H], and its logits."""
+    states: dict[int, Tensor] = {}
+
+    def keep(index: int) -> Any:
+        def hook(_: Any, __: Any, output: Any) -> None:
+            states[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    backbone = model.model
+    hooks = [backbone.embed_tokens.register_forward_hook(keep(0))]
+    hooks += [
+        layer.register_forward_hook(keep(index)) for index, layer in enumerate(backbone.layers, 1)
+    ]
+    try:
+        logits = model(ids).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.cat([states[index] for index in sorted(layers)], -1), logits
+
+
+def train(
+    drafter: Eagle3, model: Any, texts: Tensor, steps: int, depth: int = 4, batch: int = 16
+) -> float:
+    """Training-time test on texts (int64 [N, T]) of the target; returns the last loss.
+
+    In round s every entry takes the state that the drafter itself made one entry before, and sees
+    the exact entries up to s before it, then its own of each round.
+    """
+    features, logits = features_of(model, texts, drafter.layers)
+    places = torch.full((drafter.vocab,), -1).index_copy(
+        0, drafter.target_ids, torch.arange(len(drafter.target_ids))
+    )
+    labels = places[logits.argmax(-1)][:, 1:]  # after the token of each entry
+    tokens, length = texts[:, 1:], texts.shape[1] - 1
+    optimiser = torch.optim.AdamW(drafter.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=steps)
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.arange(length)[:, None], torch.arange(length)
+    loss = torch.zeros(())
+    for _ in range(steps):
+        rows = torch.randperm(len(texts), generator=generator)[:batch]
+        states, past, loss = drafter.fc(features[rows, :-1]), [], torch.zeros(())
+        for s in range(depth):
+            masks = [key <= query - s, *(key == query - s + j for j in range(1, s + 1))]
+            masks[0] = masks[0] | (key == 0)  # what begins before the text has something to see
+            normed, hidden, cache = drafter.step(tokens[rows], states, past, torch.cat(masks, 1))
+            past.append(cache)
+            wanted = labels[rows].masked_fill(key < s, -1)
+            loss = loss + 0.8**s * F.cross_entropy(
+                drafter.lm_head(normed).flatten(0, 1), wanted.flatten(), ignore_index=-1
+            )
+            states = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+    return float(loss.detach())
+
+
+def new_drafter(model: Any, layers: Sequence[int], target_ids: Tensor, seed: int = 0) -> Eagle3:
+    """An untrained one for a transformers target."""
+    torch.manual_seed(seed)
+    return Eagle3(model.get_input_embeddings().weight, target_ids, layers)
+
+
+def commonest(texts: Tensor, vocab: int, size: int) -> Tensor:
+    """The ``size`` commonest tokens, ascending."""
+    counts = torch.bincount(texts.flatten(), minlength=vocab)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values

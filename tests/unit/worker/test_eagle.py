@@ -1,0 +1,182 @@
+"""EAGLE drafters with a tree: what becomes of the options, and who is refused before weights."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+import support.engines  # noqa: F401  vLLM looks at models in this process
+from safetensors.torch import load_file, save_file
+from support.eagle import Eagle3
+from support.models import COMMON, HIDDEN, VOCAB
+from transformers import LlamaConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_medusa.config import EagleConfig, MedusaConfigError
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
+from vllm_medusa.worker.eagle import check_captured_layers, check_vocabulary
+from vllm_medusa.worker.options import CPU_WORKER, EITHER_SCHEDULER, EngineOptions, is_medusa
+
+Config = Callable[..., Any]
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("target")
+    changes = {"num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
+    LlamaConfig(**COMMON | changes).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = Eagle3(torch.zeros(VOCAB, HIDDEN), 2 * torch.arange(200), (1, 2, 3))
+    return Path(model.save(tmp_path_factory.mktemp("drafter")))
+
+
+@pytest.fixture
+def config(target: str, drafter: Path) -> Config:
+    """The engine's config for some options of the drafter and of vLLM."""
+
+    def made(tree: Any = "dynamic", folder: Path = drafter, vllm: Any = (), **options: Any) -> Any:
+        asked = {"method": "eagle3", "model": str(folder), "tree": tree, **options}
+        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked, **dict(vllm))
+        return args.create_engine_config()
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("asked", "beam", "most", "budget"),
+    [
+        ({}, (10, 10, 6), 59, "auto"),
+        ({"tree": "dynamic", "budget": 7}, (10, 10, 6), 7, 7),
+        ({"tree": {"width": 2, "depth": 2}}, (2, 2, 2), 6, "auto"),
+        ({"tree": {"depth": 3}, "num_speculative_tokens": 20}, (10, 10, 3), 20, "auto"),
+        ({"tree": "chain"}, (1, 1, 5), 5, 5),
+        ({"tree": "chain", "num_speculative_tokens": 3, "budget": "auto"}, (1, 1, 3), 3, "auto"),
+    ],
+)
+def test_what_the_engine_runs_with(
+    config: Config, drafter: Path, asked: Any, beam: tuple[int, int, int], most: int, budget: Any
+) -> None:
+    made = config(**asked)
+    options, speculative = EngineOptions.of(made), made.speculative_config
+    assert options.tree == DynamicTree(Beam(*beam), 1 + most)
+    assert (options.budget, options.heads) == (budget, str(drafter))
+    scratch = beam[0] * (beam[2] - 1)
+    assert made.num_lookahead_tokens == speculative.num_speculative_tokens == max(most, scratch)
+    assert is_medusa(speculative) and speculative.method == "eagle3"
+    assert made.parallel_config.worker_cls == CPU_WORKER
+    assert made.scheduler_config.scheduler_cls == EITHER_SCHEDULER
+
+
+def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
+    asked = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
+    args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked)
+    made = args.create_engine_config()
+    assert not is_medusa(made.speculative_config)
+    assert made.parallel_config.worker_cls != CPU_WORKER
+    assert not made.additional_config and not made.scheduler_config.scheduler_cls
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"tree": "chian"}, "tree is 'chian'; give"),
+        ({"tree": {"width": 65}}, "width up to 64"),
+        ({"tree": {"breadth": 3}}, "tree is {'breadth': 3}; give"),
+        ({"tree": {"width": 3}, "budget": 0}, "budget is 0"),
+        ({"num_speculative_tokens": 256}, "num_speculative_tokens is 256"),
+        ({"lookup": True}, "unknown key 'lookup'"),
+        ({"vllm": {"tensor_parallel_size": 2}}, "tensor_parallel_size is 2"),
+        ({"vllm": {"enable_lora": True}}, "LoRA adapters"),
+        ({"vllm": {"async_scheduling": True}}, "async scheduling"),
+        ({"vllm": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}, "has 640 rows, and a step"),
+        ({"vllm": {"max_model_len": 50}}, "take 50 cache slots"),
+    ],
+)
+def test_what_is_refused(config: Config, asked: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config(**asked)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 128, "target_hidden_size": 128}, "for targets with hidden size 128"),
+        ({"vocab_size": 500}, "for targets with vocabulary 500"),
+        ({IDS: None}, r"names none, and vLLM's default is the layers \[2, 2, 1\]"),
+        ({IDS: [1, 2]}, r"layers \[1, 2\]; they have to be 3 different"),
+        ({IDS: [1, 2, 5]}, "different ones from 0 to 4"),
+        ({IDS: [0, 1, 2, 3]}, "have to be 3"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "last hidden state only"),
+        ({"sliding_window": 64}, "sliding window"),
+        ({"draft_vocab_size": 300}, r"d2t in .* has the shape \[200\]"),
+        ({"draft_vocab_size": 8}, "width is 10, but"),
+    ],
+)
+def test_drafters_of_others(
+    config: Config, drafter: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
+    own = json.loads((drafter / "config.json").read_text()) | changes
+    own = {name: value for name, value in own.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    with pytest.raises(MedusaConfigError, match=words):
+        config(folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("d2t", None, 'no "d2t" tells which'),
+        ("fc.weight", None, "no EAGLE-3 drafter"),
+        ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "made for another target"),
+    ],
+)
+def test_tensors_of_others(
+    config: Config, drafter: Path, tmp_path: Path, name: str, tensor: Any, words: str
+) -> None:
+    shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(drafter / "model.safetensors")
+    del tensors[name]
+    save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "model.safetensors")
+    with pytest.raises(MedusaConfigError, match=words):
+        config(folder=tmp_path)
+
+
+def test_only_cpus_and_v1(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_medusa.worker import compat
+
+    monkeypatch.setattr(compat, "uses_v2_runner", lambda _: True)
+    with pytest.raises(MedusaConfigError, match="V1 model runner on CPUs only"):
+        config()
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 1], [-1, 2], [1, 600]])
+def test_a_vocabulary_that_is_no_part(ids: list[int]) -> None:
+    check_vocabulary(torch.tensor([0, 5, 511]), VOCAB)
+    with pytest.raises(MedusaConfigError, match="names token ids from"):
+        check_vocabulary(torch.tensor(ids), VOCAB)
+
+
+def test_layers_that_the_target_shows(config: Config) -> None:
+    made, model = config(), torch.nn.Module()
+    model.model = torch.nn.Module()
+    model.model.aux_hidden_state_layers = (1, 2, 3)
+    check_captured_layers(model, made.speculative_config)
+    model.model.aux_hidden_state_layers = (2, 3, 4)
+    with pytest.raises(MedusaConfigError, match=r"trained on .* \[1, 2, 3\], but .* \[2, 3, 4\]"):
+        check_captured_layers(model, made.speculative_config)
+
+
+def test_trees_of_one_node() -> None:
+    tree = EagleConfig(model="x", tree={"width": 1, "depth": 1}).grown
+    assert tree.num_draft_tokens == 1

@@ -1,0 +1,297 @@
+"""EAGLE drafters with trees: what is asked for, and what would be silently wrong is refused.
+
+vLLM keeps its own method and config, by which it reads the drafter's config, shows its auxiliary
+hidden states, gives its layers a KV cache and reserves slots behind a request's tokens
+(`num_lookahead_tokens`, the config's ``num_speculative_tokens``). We add what drafts and verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from vllm_medusa.config import EagleConfig, MedusaConfigError
+from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint
+from vllm_medusa.plugin import version_problem
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
+from vllm_medusa.worker import compat
+from vllm_medusa.worker.options import (
+    ASYNC_ON_V1,
+    CPU_WORKER,
+    KEY,
+    EngineOptions,
+    absolute,
+    choose_scheduler,
+    choose_worker,
+    merged,
+)
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def prepare_eagle(
+    engine_args: Any, original: Callable[..., Any], model_config: Any, parallel_config: Any
+) -> Any:
+    """Stand in for ``EngineArgs.create_speculative_config`` when EAGLE's drafts have a ``tree``.
+
+    Returns:
+        vLLM's own `SpeculativeConfig` of the method, with the acceptance rule as an attribute.
+
+    Raises:
+        MedusaConfigError, HeadsError: Both `ValueError`, before weights load.
+
+    """
+    if problem := version_problem():
+        raise MedusaConfigError(problem)
+    asked = merged(engine_args)
+    method = asked.pop("method")
+    if not compat.on_cpu() or compat.uses_v2_runner(parallel_config):
+        raise MedusaConfigError(
+            f'"method": "{method}" with a "tree" runs on vLLM\'s V1 model runner on CPUs only. '
+            'Leave "tree" out for vLLM\'s own chains, set VLLM_USE_V2_MODEL_RUNNER=0 on a CPU, or '
+            'use "method": "medusa".'
+        )
+    if engine_args.async_scheduling:
+        raise MedusaConfigError(ASYNC_ON_V1)
+    if engine_args.enable_lora:
+        raise MedusaConfigError(
+            "LoRA adapters have not been tried with EAGLE's trees. Leave one of them out."
+        )
+    config = EagleConfig.from_speculative_config(asked)
+    tree = config.grown
+    options = EngineOptions(
+        heads=absolute(config.model),
+        revision=config.revision,
+        tree=tree,
+        acceptance=config.acceptance,
+        budget=config.budget or (tree.num_draft_tokens if config.tree == "chain" else "auto"),
+    )
+    speculative = _vllms_own(engine_args, original, model_config, parallel_config, method, config)
+    checkpoint = find_checkpoint(config.model, config.revision)
+    check_checkpoint(checkpoint, speculative, model_config, tree)
+    speculative.medusa_acceptance = config.acceptance.model_dump(mode="json")
+    choose_worker(parallel_config, CPU_WORKER)
+    choose_scheduler(engine_args, has_budget=True)
+    plain = {KEY: options.to_dict()}
+    engine_args.additional_config = {**(engine_args.additional_config or {}), **plain}
+    return speculative
+
+
+def _vllms_own(
+    engine_args: Any,
+    original: Callable[..., Any],
+    model_config: Any,
+    parallel_config: Any,
+    method: str,
+    config: EagleConfig,
+) -> Any:
+    """The config that vLLM makes of the drafter, with slots for all that is drafted."""
+    asked = engine_args.speculative_config
+    flags = engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens
+    tree = config.grown
+    engine_args.speculative_config = {
+        "method": method,
+        "model": config.model,
+        "num_speculative_tokens": max(tree.num_draft_tokens, scratch_of(_beam(tree))),
+        "disable_padded_drafter_batch": True,  # accepted tokens are known before it drafts
+        **({} if config.revision is None else {"revision": config.revision}),
+    }
+    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
+    try:
+        return original(engine_args, model_config, parallel_config)
+    finally:
+        engine_args.speculative_config = asked
+        engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens = flags
+
+
+def check_checkpoint(
+    files: CheckpointFiles, speculative: Any, model_config: Any, tree: DynamicTree
+) -> None:
+    """Refuse a drafter that was made for another target, or that we have not tried.
+
+    Raises:
+        MedusaConfigError: With the reason.
+
+    """
+    draft, label = speculative.draft_model_config.hf_config, files.label
+    if speculative.parallel_drafting:
+        raise MedusaConfigError(
+            f"{label} drafts all depths at once (parallel drafting), which trees do not. Leave "
+            '"tree" out.'
+        )
+    of_target = getattr(draft, "target_hidden_size", None) or draft.hidden_size
+    for name, found, needed in (
+        ("hidden size", of_target, model_config.get_hidden_size()),
+        ("vocabulary", draft.vocab_size, model_config.get_vocab_size()),
+    ):
+        if found != needed:
+            raise MedusaConfigError(
+                f"The drafter in {label} is for targets with {name} {found}, the target "
+                f"{model_config.model} has {needed}. Give the target that it was trained on, or a "
+                "drafter trained for this one."
+            )
+    if getattr(draft, "sliding_window", None):
+        raise MedusaConfigError(
+            f"The drafter in {label} has a sliding window ({draft.sliding_window}), which branches "
+            'do not know. Leave "tree" out.'
+        )
+    draft_vocab = getattr(draft, "draft_vocab_size", None) or draft.vocab_size
+    width = _beam(tree).width
+    if width > draft_vocab:
+        raise MedusaConfigError(
+            f"The tree's width is {width}, but the drafter in {label} knows {draft_vocab} "
+            "tokens. Take a narrower tree."
+        )
+    names = {name.rsplit("model.", 1)[-1]: name for name in files.files}
+    if draft_vocab != draft.vocab_size and "d2t" not in names:
+        raise MedusaConfigError(
+            f"The drafter in {label} knows {draft_vocab} of {draft.vocab_size} tokens, but no "
+            '"d2t" tells which. The checkpoint is incomplete.'
+        )
+    layers = check_auxiliary_layers(draft, model_config.hf_text_config.num_hidden_layers, label)
+    for name, shape in (
+        ("fc.weight", (draft.hidden_size, len(layers) * of_target)),
+        ("d2t", (draft_vocab,)),
+        ("lm_head.weight", (draft_vocab, draft.hidden_size)),
+    ):
+        if name in names:
+            found = files.specs([names[name]])[names[name]].shape
+            if found != shape:
+                raise MedusaConfigError(
+                    f"{name} in {label} has the shape {list(found)}; with its config and this "
+                    f"target it would be {list(shape)}. It was made for another target."
+                )
+        elif name == "fc.weight":
+            raise MedusaConfigError(f'{label} has no "{name}"; it is no EAGLE-3 drafter.')
+
+
+def scratch_of(beam: Beam) -> int:
+    """Cache slots behind a request's tokens that drafting takes: those of the nodes expanded."""
+    return sum(map(beam.width_at, range(1, beam.depth)))
+
+
+def _beam(tree: Any) -> Beam:
+    assert isinstance(tree, DynamicTree) and isinstance(tree.pool, Beam)
+    return tree.pool
+
+
+def auxiliary_layers(draft: Any) -> tuple[int, ...] | None:
+    """The target's layers that a drafter's config names; None: it names none. By vLLM's rule."""
+    ids = getattr(draft, _LAYER_IDS, None)
+    extra = getattr(draft, "eagle_config", None)
+    if not ids and isinstance(extra, Mapping):
+        ids = extra.get(_LAYER_IDS)
+    return tuple(ids) if ids else None
+
+
+def check_auxiliary_layers(draft: Any, num_layers: int, label: str) -> tuple[int, ...]:
+    """The target's layers whose inputs the drafter reads, which must be as many as it was made for.
+
+    Layer 0's input are the embeddings; ``num_layers`` names the last layer's output.
+
+    Raises:
+        MedusaConfigError: Too few, too many, out of range or twice the same.
+
+    """
+    extra = getattr(draft, "eagle_config", None) or {}
+    if not extra.get("use_aux_hidden_state", True):
+        raise MedusaConfigError(
+            f"The EAGLE-3 drafter in {label} reads the last hidden state only "
+            '(use_aux_hidden_state), which has not been tried with trees. Leave "tree" out.'
+        )
+    named = auxiliary_layers(draft)
+    layers = named or (2, num_layers // 2, num_layers - 3)  # vLLM's default
+    wanted = getattr(draft, "num_aux_hidden_states", None) or len(extra.get(_LAYER_IDS) or "123")
+    right = all(isinstance(layer, int) and 0 <= layer <= num_layers for layer in layers)
+    if not right or len(set(layers)) != wanted or len(layers) != wanted:
+        source = "its config names" if named else "it names none, and vLLM's default is"
+        raise MedusaConfigError(
+            f"The drafter in {label} reads {wanted} hidden states of the target, and {source} the "
+            f"layers {list(layers)}; they have to be {wanted} different ones from 0 to {num_layers}"
+            f'. Set "{_LAYER_IDS}" in its config.json to the layers that it was trained on.'
+        )
+    return layers
+
+
+def check_captured_layers(model: Any, speculative: Any) -> None:
+    """Say which hidden states of the loaded target the drafter reads; they must be the right ones.
+
+    Raises:
+        MedusaConfigError: The target shows others than the drafter's config says.
+
+    """
+    while not hasattr(model, "aux_hidden_state_layers"):
+        inner = getattr(model, "language_model", None) or getattr(model, "model", None)
+        if inner is None:
+            raise MedusaConfigError(
+                f"{type(model).__name__} does not show hidden states to EAGLE-3. Leave it out."
+            )
+        model = inner
+    shown, draft = tuple(model.aux_hidden_state_layers), speculative.draft_model_config.hf_config
+    named = auxiliary_layers(draft)
+    if named is not None and tuple(sorted(named)) != shown:
+        raise MedusaConfigError(
+            f"The drafter was trained on the target's layers {sorted(named)}, but vLLM shows it "
+            f"{list(shown)}."
+        )
+    compat.logger.info(
+        "EAGLE-3 drafts from the inputs of the target's layers %s, %s.",
+        ", ".join(map(str, shown)),
+        "as the drafter's config says" if named else "vLLM's default; its config names none",
+    )
+
+
+def check_vocabulary(target_ids: Tensor, vocab_size: int) -> None:
+    """Refuse a draft vocabulary that is no part of the target's: int64 [V_draft].
+
+    Raises:
+        MedusaConfigError: An id out of range, or named twice.
+
+    """
+    known = int(target_ids.unique().numel())
+    low, high = int(target_ids.min()), int(target_ids.max())
+    if low < 0 or high >= vocab_size or known != len(target_ids):
+        raise MedusaConfigError(
+            f'The drafter\'s "d2t" names token ids from {low} to {high}, {known} different ones '
+            f"for {len(target_ids)} draft tokens; the target has {vocab_size}. It was made for "
+            "another target, or is damaged."
+        )
+
+
+def unsupported_by_eagle(config: Any) -> Iterator[str]:
+    """What is refused beyond what trees of heads refuse, on the finished config."""
+    model, parallel, scheduler = (
+        config.model_config,
+        config.parallel_config,
+        config.scheduler_config,
+    )
+    beam = _beam(EngineOptions.of(config).tree)
+    scratch = scratch_of(beam)
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        if getattr(parallel, name) > 1:
+            yield f"{name} is {getattr(parallel, name)}; EAGLE's trees run in one process. Use 1."
+    if model.enable_prompt_embeds:
+        yield "prompt embeddings have no token ids, which EAGLE reads. Switch them off."
+    if model.is_multimodal_model or model.uses_mrope:
+        yield f"{model.model} takes more than text, which EAGLE's trees do not yet."
+    rows, most = scheduler.max_num_seqs * beam.width, scheduler.max_num_batched_tokens
+    if rows > most:
+        yield (
+            f"a level of {scheduler.max_num_seqs} requests (max_num_seqs) with {beam.width} nodes "
+            f"each has {rows} rows, and a step {most} at most (max_num_batched_tokens). Lower the "
+            "first, or the tree's width, or raise the last."
+        )
+    if config.num_lookahead_tokens < scratch:
+        yield (
+            f"the branches of a tree of width {beam.width} and depth {beam.depth} take "
+            f"{scratch} cache slots behind a request's tokens, and vLLM reserves "
+            f"{config.num_lookahead_tokens}. Take a narrower or shallower tree."
+        )
+    if scratch >= model.max_model_len:
+        yield (
+            f"the branches of a tree of width {beam.width} and depth {beam.depth} take "
+            f"{scratch} cache slots behind a request's tokens, and max_model_len is "
+            f"{model.max_model_len}. Take a narrower or shallower tree."
+        )
