@@ -259,6 +259,18 @@ class TestInterpreted(Cases):
         check(self.make([request_], heads=(1, 1), window=window))
         assert loaded.count(16) == unmasked
 
+    def test_control_no_integer_overflows(self):
+        """What kernels are interpreted with looks at every sum and product."""
+        import triton
+
+        @triton.jit
+        def twice(number):
+            number + number
+
+        twice[1,](2**30 - 1)
+        with pytest.raises(triton.runtime.errors.InterpreterError, match="add of int32"):
+            twice[1,](2**30)
+
     def test_small_tiles_give_the_same(self, monkeypatch):
         """Sixteen rows and sixteen keys a tile: every loop and every edge is met."""
         small = tiles.Tiles(16, 16, 4, 1)
