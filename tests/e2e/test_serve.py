@@ -107,6 +107,8 @@ def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
         "--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20),
         "--chat-template", str(folder / "chat.jinja"),
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
     ]  # fmt: skip
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -216,6 +218,35 @@ def test_request_options_travel_as_text(server: Server) -> None:
     assert ask('{"acceptance": "typical", "epsilon": 0.2}') == ask("lossless")
     with pytest.raises(openai.BadRequestError, match="typcal"):
         ask("typcal")
+
+
+def test_tool_calls(server: Server) -> None:
+    """What the model has to call holds to the schema, whole and streamed, and is drafted for."""
+    fields = {
+        "city": {"type": "string", "enum": ["Paris", "Berlin", "San Francisco"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+    }
+    schema = {"type": "object", "properties": fields, "required": list(fields)}
+    parameters = schema | {"additionalProperties": False}
+    function = {"name": "weather", "strict": True, "parameters": parameters}
+    asked = {
+        "model": "demo", "messages": CHATS[0], "temperature": 0, "max_tokens": 120,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    }  # fmt: skip
+    before = server.metric("spec_decode_num_accepted_tokens_total")[0]
+    reply = server.client.chat.completions.create(**asked)
+    assert reply.choices[0].message.tool_calls, reply
+    [call] = reply.choices[0].message.tool_calls
+    chunks = server.client.chat.completions.create(**asked, stream=True)
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    streamed = "".join(part.function.arguments or "" for part in parts)
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "weather" and arguments == json.loads(streamed)
+    assert arguments["city"] in fields["city"]["enum"] and arguments["days"] in range(1, 8)
+    tokens = reply.usage.completion_tokens
+    accepted = server.metric("spec_decode_num_accepted_tokens_total")[0] - before
+    assert accepted > tokens / 2  # of two answers; most of it the schema forces
 
 
 def test_metrics_count_drafts(server: Server) -> None:
