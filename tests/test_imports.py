@@ -98,6 +98,8 @@ def import_offences(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
                 yield f"{room} imports {dotted}"
         if room == "__init__" and top in ("torch", "vllm"):
             yield f"the package itself imports {top}"
+        if top == "transformers" and room != "worker" and node in getattr(tree, "body", ()):
+            yield "transformers, which takes seconds, is imported before it is needed"
 
 
 def place_offences(tree: ast.AST, path: PurePosixPath) -> Iterator[str]:
@@ -189,6 +191,7 @@ def test_the_scan_sees_the_package():
         ("kv/compaction.py", "from ..worker.v1 import runner", "kv imports worker"),
         ("plugin.py", "from vllm_medusa.worker import v1", "plugin imports worker"),
         ("cli/main.py", "x = 'vllm_medusa.worker.v1.runner:Runner'", "cli names worker by string"),
+        ("decode.py", "from transformers import DynamicCache", "transformers, which takes seconds"),
         ("proposer/__init__.py", "from vllm_medusa.sampler import x", "proposer imports sampler"),
         ("proposer/a.py", "from vllm_medusa.scorer import x", "proposer imports scorer"),
         ("scorer/cpu.py", "import vllm_medusa.sampler.path", "scorer imports sampler"),
@@ -239,6 +242,7 @@ def test_planted_offences_are_found(path, source, offence):
         ("offline/engine.py", "from vllm import LLM, SamplingParams"),
         ("cli/main.py", "print('a')"),
         ("training/data.py", "def f():\n    from vllm import LLM"),
+        ("training/data.py", "def f():\n    from transformers import AutoTokenizer"),
         ("__init__.py", "if TYPE_CHECKING:\n    from vllm_medusa.decode import decode"),
         ("decode.py", "import torch\nfrom vllm_medusa.kv import x\nfrom vllm_medusa import heads"),
         ("sampler/typical.py", "from vllm_medusa.sampler.path import Path\nfrom . import path"),

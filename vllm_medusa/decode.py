@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from vllm_medusa import kv, sampler
 from vllm_medusa.config import AcceptanceConfig
@@ -61,6 +60,8 @@ def decode(
         ValueError: There is no room for a token, or the model has layers that can't score a tree.
 
     """
+    from transformers import DynamicCache  # takes seconds to import
+
     limit = min(max_new_tokens, max_model_len - len(input_ids))
     if limit < 1:
         raise ValueError(

@@ -10,8 +10,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.budgets import ALGORITHMS, Curve, Limits, StepCost, curve
 from vllm_medusa.calibration.loading import check_folder, end_tokens, load
@@ -150,9 +148,10 @@ def _prompts(how: MeasureOptions, observations: Observations) -> tuple[list[list
             "the calibration's texts don't say at which temperature the target wrote them; say how "
             "to decode with --temperature."
         )
-    return prompt_ids(
-        how.prompts, AutoTokenizer.from_pretrained(how.target), how.limit
-    ), temperature
+    from transformers import AutoTokenizer  # takes seconds to import
+
+    tokenizer = AutoTokenizer.from_pretrained(how.target)
+    return prompt_ids(how.prompts, tokenizer, how.limit), temperature
 
 
 def _measure(

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.heads import MedusaHeads, load_heads
@@ -38,6 +37,8 @@ def load(
     if machine.dtype != "auto":
         dtype = getattr(torch, machine.dtype)
     elif device != "cpu":
+        from transformers import AutoConfig
+
         own = AutoConfig.from_pretrained(model).get_text_config().dtype
         dtype = own if own in (torch.bfloat16, torch.float16) else torch.float32
     target = Target.load(model, dtype=dtype, device=device, quantization=machine.quantization)
