@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,11 @@ if "VLLM_CACHE_ROOT" not in os.environ:  # else step costs of tests would be kep
     os.environ["VLLM_CACHE_ROOT"] = tempfile.mkdtemp(prefix="vllm-medusa-tests-")
     atexit.register(shutil.rmtree, os.environ["VLLM_CACHE_ROOT"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the network, nor waits for one
+STARTUP = str(Path(__file__).parent / "support" / "startup")
+if STARTUP not in sys.path:  # else this process has it already, and so have those that it starts
+    path = [STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    gc.set_threshold(50_000, 20, 20)
 # Some thirty processes import vLLM, which takes nine seconds longer without compiled files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
