@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from vllm_medusa.scorer.chains import first_rows, height, lay_out
 from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
-from vllm_medusa.tree.pool import Pool
 
 BUSHY = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]])
-POOL = Pool.from_tree(BUSHY)
 
 
 def root_path(parents: list[int], node: int) -> list[int]:
@@ -62,11 +60,14 @@ def test_one_tree_for_all(shape):
 @settings(deadline=None)
 def test_trees_of_their_own(shape, rng):
     counts, by_path = map(list, zip(*shape, strict=True))
-    orders = []
+    parents = []
     for _ in counts:
         order, open_nodes = [0], [1, 2]
         while open_nodes:
             order.append(open_nodes.pop(rng.randrange(len(open_nodes))))
             open_nodes += [n for n, p in enumerate(BUSHY.parents) if p == order[-1] and n]
-        orders.append(order[: max(counts)])
-    check(POOL.trees(torch.tensor(orders), torch.tensor(counts)), counts, by_path)
+        order = order[: max(counts)]
+        parents.append([-1, *(order.index(BUSHY.parents[node]) for node in order[1:])])
+    num_nodes = torch.tensor(counts)
+    tree = TreeBatch.from_parents(torch.tensor(parents), num_nodes, BUSHY.max_depth)
+    check(tree, counts, by_path)
