@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.eagle import Eagle3, commonest, new_drafter, train
+from support.eagle import Eagle1, Eagle3, commonest, new_drafter, train
 from support.eagle_steps import assert_dense, recorded_trees
 from support.engines import Prompt, complete, engine, greedy, metric, random_prompts
 from support.models import STOPS, VOCAB, save_model
@@ -153,6 +154,18 @@ def test_exact_beside_all_that_happens(case: Case, llm: LLM, plain: Any) -> None
     assert run(case, llm, plain, every=5) > 50
     assert metric(llm, "num_preemptions") > preempted
     assert metric(llm, "prefix_cache_hits") > hits
+
+
+def test_eagle_1(case: Case, plain: Any) -> None:
+    """It reads the last hidden state and has the target's LM head; never trained here."""
+    torch.manual_seed(1)
+    drafter = Eagle1(case.model)
+    folder = Path(case.folder).with_name("eagle-1")
+    config = asked(case, {"width": 3, "depth": 3}, budget=8)
+    config |= {"method": "eagle", "model": drafter.save(folder)}
+    with engine(case.target, config, block_size=32, enable_prefix_caching=True) as llm:
+        one = Case(case.target, case.model, drafter, str(folder), [], [])
+        assert run(one, llm, plain, every=4, some=slice(6)) > 20
 
 
 def entries_kept(patch: Patch) -> None:

@@ -1,4 +1,4 @@
-"""A small EAGLE-3 drafter in plain torch: the dense forward pass of a path, and its training.
+"""Small EAGLE drafters in plain torch: the dense forward pass of a path, and EAGLE-3's training.
 
 `overfit` makes one that knows a target's outputs by heart, so that drafts are accepted; what it has
 not seen it guesses at random.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,10 +29,14 @@ class Norm(nn.Module):
 class Layer(nn.Module):
     """One decoder layer whose first half of the input are embeddings."""
 
-    def __init__(self, hidden: int, heads: int, key_heads: int, head_size: int):
+    def __init__(
+        self, hidden: int, heads: int, key_heads: int, head_size: int, inputs: int | None = None
+    ):
         super().__init__()
         self.heads, self.key_heads, self.head_size = heads, key_heads, head_size
-        self.input_layernorm, self.hidden_norm = Norm(hidden), Norm(hidden)
+        if inputs is None:
+            self.input_layernorm, self.hidden_norm = Norm(hidden), Norm(hidden)
+        inputs = inputs or 2 * hidden
         self.post_attention_layernorm = Norm(hidden)
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -40,9 +44,9 @@ class Layer(nn.Module):
 
         self.self_attn = nn.ModuleDict(
             {
-                "q_proj": linear(2 * hidden, heads * head_size),
-                "k_proj": linear(2 * hidden, key_heads * head_size),
-                "v_proj": linear(2 * hidden, key_heads * head_size),
+                "q_proj": linear(inputs, heads * head_size),
+                "k_proj": linear(inputs, key_heads * head_size),
+                "v_proj": linear(inputs, key_heads * head_size),
                 "o_proj": linear(heads * head_size, hidden),
             }
         )
@@ -103,6 +107,14 @@ class Eagle3(nn.Module):
         self.norm = Norm(hidden)
         self.lm_head = nn.Linear(hidden, len(target_ids), bias=False)
 
+    def combine(self, features: Tensor) -> Tensor:
+        """What the target's hidden states are to the layer: [..., 3H] -> [..., H]."""
+        return self.fc(features)
+
+    def features(self, model: Any, ids: Tensor) -> Tensor:
+        """What it reads of a transformers target: int64 [B, T] -> [B, T, 3H]."""
+        return features_of(model, ids, self.layers)[0]
+
     def step(
         self, tokens: Tensor, states: Tensor, past: Any = (), seen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Any]:
@@ -133,7 +145,7 @@ class Eagle3(nn.Module):
             path: the nodes' tokens.
 
         """
-        states = self.fc(features)
+        states = self.combine(features)
         normed, hidden, cache = self.step(tokens[None], states[None])
         for token in path:
             tokens = torch.cat([tokens, torch.tensor([token])])
@@ -162,7 +174,7 @@ class Eagle3(nn.Module):
             "tie_word_embeddings": False,
             "bos_token_id": 0,
             "eos_token_id": 1,
-            "eagle_aux_hidden_state_layer_ids": self.layers,
+            "eagle_aux_hidden_state_layer_ids": self.layers or None,
             "dtype": "float32",
         }
         folder.mkdir(parents=True, exist_ok=True)
@@ -173,6 +185,54 @@ class Eagle3(nn.Module):
         tensors |= {"d2t": self.target_ids - torch.arange(len(self.target_ids)), "t2d": known}
         save_file(tensors, folder / "model.safetensors")
         return str(folder)
+
+
+class Eagle1(Eagle3):
+    """One without auxiliary states, that has the target's LM head: no `train` for it here."""
+
+    def __init__(self, model: Any, heads: int = 4, key_heads: int = 2, head_size: int = 32):
+        embedding = model.get_input_embeddings().weight
+        vocab, hidden = embedding.shape
+        super().__init__(embedding, torch.arange(vocab), (0, 1))
+        del self.midlayer, self.norm
+        self.layers = []
+        self.layer = Layer(hidden, heads, key_heads, head_size, inputs=hidden)
+        self.lm_head.weight = model.lm_head.weight
+
+    @property
+    def midlayer(self) -> Layer:
+        return self.layer
+
+    def combine(self, features: Tensor) -> Tensor:
+        return features
+
+    @torch.no_grad()
+    def features(self, model: Any, ids: Tensor) -> Tensor:
+        return model.model(ids).last_hidden_state
+
+    def step(
+        self, tokens: Tensor, states: Tensor, past: Any = (), seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Any]:
+        layer, length = self.layer, tokens.shape[1]
+        assert not past and seen is None
+        x = self.fc(torch.cat([self.embedding[tokens], states], -1))
+        query, key, value = layer.keys(x, torch.arange(length))
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        states = x + layer.attend(query, key, value, causal)
+        states = states + layer.feed(layer.post_attention_layernorm(states))
+        return states, states, (key, value)
+
+    def save(self, folder: Path, **changes: Any) -> str:
+        """Write SafeAILab's layout of EAGLE-1."""
+        path = super().save(folder, draft_vocab_size=None, **changes)
+        file = folder / "model.safetensors"
+        own = {
+            name.replace("layer.", "layers.0.", 1): tensor
+            for name, tensor in load_file(file).items()
+            if name not in ("lm_head.weight", "d2t", "t2d")
+        }
+        save_file(own, file)
+        return path
 
 
 @torch.no_grad()

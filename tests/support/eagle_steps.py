@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.eagle import Eagle3, features_of
+from support.eagle import Eagle3
 from vllm_medusa.proposer.candidates import Choices
 from vllm_medusa.scorer.layout import gather_tokens
 from vllm_medusa.worker.v1 import eagle
@@ -88,7 +88,7 @@ def assert_dense(grown: Grown, drafter: Eagle3, model: Any) -> int:
     """All guesses, keys and values of the first request are those of dense forward passes."""
     tokens, end = torch.tensor(grown.tokens[0]), int(grown.ends[0])
     assert len(tokens) == end + 1
-    features = features_of(model, tokens[None, :end], drafter.layers)[0][0]
+    features = drafter.features(model, tokens[None, :end])[0]
     assert grown.keys is not None and grown.values is not None
     paths: list[list[int]] = [[]]
     slot, checked = end, 0

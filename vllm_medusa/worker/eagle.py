@@ -150,9 +150,13 @@ def check_checkpoint(
             f"The drafter in {label} knows {draft_vocab} of {draft.vocab_size} tokens, but no "
             '"d2t" tells which. The checkpoint is incomplete.'
         )
-    layers = check_auxiliary_layers(draft, model_config.hf_text_config.num_hidden_layers, label)
+    if speculative.method == "eagle3":
+        num_layers = model_config.hf_text_config.num_hidden_layers
+        inputs = len(check_auxiliary_layers(draft, num_layers, label)) * of_target
+    else:
+        inputs = 2 * of_target
     for name, shape in (
-        ("fc.weight", (draft.hidden_size, len(layers) * of_target)),
+        ("fc.weight", (draft.hidden_size, inputs)),
         ("d2t", (draft_vocab,)),
         ("lm_head.weight", (draft_vocab, draft.hidden_size)),
     ):
@@ -161,10 +165,15 @@ def check_checkpoint(
             if found != shape:
                 raise MedusaConfigError(
                     f"{name} in {label} has the shape {list(found)}; with its config and this "
-                    f"target it would be {list(shape)}. It was made for another target."
+                    f"target it would be {list(shape)}. It was made for another target, or for "
+                    "another method."
                 )
         elif name == "fc.weight":
-            raise MedusaConfigError(f'{label} has no "{name}"; it is no EAGLE-3 drafter.')
+            raise MedusaConfigError(f'{label} has no "{name}"; it is no EAGLE drafter.')
+    if speculative.method == "eagle" and "fc.bias" in names:
+        raise MedusaConfigError(
+            f'{label} has biases in "fc", for which vLLM\'s EAGLE-1 has no place.'
+        )
 
 
 def scratch_of(beam: Beam) -> int:

@@ -11,7 +11,7 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker.overrides import override
 
 METHOD = "medusa"
-EAGLE = ("eagle3",)  # with a "tree"; without one they are vLLM's alone
+EAGLE = ("eagle", "eagle3")  # with a "tree"; without one they are vLLM's alone
 _CROWDED = "Consider increasing max_num_batched_tokens"  # what vLLM says of adapters and drafts
 
 
@@ -55,7 +55,7 @@ def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
         found = f"method is {method!r}" if method else "there is no method"
         raise MedusaConfigError(
             f"speculative_config has {', '.join(map(repr, ours)) or 'a name of Medusa'}, but "
-            f'{found}. Trees need "method": "medusa", or "eagle3" and a "tree".'
+            f'{found}. Trees need "method": "medusa", or "eagle" or "eagle3" and a "tree".'
         )
 
 

@@ -21,7 +21,7 @@ from vllm_medusa.tree.dynamic import MOST_DRAFTS, DynamicTree, widest_pool
 from vllm_medusa.worker import compat
 
 KEY = "medusa"
-EAGLE_METHODS = ("eagle3",)
+EAGLE_METHODS = ("eagle", "eagle3")
 ASYNC_ON_V1 = (
     "async scheduling would schedule before the path is accepted on vLLM's V1 model runner. Switch "
     "it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."

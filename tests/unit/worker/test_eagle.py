@@ -95,6 +95,7 @@ def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
         ({"tree": {"width": 3}, "budget": 0}, "budget is 0"),
         ({"num_speculative_tokens": 256}, "num_speculative_tokens is 256"),
         ({"lookup": True}, "unknown key 'lookup'"),
+        ({"method": "eagle"}, "or for another method"),
         ({"vllm": {"tensor_parallel_size": 2}}, "tensor_parallel_size is 2"),
         ({"vllm": {"enable_lora": True}}, "LoRA adapters"),
         ({"vllm": {"async_scheduling": True}}, "async scheduling"),
@@ -137,7 +138,7 @@ def test_drafters_of_others(
     ("name", "tensor", "words"),
     [
         ("d2t", None, 'no "d2t" tells which'),
-        ("fc.weight", None, "no EAGLE-3 drafter"),
+        ("fc.weight", None, "no EAGLE drafter"),
         ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "made for another target"),
     ],
 )
