@@ -25,6 +25,7 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "kernels": set(),  # whether Triton runs: asked by each room that has kernels
     "tree": set(),
     "budget": {"files"},
+    "lookup": set(),
     "heads": {"tree", "files"},
     "config": {"tree"},
     "proposer": {"tree", "heads", "kernels"},
@@ -38,7 +39,7 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
     "adapt": CORE | BASE | {"offline", "training", "calibration"},
     "explain": BASE | {"budget", "calibration", "config", "heads", "offline", "tree"},
-    "worker": CORE | {"budget", "plugin", "kernels"},
+    "worker": CORE | {"budget", "lookup", "plugin", "kernels"},
     "plugin": set(),  # names the worker by string
     "cli": CORE
     | BASE

@@ -227,6 +227,11 @@ class MedusaConfig(_Options):
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
         '{"max_rows": N}: tokens of a step at most, drafts included',
     )
+    lookup: bool = Field(
+        default=False,
+        description="true or false: copy from a request's own prompt and output too; without a "
+        '"model" copy only',
+    )
 
     @field_validator("model", mode="before")
     @classmethod
@@ -251,6 +256,22 @@ class MedusaConfig(_Options):
             raise MedusaConfigError(
                 f"{self.label} budget is {shown(budget)}, which is for dynamic trees, but a static "
                 '"tree" is named too; give one of them.'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sound_lookup(self) -> MedusaConfig:
+        if not self.lookup:
+            return self
+        if self.tree is not None:
+            raise MedusaConfigError(
+                f'{self.label} lookup is True, which needs dynamic trees, but a static "tree" is '
+                "named too; leave one of them out."
+            )
+        if self.revision is not None and self.model is None:
+            raise MedusaConfigError(
+                f'{self.label} revision is {self.revision!r}, but lookup without a "model" has no '
+                'heads; name them, or leave "revision" out.'
             )
         return self
 

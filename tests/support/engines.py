@@ -129,8 +129,7 @@ def generate(
     assert_counted(added(before, counts(llm)), results)
     config = llm.llm_engine.vllm_config
     if is_medusa(config.speculative_config):
-        tree = EngineOptions.of(config).tree
-        depth = min(tree.max_depth, tree.num_draft_tokens)
+        depth = EngineOptions.of(config).depth
         assert positions(llm) == depth
         told = [output.spec_decode_metrics for result in results for output in result.outputs]
         assert {len(each.histogram) for each in told if each is not None} <= {1 + depth}

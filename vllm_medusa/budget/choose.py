@@ -41,7 +41,7 @@ class Forecast:
         limits: [n] nodes that are drafted for a request at most.
         gain: [n] extra tokens of a step with them.
         rates: [n] tokens a millisecond with them.
-        plain: tokens a millisecond without drafts.
+        plain: tokens a millisecond without heads: plain steps, or such as verify what was copied.
         unused: share of steps before which heads ran, and no draft could be verified.
         heads: time of a step in which as many heads run as the best needs, against one without.
 
@@ -90,12 +90,13 @@ class NodeBudget:
             cost: learns from `observe`.
             outlook: learns from whoever sees drafts and what became of them.
             max_per_request: the most draft nodes that a request can have.
-            num_heads: that can run.
+            num_heads: that can run; 0: drafts can only be copied.
 
         """
         self.cost, self.outlook = cost, outlook
         self.max_per_request, self.num_heads = max_per_request, num_heads
-        self.limits = [n for n in LIMITS if n < min(num_heads, max_per_request)] + [max_per_request]
+        self.limits: list[int] = [n for n in LIMITS if n < min(num_heads, max_per_request)]
+        self.limits += [max_per_request] if num_heads else []
         self.drafting = False  # whether drafts pay, as of the last forecast
         self.expected_ratio = 1.0  # speed with drafts against plain steps, by that forecast
         self.tries = Tries()
@@ -172,7 +173,7 @@ class NodeBudget:
 
     def share_of(self, limits: Any) -> Any:
         """Share of the heads that run for so many nodes a request, 0 to 1."""
-        return np.minimum(limits, self.num_heads) / self.num_heads
+        return np.minimum(limits, self.num_heads) / max(self.num_heads, 1)
 
     def observe(self, rows: int, requests: int, heads: float, ms: float) -> None:
         """Learn what a step took; see `StepCost.observe`."""
@@ -196,17 +197,26 @@ class NodeBudget:
         key = (requests, most, self.cost.surprises)
         if self._known and self._known[0] == key and self._now - self._known_at < _FRESH:
             return self._known[1]
-        plain = requests / self.cost.ms(requests, requests, 0.0)
         sizes = self.cost.sizes(requests + 1, requests + most) - requests
+        plain = self._without_heads(requests, sizes)
         sizes, limits, gain = self._choices(requests, sizes)
         heads = self.share_of(limits)
         rates = (requests + gain) / self.cost.ms(requests + sizes, requests, heads)
         dearer = 1.0
         if len(rates):
-            dearer = self.cost.ms(requests, requests, heads[rates.argmax()]) * plain / requests
+            with_heads = self.cost.ms(requests, requests, heads[rates.argmax()])
+            dearer = with_heads / self.cost.ms(requests, requests, 0.0)
         self._known = key, Forecast(requests, sizes, limits, gain, rates, plain, heads=dearer)
         self._known_at = self._now
         return self._known[1]
+
+    def _without_heads(self, requests: int, sizes: npt.NDArray[np.int64]) -> float:
+        """Tokens a millisecond at best if no head runs."""
+        plain = float(requests / self.cost.ms(requests, requests, 0.0))
+        if not self.outlook.copies or not len(sizes):
+            return plain
+        tokens = requests + self.outlook.gain(requests, sizes, 0)
+        return max(plain, float((tokens / self.cost.ms(requests + sizes, requests, 0.0)).max()))
 
     def _best_rate(self, requests: int, free_rows: int) -> float:
         """Of the latest forecast, which may be a step old."""
@@ -219,7 +229,10 @@ class NodeBudget:
         self, requests: int, sizes: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
         """Numbers of nodes, limits of a request's that allow them, and what they would bring."""
-        within = [sizes[sizes <= requests * limit] for limit in self.limits]
+        if not self.limits:
+            return sizes[:0], sizes[:0], np.zeros(0)
+        more = requests * self.max_per_request if self.outlook.copies else 0
+        within = [sizes[sizes <= max(requests * limit, more)] for limit in self.limits]
         limits = np.repeat(self.limits, [len(some) for some in within])
         pairs = zip(within, self.limits, strict=True)
         gain = [self.outlook.gain(requests, some, limit) for some, limit in pairs]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vllm_medusa.budget.choose import NodeBudget
 from vllm_medusa.budget.cost import Floats
-from vllm_medusa.budget.outlook import KINDS, LIMITS, Outlook
+from vllm_medusa.budget.outlook import KINDS, LIMITS, Copied, Outlook
 
 
 class EvenOutlook(Outlook):
@@ -44,9 +44,9 @@ class EvenOutlook(Outlook):
         super()._forget_lines()
         self._even = None
 
-    def _age(self, requests: int, ranges: int) -> None:
+    def _age(self, requests: int, ranges: int, copied: bool = False) -> None:
         before = self._seen.sum(0)
-        super()._age(requests, ranges)
+        super()._age(requests, ranges, copied)
         aged = self._seen.sum(0) / before.clip(1e-9)
         ends = np.searchsorted(LIMITS, np.arange(self._places.shape[2]), side="right")
         self._places *= aged[ends]
@@ -57,8 +57,9 @@ class EvenOutlook(Outlook):
         octaves: Floats,
         kinds: npt.NDArray[np.integer],
         limit: int | None,
+        copied: Copied | None = None,
     ) -> None:
-        super()._remember(survival, octaves, kinds, limit)
+        super()._remember(survival, octaves, kinds, limit, copied)
         known = survival[:, :limit]
         more = max(0, known.shape[1] - self._places.shape[2])
         self._places = np.pad(self._places, ((0, 0), (0, 0), (0, more)))

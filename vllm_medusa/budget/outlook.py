@@ -9,6 +9,10 @@ kind of request, since greedy ones accept far more of the same drafts than sampl
 A step drafts a limited number of nodes a request, and says nothing of those beyond. So there is a
 histogram for each range of places (first, second, third and fourth, all others), as old as what was
 last seen of it.
+
+Drafts that were copied from a request's own text are free of charge, so they come with any limit,
+have a histogram of their own, and what they bring is brought without heads too. Their survivals
+are measured where they are found, and stay as they are.
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ import numpy.typing as npt
 from vllm_medusa.budget.cost import Floats
 
 Kinds = int | npt.NDArray[np.integer]
+Copied = npt.NDArray[np.bool_]
 
 KINDS = 4  # of requests; whoever observes says which is which
 LIMITS = (1, 2, 4)  # of a request's nodes, at which a range of places ends
+_COPIED = 1 + len(LIMITS)  # stands behind the ranges of places
 _OCTAVES, _PARTS = 10, 4  # of survivals from 1 down to 1/1024, and bins of each
 _BUCKETS = 6  # of the correction, an octave each; the last has all below
 _CENTERS = np.arange(_BUCKETS) + 0.5  # in octaves
@@ -47,7 +53,7 @@ class Outlook:
             taus: tokens per step with 1, 2, .. draft nodes of one request.
 
         """
-        shape = (KINDS, 1 + len(LIMITS), _OCTAVES * _PARTS)
+        shape = (KINDS, _COPIED + 1, _OCTAVES * _PARTS)
         self._count = np.zeros(shape)  # nodes by range of places and survival
         self._sum = np.zeros(shape)  # their survivals
         self._seen = np.zeros(shape[:2])  # requests' steps
@@ -69,6 +75,7 @@ class Outlook:
         accepted: Sequence[int] | npt.NDArray[np.integer] = (),
         kinds: Kinds = 0,
         limit: int | None = None,
+        copied: Copied | None = None,
     ) -> None:
         """Learn from a step.
 
@@ -76,9 +83,11 @@ class Outlook:
             survival: [B, K] of each request's drafts, best first, all that could be verified; 0
                 where a request has fewer.
             verified: [B] how many of them were; the best.
-            accepted: [B] how many were accepted. Both empty: nothing was verified.
+            accepted: [B] how many were accepted, copied ones not counted. Both empty: nothing was
+                verified.
             kinds: [B] of the requests, or of all, below `KINDS`.
             limit: nodes that were drafted for a request at most; None: all that there are.
+            copied: [B, K], where drafts were copied; None: there is no lookup.
 
         """
         survival = np.nan_to_num(np.asarray(survival, np.float64)).clip(0.0, 1.0)
@@ -86,9 +95,11 @@ class Outlook:
             return
         octaves, of = _octaves(survival), np.broadcast_to(kinds, len(survival))
         self._lines = []
-        self._remember(survival, octaves, of, limit)
+        self._remember(survival, octaves, of, limit, copied)
         if len(verified):
             nodes = np.arange(survival.shape[1])[None, :] < np.asarray(verified)[:, None]
+            if copied is not None:
+                nodes &= ~copied
             self._correct(survival * nodes, octaves, np.asarray(accepted, np.float64), of)
 
     def _remember(
@@ -97,21 +108,30 @@ class Outlook:
         octaves: Floats,
         kinds: npt.NDArray[np.integer],
         limit: int | None,
+        copied: Copied | None = None,
     ) -> None:
         ranges, shape = _ranges(limit), self._count.shape
         places = np.searchsorted(LIMITS, np.arange(survival.shape[1]), side="right")
         kept = (octaves < _OCTAVES) & (places < ranges)
+        if copied is not None:
+            places = np.searchsorted(LIMITS, (~copied).cumsum(1) - 1, side="right")
+            kept = (octaves < _OCTAVES) & ((places < ranges) | copied)
+            places = np.where(copied, _COPIED, places)
         bins = (octaves * _PARTS).astype(np.int64)
         bins += shape[2] * (places + shape[1] * kinds[:, None])
         values, bins = survival[kept], bins[kept]
-        self._age(len(survival), ranges)
+        self._age(len(survival), ranges, copied is not None)
         self._count += np.bincount(bins, None, self._count.size).reshape(shape)
         self._sum += np.bincount(bins, values, self._sum.size).reshape(shape)
-        self._seen[:, :ranges] += np.bincount(kinds, None, KINDS)[:, None]
+        seen = np.bincount(kinds, None, KINDS)
+        self._seen[:, :ranges] += seen[:, None]
+        if copied is not None:
+            self._seen[:, _COPIED] += seen
 
-    def _age(self, requests: int, ranges: int) -> None:
+    def _age(self, requests: int, ranges: int, copied: bool = False) -> None:
         """Forget some of what is known, of ranges without news less."""
         news = np.arange(self._seen.shape[1]) < ranges
+        news[_COPIED] = copied
         weight = np.exp(-requests / _WINDOW * np.where(news, 1.0, _IDLE))
         weight[~news & (self._seen.sum(0) <= _LEAST)] = 1.0
         self._count *= weight[:, None]
@@ -168,27 +188,39 @@ class Outlook:
         """Say that a step went by without drafts: what is known is older."""
         self._age(requests, 0)
 
-    def corrected(self, survival: npt.ArrayLike, kinds: Kinds = 0) -> Floats:
-        """Survivals as far as they are to be believed; ``kinds`` of one shape with them, or one."""
+    def corrected(
+        self, survival: npt.ArrayLike, kinds: Kinds = 0, copied: Copied | None = None
+    ) -> Floats:
+        """Survivals as far as they are to be believed; what else is given is of their shape."""
         survival = np.asarray(survival, np.float64)
         octaves, found = _octaves(survival), np.zeros_like(survival)
         for kind in np.unique(kinds):
             ratio = np.interp(octaves, _CENTERS, self._ratio[kind])
             found += np.where(np.equal(kinds, kind), survival * ratio, 0.0)
+        if copied is not None:
+            found = np.where(copied, survival, found)
         return found.clip(0.0, 1.0)
 
-    def gain_of(self, survival: npt.ArrayLike, kinds: Kinds = 0) -> Floats:
+    def gain_of(
+        self, survival: npt.ArrayLike, kinds: Kinds = 0, copied: Copied | None = None
+    ) -> Floats:
         """Expected extra tokens of a step by nodes of the whole batch: [K + 1], concave.
 
         Args:
             survival: of all drafts of the batch, in any order.
             kinds: of the requests they are for, or of all.
+            copied: which of them were; None: none.
 
         """
         values = np.asarray(survival, np.float64).ravel()
         of = np.broadcast_to(np.ravel(kinds), values.shape)
-        believed = [self._believed(np.sort(values[of == k])[::-1], k) for k in np.unique(of)]
-        best_first = np.sort(np.concatenate([[], *believed]))[::-1]
+        free = values[:0]
+        if copied is not None:
+            values, of, free = values[~copied], of[~copied], values[copied]
+        believed = [free] + [
+            self._believed(np.sort(values[of == k])[::-1], k) for k in np.unique(of)
+        ]
+        best_first = np.sort(np.concatenate(believed))[::-1]
         return np.concatenate([[0.0], np.cumsum(best_first)])
 
     def _believed(self, survival: Floats, kind: int) -> Floats:
@@ -202,12 +234,13 @@ class Outlook:
         Args:
             requests: of the batch.
             nodes: in all.
-            limit: nodes of a request at most, one of `LIMITS`; None: any number.
+            limit: nodes that heads draft for a request at most, one of `LIMITS`; None: any number;
+                0: copied ones alone.
 
         """
         if not self._lines:
             self._lines = self._draw_lines()
-        line = self._lines[_ranges(limit) - 1]
+        line = self._lines[_ranges(limit)]
         return requests * np.interp(np.asarray(nodes, np.float64) / requests, *line)
 
     def _draw_lines(self) -> list[tuple[Floats, Floats]]:
@@ -217,15 +250,17 @@ class Outlook:
         mean = total[filled] / count[filled]
         kinds, ranges, _ = np.nonzero(filled)
         worth, order = np.zeros_like(mean), np.argsort(-mean, kind="stable")
+        drafted = order[ranges[order] != _COPIED]
         for kind in np.unique(kinds):
-            those = order[kinds[order] == kind]
+            those = drafted[kinds[drafted] == kind]
             worth[those] = self._believed(mean[those], kind)
+        worth[ranges == _COPIED] = mean[ranges == _COPIED]
         order = np.argsort(-worth, kind="stable")
         worth, ranges = worth[order], ranges[order]
         count = count[filled][order]
         lines = []
-        for end in range(1, 1 + self._seen.shape[1]):
-            within = ranges < end
+        for end in range(1 + _COPIED):
+            within = (ranges < end) | (ranges == _COPIED)
             nodes, gain = (
                 np.concatenate([[0.0], each[within].cumsum()]) for each in (count, count * worth)
             )
@@ -236,6 +271,11 @@ class Outlook:
         """Relative standard deviation of a gain with so many nodes of a request at most."""
         seen = self._seen[:, : _ranges(limit)].sum(0).min()
         return _SPREAD / float(np.sqrt(max(seen, 1.0)))
+
+    @property
+    def copies(self) -> bool:
+        """Whether anything was copied of late."""
+        return bool(self._seen[:, _COPIED].any())
 
     @property
     def ratio(self) -> Floats:

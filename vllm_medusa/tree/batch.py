@@ -141,19 +141,22 @@ class TreeBatch:
             ancestors=self.ancestors[requests],
         )
 
-    def with_trees(self, requests: Tensor, parents: Tensor, num_nodes: Tensor) -> TreeBatch:
+    def with_trees(
+        self, requests: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int = 0
+    ) -> TreeBatch:
         """The same batch, with other trees for some requests.
 
         Args:
             requests: int64 [Q].
-            parents: int64 [Q, N] of their nodes, -1 for the root and padding; no deeper than
-                `max_depth`.
+            parents: int64 [Q, N] of their nodes, -1 for the root and padding.
             num_nodes: integer [Q].
+            max_depth: Bound of their depths, if they may be deeper than the batch's `max_depth`.
 
         """
         ancestors = dense_ancestors(parents)  # [Q, N, N]
         return replace(
             self,
+            max_depth=max(self.max_depth, max_depth),
             num_nodes=self.num_nodes.index_copy(0, requests, num_nodes),
             parents=self.parents.index_copy(0, requests, parents),
             depths=self.depths.index_copy(0, requests, ancestors.sum(-1) - 1),

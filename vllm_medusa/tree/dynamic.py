@@ -49,7 +49,7 @@ class Beam:
 class DynamicTree:
     """Stands where a static `TokenTree` can: every request and step has the best part of `pool`."""
 
-    pool: TokenTree | Beam
+    pool: TokenTree | Beam  # without a path: there is no drafter
     num_nodes: int  # that a request verifies at most, root included
     sharpness: tuple[float, ...] | None = None  # factor on each head's logits; None: 1
 
@@ -76,7 +76,7 @@ class DynamicTree:
         """Read what `to_dict` made."""
         sharpness, pool = plain["sharpness"], plain["pool"]
         return cls(
-            Beam(**pool) if isinstance(pool, dict) else TokenTree.from_paths(pool),
+            Beam(**pool) if isinstance(pool, dict) else TokenTree(tuple(map(tuple, pool))),
             plain["num_nodes"],
             None if sharpness is None else tuple(sharpness),
         )

@@ -20,7 +20,9 @@ class DepthScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._depth = EngineOptions.of(self.vllm_config).depth
+        options = EngineOptions.of(self.vllm_config)
+        self._depth = options.depth
+        self._drafted_depth = min(options.depth, options.tree.max_depth)  # without lookup
 
     def add_request(self, request: Request) -> None:
         """Take in a request whose steps are counted by depth, if they are counted."""

@@ -52,7 +52,8 @@ class MedusaDrafter:
         tree = self.options.tree
         if isinstance(tree, DynamicTree):
             assert isinstance(tree.pool, TokenTree)
-            self._pool = Pool.from_tree(tree.pool, self.device)
+            if self.has_heads:
+                self._pool = Pool.from_tree(tree.pool, self.device)
             if tree.sharpness is not None:
                 self._sharpness = torch.tensor(tree.sharpness, device=self.device)
         else:
@@ -61,12 +62,23 @@ class MedusaDrafter:
         self._target: Any = None
         self._shard: VocabShard | None = None  # None: this rank ranks the whole vocabulary
 
+    @property
+    def has_heads(self) -> bool:
+        """False where only what a request said before is drafted."""
+        return self.options.heads is not None
+
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads beside ``target_model``, whose LM head serves heads that store none.
 
         Of stored LM heads a tensor-parallel rank keeps its own rows only, and no others ever come
         to its device.
         """
+        if self.options.heads is None:
+            compat.logger.info(
+                "No Medusa heads, lookup only; dynamic trees have at most %d draft nodes.",
+                self.options.tree.num_draft_tokens,
+            )
+            return
         self._target = target_model
         self._adapted = adapted_heads(target_model)
         in_parts = sharding.num_ranks() > 1
@@ -85,12 +97,13 @@ class MedusaDrafter:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
         self.heads = arranged(heads, self.device, rows)
         compat.logger.info(
-            "Loaded %d of %d Medusa heads (format %s); %s %d draft nodes.",
+            "Loaded %d of %d Medusa heads (format %s); %s %d draft nodes%s.",
             heads.num_heads,
             info.num_heads,
             info.format,
             "the tree has" if self.tree is not None else "dynamic trees have at most",
             self.options.tree.num_draft_tokens,
+            ", lookup's among them" if self.options.lookup else "",
         )
 
     def buffers_for_sleep(self) -> nn.Module:

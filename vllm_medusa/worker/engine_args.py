@@ -50,7 +50,7 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
 
 def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
     """Our keys, or our name misspelt, can only mean Medusa; vLLM would name neither."""
-    ours = [key for key in ("tree", "acceptance", "budget") if key in asked]
+    ours = [key for key in ("tree", "acceptance", "budget", "lookup") if key in asked]
     if ours or (method is not None and method.strip().lower() == METHOD):
         found = f"method is {method!r}" if method else "there is no method"
         raise MedusaConfigError(
@@ -116,7 +116,7 @@ def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
                 default=None,
                 help="Medusa heads (folder, file or hub name) for tree speculation; the same as "
                 '--speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
-                "(tree, budget, acceptance, num_speculative_tokens) may be given beside it.",
+                "(tree, budget, lookup, acceptance, num_speculative_tokens) may be given too.",
             )
         return parser
 

@@ -38,10 +38,12 @@ class TreeDrafts(DraftTokenIds):
     survival: list[list[float]] = field(default_factory=list)
     # for requests that follow a grammar, which have no drafts above
     candidates: dict[str, Candidates] = field(default_factory=dict)
+    # who proposed each draft, see `lookup.merge`, for requests with any that was copied
+    proposed_by: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
-class _Offer:
+class Offer:
     """Drafts of a request that wait to be scheduled."""
 
     token_ids: list[int]
@@ -59,7 +61,7 @@ class GrammarScheduler(DepthScheduler, Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._offers: dict[str, _Offer] = {}
+        self._offers: dict[str, Offer] = {}
         self._fill_time = self._step_time = 0.0  # seconds, of a node's mask and of a step
         self._started = 0.0  # seconds, the step
         self._masks: Tensor | None = None  # int32 [rows of a step or more, ceil(V / 32)]
@@ -116,7 +118,7 @@ class GrammarScheduler(DepthScheduler, Scheduler):
             scheduled[req_id] = tokens + [-1] * (count - known)
             parents[req_id] = drafts.parents
             scheduler_output.num_invalid_spec_tokens[req_id] = count - known
-            self._offers[req_id] = _Offer(tokens, drafts.parents, constrained)
+            self._offers[req_id] = Offer(tokens, drafts.parents, constrained)
         told: Any = scheduler_output
         told.tree_parents = parents
 
@@ -138,7 +140,7 @@ class GrammarScheduler(DepthScheduler, Scheduler):
             else:  # no rule was given after all
                 drafts = candidates
             chosen[req_id] = drafts = drafts.first(most)
-            self._offers[req_id] = _Offer(drafts.token_ids, drafts.parents, constrained)
+            self._offers[req_id] = Offer(drafts.token_ids, drafts.parents, constrained)
         return chosen
 
     def offer(
@@ -214,7 +216,7 @@ class GrammarScheduler(DepthScheduler, Scheduler):
 
     def _allowed(self, request: Request, drafts: Candidates) -> Candidates:
         """What the grammar allows, as deep as heads draft and the request has a use for."""
-        depth = min(self._depth, request.max_tokens - request.num_output_tokens - 1)
+        depth = min(self._drafted_depth, request.max_tokens - request.num_output_tokens - 1)
         spell = self.structured_output_manager.tokenizer.convert_ids_to_tokens
         vocab = self.vllm_config.model_config.get_vocab_size()
         return choose(_grammar(request), drafts, depth, self._buffer(1)[:1], vocab, spell)

@@ -71,7 +71,13 @@ class TreeCounters:
         if budget is not None:
             classes = logger._counter_cls, logger._gauge_cls
             timed = not isinstance(budget, int)
-            self._steps = StepCounters(*classes, labelnames, per_engine_labelvalues, timed=timed)
+            self._steps = StepCounters(
+                *classes,
+                labelnames,
+                per_engine_labelvalues,
+                timed=timed,
+                copies=EngineOptions.of(vllm_config).lookup,
+            )
 
     def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         """Count a step."""

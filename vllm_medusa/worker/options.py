@@ -26,6 +26,10 @@ ASYNC_ON_V1 = (
     "async scheduling would schedule before the path is accepted on vLLM's V1 model runner. Switch "
     "it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
 )
+LOOKUP_ON_V2 = (
+    "The Medusa option lookup is True, which vLLM's V2 model runner doesn't have yet: its tokens "
+    'stay on the device. Set VLLM_USE_V2_MODEL_RUNNER=0, or leave "lookup" out.'
+)
 DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
@@ -40,17 +44,19 @@ _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the ta
 class EngineOptions:
     """What the workers need to know; resolved and checked."""
 
-    heads: str  # a local path; of an EAGLE drafter too
+    heads: str | None  # a local path, of an EAGLE drafter too; None: there are none
     revision: str | None
     tree: TokenTree | DynamicTree
     acceptance: AcceptanceConfig
     budget: Literal["auto"] | int | dict[str, int] | None = None  # None: a static tree
     taus: tuple[float, ...] = ()  # tokens per step with 1, 2, .. draft nodes; empty: not known
+    lookup: bool = False  # what a request said before is drafted too
 
     @property
     def depth(self) -> int:
         """The most draft tokens that a step can accept of a request."""
-        return min(self.tree.max_depth, self.tree.num_draft_tokens)
+        most = self.tree.num_draft_tokens
+        return most if self.lookup else min(self.tree.max_depth, most)
 
     @property
     def max_rows(self) -> int | None:
@@ -68,6 +74,7 @@ class EngineOptions:
             acceptance=AcceptanceConfig(**plain["acceptance"]),
             budget=plain["budget"],
             taus=tuple(plain["taus"]),
+            lookup=plain["lookup"],
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,6 +88,7 @@ class EngineOptions:
             "acceptance": self.acceptance.model_dump(mode="json"),
             "budget": self.budget,
             "taus": list(self.taus),
+            "lookup": self.lookup,
         }
 
 
@@ -126,6 +134,8 @@ def prepare(
     if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it too, without a remedy
         raise MedusaConfigError(ASYNC_ON_V1)
     config = MedusaConfig.from_speculative_config(merged(engine_args))
+    if config.lookup and on_v2:
+        raise MedusaConfigError(LOOKUP_ON_V2)
     options = resolve(config, model_config)
     if compat.on_cuda():
         choose_triton_attention(engine_args)
@@ -168,6 +178,11 @@ def prepare(
 
 def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
     """Look at the heads, check them against the target and choose the tree."""
+    if config.lookup and config.model is None:
+        none = DynamicTree(TokenTree(()), _most(config) + 1)
+        return EngineOptions(
+            None, None, none, config.acceptance, config.budget or "auto", lookup=True
+        )
     source = config.model or model_config.model
     if config.revision is not None and Path(source).exists():
         raise MedusaConfigError(
@@ -185,6 +200,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
             acceptance=config.acceptance,
             budget=config.budget or "auto",
             taus=info.taus,
+            lookup=config.lookup,
         )
     tree = TreeConfig.resolve(
         config.tree,
@@ -198,12 +214,18 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
 
 def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> DynamicTree:
     """The dynamic trees that the user and the heads make."""
-    most = config.num_speculative_tokens or MOST_DRAFTS
-    if isinstance(config.budget, int):
-        most = min(config.num_speculative_tokens or MAX_NODES - 1, config.budget)
+    most = _most(config)
     vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
     pool = widest_pool(info.num_heads, vocab_size)
-    return DynamicTree(pool, min(most + 1, pool.num_nodes), info.sharpness)
+    num_nodes = most + 1 if config.lookup else min(most + 1, pool.num_nodes)
+    return DynamicTree(pool, num_nodes, info.sharpness)
+
+
+def _most(config: MedusaConfig) -> int:
+    """Draft nodes of a request at most."""
+    if isinstance(config.budget, int):
+        return min(config.num_speculative_tokens or MAX_NODES - 1, config.budget)
+    return config.num_speculative_tokens or MOST_DRAFTS
 
 
 def merged(engine_args: Any) -> dict[str, Any]:

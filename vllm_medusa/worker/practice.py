@@ -16,6 +16,7 @@ from typing import Any
 from vllm.distributed import get_tp_group
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -24,6 +25,7 @@ from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import save_cost
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.grammar_scheduler import Offer
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.scheduler import TreeScheduler
 
@@ -68,6 +70,18 @@ class _Practice(TreeScheduler):
 
     def _learned(self) -> NodeBudget:
         return _Script(StepCost(self.most_rows()), Outlook(), self._most, self._num_heads)
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Where no heads draft, the drafts are made up as well: chains of any token."""
+        if self._num_heads:
+            super().update_draft_token_ids(draft_token_ids)
+            return
+        req_ids, nodes = draft_token_ids.req_ids, self.budget.nodes
+        nodes = min(nodes, self._next_rows()[0] // max(len(self.running), 1))
+        tokens, parents = [0] * nodes, list(range(nodes))
+        for req_id in req_ids:
+            self._offers[req_id] = Offer(tokens, parents, constrained=False)
+        self.offer(req_ids, [tokens] * len(req_ids), {})
 
     def _keep_costs(self) -> None:
         pass

@@ -30,6 +30,7 @@ class StepReport:
     measured_us: int = 0  # of these
     expected_us: int = 0  # of these
     chosen: int = 0  # nodes that the latest step was to verify
+    copied: int = 0  # accepted draft tokens that lookup alone proposed
     ratio: int = 0  # expected speed with drafts against plain steps, in thousandths
 
     def add(self, requests: int, nodes: int, *, prefill: bool, drafted: bool) -> None:
@@ -59,6 +60,7 @@ class StepReport:
 _COUNTERS = {  # field of `StepReport` -> name, what it counts, divided by
     "requests": ("step_requests", "Requests of all steps together.", 1),
     "nodes": ("nodes", "Draft nodes verified; also of requests that had ended meanwhile.", 1),
+    "copied": ("lookup_accepted_tokens", "Accepted draft tokens that lookup alone proposed.", 1),
     "timed": ("timed_steps", "Steps that step costs were learned from.", 1),
     "measured_us": ("measured_ms", "Milliseconds that the timed steps took.", 1e3),
     "expected_us": ("expected_ms", "Milliseconds that the timed steps should have taken.", 1e3),
@@ -85,6 +87,7 @@ class StepCounters:
         per_engine_labelvalues: dict[int, list[object]],
         *,
         timed: bool,
+        copies: bool = False,
     ) -> None:
         """Register them.
 
@@ -94,9 +97,10 @@ class StepCounters:
             labelnames: of every metric.
             per_engine_labelvalues: by the engine's index.
             timed: whether step costs are learned.
+            copies: whether there is lookup.
 
         """
-        left_out = set() if timed else _TIMED
+        left_out = (set() if timed else _TIMED) | (set() if copies else {"copied"})
         kinds = counter(
             name="vllm:medusa_steps",
             documentation="Steps by kind: tree (verified draft nodes), prefill (did more than "

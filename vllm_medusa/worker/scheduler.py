@@ -34,6 +34,7 @@ from vllm_medusa.budget.choose import NodeBudget
 from vllm_medusa.budget.cost import Floats, StepCost
 from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import cost_path, load_cost, save_cost
+from vllm_medusa.lookup.merge import BY_CHAIN
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker import compat
@@ -109,6 +110,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         options = EngineOptions.of(self.vllm_config)
         self._most = options.tree.num_draft_tokens  # of a request
         self._num_heads = options.tree.max_depth
+        self._copies = options.lookup
         self._max_rows = options.max_rows
         # what step costs are of, and where they are kept
         self.costs_of = costs_of(self.vllm_config) | {"rows": str(self.most_rows())}
@@ -122,6 +124,8 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         self._step: Step | None = None
         self._last: Step | None = None  # whose time ends when the next one starts
         self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
+        self._proposed_by: dict[str, list[int]] = {}  # see `lookup.merge`, of those with copies
+        self._of_copies: dict[str, int] = {}  # accepted drafts of the step that were copied
         self._drafted = self._most  # `Step.limit` when they were drafted
         self._kinds: list[int] = []  # of the running requests
         self._blocked = False  # requests wait although there were rows for them
@@ -156,9 +160,13 @@ class TreeScheduler(GrammarScheduler, Scheduler):
     ) -> Any:
         """Learn what was accepted; the rest is vLLM's."""
         step, self._step = self._step, None
+        self._of_copies = {}
         if step is not None and step.requests:
             nodes = sum(step.nodes.values())
-            self._report.add(step.requests, nodes, prefill=step.prefill, drafted=step.limit > 0)
+            drafted = step.limit > 0 and self._num_heads > 0
+            self._report.add(step.requests, nodes, prefill=step.prefill, drafted=drafted)
+            if self._proposed_by and nodes:
+                self._report.copied += self._accepted_copies(scheduler_output, model_runner_output)
         if step is not None and self._survival and self.budget is not None:
             self._learn_acceptance(self.budget, step, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
@@ -199,6 +207,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             for index in places:
                 own = chosen[req_ids[index]]
                 drafts[index], survival[index] = own.token_ids, own.survival
+        self._proposed_by = getattr(draft_token_ids, "proposed_by", None) or {}
         free, has_prefill = self._next_rows()
         if any(drafts):
             worth: Sequence[Sequence[float] | Floats] = survival
@@ -209,8 +218,16 @@ class TreeScheduler(GrammarScheduler, Scheduler):
                 outlook, sizes = self.budget.outlook, [len(values) for values in survival]
                 kinds = np.repeat([self._kind(req_id) for req_id in req_ids], sizes)
                 values = np.concatenate(survival)
-                total = self.budget.choose(outlook.gain_of(values, kinds), len(self.running), free)
-                worth = np.split(outlook.corrected(values, kinds), np.cumsum(sizes)[:-1])
+                copied = None
+                if self._proposed_by:
+                    by = [
+                        self._proposed_by.get(r, [0] * n)
+                        for r, n in zip(req_ids, sizes, strict=True)
+                    ]
+                    copied = np.concatenate(by) > 0
+                gain = outlook.gain_of(values, kinds, copied)
+                total = self.budget.choose(gain, len(self.running), free)
+                worth = np.split(outlook.corrected(values, kinds, copied), np.cumsum(sizes)[:-1])
             counts = share(worth, total)
             drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
         self._report.chosen = sum(map(len, drafts))
@@ -316,22 +333,46 @@ class TreeScheduler(GrammarScheduler, Scheduler):
                 self._kind(req_id),
                 step.nodes.get(req_id, 0),
                 len(output.sampled_token_ids[index]) - 1,
+                self._proposed_by.get(req_id),
+                self._of_copies.get(req_id, 0),
             )
             for req_id, values in self._survival.items()
-            if values
+            if (values or self._copies)
             and (index := output.req_id_to_index.get(req_id)) is not None
             and output.sampled_token_ids[index]
         ]
         self._survival = {}
         if not rows:
             return
-        survival = np.zeros((len(rows), max(len(values) for values, *_ in rows)))
-        for row, (values, *_) in enumerate(rows):
+        survival = np.zeros((len(rows), max(1, *(len(values) for values, *_ in rows))))
+        copied = np.zeros(survival.shape, np.bool_) if self._copies else None
+        for row, (values, *_, by, _) in enumerate(rows):
             survival[row, : len(values)] = values
-        _, kinds, verified, accepted = zip(*rows, strict=True)
+            if copied is not None and by is not None:
+                copied[row, : len(by)] = np.array(by) > 0
+        _, kinds, verified, accepted, _, of_copies = zip(*rows, strict=True)
         self._seen.accepted += sum(accepted)
-        told = (verified, accepted) if step.nodes else ((), ())
-        budget.outlook.observe(survival, *told, np.array(kinds), self._drafted)
+        drafted = np.array(accepted) - np.array(of_copies)
+        seen, right = (verified, drafted) if step.nodes else ((), ())
+        limit = self._drafted if self._num_heads else 0
+        budget.outlook.observe(survival, seen, right, np.array(kinds), limit, copied)
+
+    def _accepted_copies(self, scheduler_output: SchedulerOutput, output: Any) -> int:
+        """Accepted drafts of a step that lookup alone proposed."""
+        alone = 0
+        for req_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
+            by, index = self._proposed_by.get(req_id), output.req_id_to_index.get(req_id)
+            if by is None or index is None:
+                continue
+            accepted = output.sampled_token_ids[index][:-1]
+            chain = [(token, who) for token, who in zip(tokens, by, strict=False) if who]
+            pairs = itertools.takewhile(
+                lambda pair: pair[0][0] == pair[1], zip(chain, accepted, strict=False)
+            )
+            path = [who for (_, who), _ in pairs]
+            self._of_copies[req_id] = len(path)
+            alone += path.count(BY_CHAIN)
+        return alone
 
 
 def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> GrammarScheduler:
@@ -350,11 +391,12 @@ def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> GrammarSchedu
 def costs_of(config: Any) -> dict[str, str]:
     """What step costs depend on, as far as it is known beforehand."""
     model, parallel = config.model_config, config.parallel_config
-    beam = getattr(EngineOptions.of(config).tree, "pool", None)
-    return {
+    options = EngineOptions.of(config)
+    beam = getattr(options.tree, "pool", None)
+    found = {
         "target": absolute(str(model.model)),
         "revision": str(model.revision),
-        "heads": EngineOptions.of(config).heads,
+        "heads": options.heads or "",
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "device": f"{current_platform.get_device_name()} {platform.machine()}",
@@ -366,6 +408,7 @@ def costs_of(config: Any) -> dict[str, str]:
         "vllm": installed_vllm()[1] or "",
         **({"beam": str(beam)} if isinstance(beam, Beam) else {}),
     }
+    return found | {"lookup": "True"} if options.lookup else found
 
 
 class _Counts:

@@ -28,8 +28,9 @@ from vllm_medusa.worker.grammar import Candidates
 from vllm_medusa.worker.grammar_scheduler import TreeDrafts, tree_parents
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import CANDIDATES, follows_grammar
+from vllm_medusa.worker.v1.copies import Copies
 from vllm_medusa.worker.v1.requests import TypicalRequests
-from vllm_medusa.worker.v1.topologies import Topologies
+from vllm_medusa.worker.v1.topologies import Topologies, depth_of
 from vllm_medusa.worker.v1.verification import TreeVerifier
 from vllm_medusa.worker.weights import heads_left_out
 
@@ -42,6 +43,7 @@ class MedusaModelRunner(CPUModelRunner):
         self._options = EngineOptions.of(vllm_config)
         self._verifier = TreeVerifier(self.sampler)
         self._topologies: Topologies | None = None  # None: one static tree
+        self.copies: Copies | None = None  # None: no lookup
         self._survival: dict[str, list[float]] = {}  # of the drafts on their way to the scheduler
         self._candidates: dict[str, Candidates] = {}  # on their way too, see `follows_grammar`
         self._told: Mapping[str, list[int]] = {}  # parents of the step's drafts, from the scheduler
@@ -54,6 +56,9 @@ class MedusaModelRunner(CPUModelRunner):
             super().load_model(*args, **kwargs)
         if self.drafter.tree is None:
             self._topologies = Topologies(self._options.tree.max_depth)
+        if self._options.lookup:
+            vocab_size = self.model_config.get_vocab_size()
+            self.copies = Copies(vocab_size, self._options.tree.num_draft_tokens)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """Make sure that every layer's attention is the one with trees."""
@@ -134,7 +139,9 @@ class MedusaModelRunner(CPUModelRunner):
         hidden = self._drafts_from(step, verdict, scheduler_output, sampled_token_ids, *states)
         limit = scheduler_output.num_spec_tokens_to_schedule
         if self._topologies is not None:
-            return self._grow(hidden, sampled_token_ids, limit)
+            has_heads = self._options.heads is not None
+            drafts = self._grow(hidden, sampled_token_ids, limit if has_heads else 0)
+            return self._copy(drafts, sampled_token_ids, self._topologies)
         proposal = self.drafter.propose(hidden)[:, :limit]
         parents = self.drafter.tree.parents[1 : limit + 1].tolist()
         drafts = []
@@ -194,6 +201,24 @@ class MedusaModelRunner(CPUModelRunner):
                 drafts[index], self._survival[name] = tokens[row][kept], survival[row][kept]
         return drafts
 
+    def _copy(
+        self, drafts: list[list[int]], sampled_token_ids: Any, topologies: Topologies
+    ) -> list[list[int]]:
+        """The drafts, with what requests that follow no grammar may copy."""
+        copies, batch = self.copies, self.input_batch
+        if copies is None:
+            return drafts
+        copies.begin(self.requests, len(drafts))
+        for index, (req_id, said) in enumerate(zip(batch.req_ids, sampled_token_ids, strict=True)):
+            copies.lookup.learn(req_id, said)
+            depth = self._useful_depth(req_id) if said else 0
+            if depth > 0 and not follows_grammar(self._params(req_id)):
+                survival = self._survival.get(req_id, [])
+                drafts[index], self._survival[req_id] = copies.extend(
+                    batch, index, depth, drafts[index], survival, topologies
+                )
+        return drafts
+
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts for the scheduler; dynamic ones with their survivals."""
         drafts = super().take_draft_token_ids()
@@ -201,7 +226,8 @@ class MedusaModelRunner(CPUModelRunner):
             return None
         survival = [self._survival.get(req_id, []) for req_id in drafts.req_ids]
         candidates, self._candidates = self._candidates, {}
-        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival, candidates)
+        by = {} if self.copies is None else self.copies.proposed_by
+        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival, candidates, by)
 
     def _useful_depth(self, req_id: str) -> int:
         """How deep a node can be and still give a token that the request keeps; 0: no drafts."""
@@ -231,7 +257,8 @@ class MedusaModelRunner(CPUModelRunner):
             own = told[req_ids[row]]
             parents[place, 1 : 1 + len(own)] = torch.tensor(own)
         index = torch.tensor(chosen)
-        return batch.with_trees(index, parents, num_nodes[index])
+        deepest = max(depth_of(told[req_ids[row]]) for row in chosen)
+        return batch.with_trees(index, parents, num_nodes[index], deepest)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """The heads take no positions; the scheduler cuts drafts at max_model_len by request."""

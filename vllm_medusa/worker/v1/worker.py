@@ -36,4 +36,6 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
         from vllm_medusa.worker.practice import measure_step_costs
 
         measure_step_costs(self)
+        if (copies := self.model_runner.copies) is not None:
+            copies.forget()  # made-up requests say nothing of a user's
         return super().compile_or_warm_up_model()

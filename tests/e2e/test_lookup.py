@@ -1,0 +1,170 @@
+"""Lookup in whole engines: plain vLLM's tokens, whatever is copied, and more of them a step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support.budgets import budget_of, fickle
+from support.demo import HEADS, TARGET, demo_prompts
+from support.engines import Completion, complete, engine, greedy, metric, random_prompts
+from support.models import VOCAB
+from support.reference import NEAR_TIE, differing, plain_greedy, top_gap
+from support.spies import recorded_steps, tree_rows
+from vllm import LLM, SamplingParams
+
+from vllm_medusa.config import MedusaConfig, MedusaConfigError
+from vllm_medusa.lookup import lookup as room
+from vllm_medusa.lookup import merge
+from vllm_medusa.worker import practice
+from vllm_medusa.worker.v1.copies import Copies
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 32
+Patch = pytest.MonkeyPatch
+
+
+def mixed(count: int, first: int = 0) -> list[SamplingParams]:
+    """Every third request samples, some with penalties or logprobs."""
+    sampled = {"temperature": 0.8, "presence_penalty": 0.3, "logprobs": 1}
+    return [
+        greedy(TOKENS, **(sampled if place % 3 == 2 else {}), seed=first + place)
+        for place in range(count)
+    ]
+
+
+class Planted:
+    """In place of what lookup finds: the future of a chaotic text, wrong now and then."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self._rng = random.Random(0)
+        self._after = {tuple(text[i - 6 : i]): text[i:] for text in texts for i in range(6, 1000)}
+        self.shift = 0  # tokens by which it is off
+
+    def match(self, tokens: np.ndarray) -> tuple[int, int]:
+        return (20, len(tokens) - 6) if tuple(tokens[-6:].tolist()) in self._after else (0, 0)
+
+    def continuation(self, tokens: np.ndarray, start: int, count: int, _: int) -> np.ndarray:
+        future = self._after[tuple(tokens[start:].tolist())][self.shift :][:count]
+        return np.array([t if self._rng.random() < 0.95 else 3 for t in future], dtype=np.int64)
+
+
+@pytest.fixture(scope="module")
+def expected(chaotic_llama: str) -> tuple[list[list[int]], list[Completion]]:
+    """Of plain vLLM; some prompts are the beginning of others."""
+    with engine(chaotic_llama) as llm:
+        prompts = random_prompts(14, VOCAB, shortest=8, longest=120)
+        prompts += [[*prompt[:70], 5, 6] for prompt in prompts if len(prompt) > 80]
+        prompts = plain_greedy(llm, prompts, TOKENS).prompts
+        return prompts, complete(llm, prompts, mixed(len(prompts)))
+
+
+@pytest.fixture(scope="module")
+def llm(chaotic_llama: str, expected: Any) -> Iterator[LLM]:
+    """No heads. Few blocks, so that requests are preempted; step costs are measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(practice, "SECONDS", 0.3)
+        config = {"method": "medusa", "lookup": True}
+        blocks = {"block_size": 32, "num_gpu_blocks_override": 34, "enable_prefix_caching": True}
+        with engine(chaotic_llama, config, **blocks) as llm:
+            yield llm
+
+
+def run(llm: LLM, expected: Any, patch: Patch, shift: int = 0) -> tuple[float, int]:
+    """Accepted drafts of a step of a request, and the most in one step."""
+    prompts, completions = expected
+    texts = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
+    planted = Planted(texts)
+    planted.shift = shift
+    patch.setattr(room, "longest_match", planted.match)
+    patch.setattr(room, "continuation", planted.continuation)
+    fickle(patch, llm, preempting=True)
+    with recorded_steps() as steps:
+        got = complete(llm, prompts, mixed(len(prompts)))
+    assert differing(completions, got) == []
+    accepted = [row.accepted for row in tree_rows(steps)]
+    return float(np.mean(accepted or 0)), max(accepted, default=0)
+
+
+def test_long_chains_are_verified(llm: LLM, expected: Any, monkeypatch: Patch) -> None:
+    """Deeper than any heads reach, beside plain rows and prefills, after preemptions too."""
+    assert budget_of(llm).cost.steps > 10  # made-up chains were timed
+    before = metric(llm, "num_preemptions"), metric(llm, "lookup_accepted_tokens")
+    mean, most = run(llm, expected, monkeypatch)
+    assert mean > 2 and most > 10
+    assert metric(llm, "num_preemptions") > before[0]
+    all_accepted = metric(llm, "spec_decode_num_accepted_tokens")
+    assert 0 < metric(llm, "lookup_accepted_tokens") - before[1] <= all_accepted
+
+
+def below_the_root(patch: Patch) -> None:
+    """Every node of a chain hangs below the root."""
+    own = merge.merge
+
+    def wrong(*args: Any) -> Any:
+        found = own(*args)
+        return type(found)(
+            found.token_ids, np.minimum(found.parents, 0), found.survival, found.proposed_by
+        )
+
+    patch.setattr(room, "merge", wrong)
+
+
+@pytest.mark.parametrize("control", [below_the_root, 1], ids=["wrong parent", "one token off"])
+def test_a_wrong_chain_costs_acceptance(
+    llm: LLM, expected: Any, monkeypatch: Patch, control: Callable[[Patch], None] | int
+) -> None:
+    """Never equality: whatever the tree, it is walked as it was attended."""
+    right, _ = run(llm, expected, monkeypatch)
+    if callable(control):
+        control(monkeypatch)
+    shift = control if isinstance(control, int) else 0
+    assert run(llm, expected, monkeypatch, shift)[0] < 0.6 * right
+
+
+def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
+    """On texts that repeat themselves more is accepted than with heads alone, tokens are equal."""
+    prompts = demo_prompts(0, 8)
+    with engine(TARGET) as llm:
+        first = complete(llm, prompts, greedy(TOKENS))
+        asked = [[*p, *c.token_ids, *p] for p, c in zip(prompts, first, strict=True)]
+        given = [{"prompt_token_ids": prompt} for prompt in asked]
+        results = llm.generate(given, greedy(TOKENS, logprobs=2), use_tqdm=False)
+        sound = [min(map(top_gap, r.outputs[0].logprobs)) > NEAR_TIE for r in results]
+        asked = [prompt for prompt, keep in zip(asked, sound, strict=True) if keep]
+        plain = complete(llm, asked, mixed(len(asked), 100))
+    config = {"method": "medusa", "model": HEADS, "lookup": True, "budget": 12}
+
+    def steps(llm: LLM) -> int:
+        got = complete(llm, asked, mixed(len(asked), 100))
+        assert differing(plain, got) == []
+        return sum(len(each.accepted) for each in got)
+
+    with engine(TARGET, config) as llm:
+        both = steps(llm)
+        copied = metric(llm, "lookup_accepted_tokens")
+        assert 0 < copied < metric(llm, "spec_decode_num_accepted_tokens")
+        monkeypatch.setattr(
+            Copies, "extend", lambda _, batch, i, depth, drafts, survival, __: (drafts, survival)
+        )
+        assert both < 0.7 * steps(llm)
+        assert metric(llm, "lookup_accepted_tokens") == copied
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tree": [[0]]}, ["static", "leave one of them out"]),
+        ({"revision": "main"}, ['"model"', "no heads"]),
+        ({"lookup": 3}, ["lookup is 3", "true or false"]),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(MedusaConfigError) as refused:
+        MedusaConfig.from_speculative_config({"lookup": True} | options)
+    for word in words:
+        assert word in str(refused.value)
