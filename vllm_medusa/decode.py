@@ -18,7 +18,7 @@ from torch import Tensor
 from vllm_medusa import kv, sampler
 from vllm_medusa.config import AcceptanceConfig
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.proposer.dynamic import propose_tree
+from vllm_medusa.proposer.drafts import propose_tree
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.tree.topology import TokenTree
@@ -40,7 +40,7 @@ class DecodeResult:
 @torch.inference_mode()
 def decode(
     model: Any,  # causal LM of transformers, attention layers only, "sdpa" or "eager"
-    heads: MedusaHeads,
+    heads: MedusaHeads,  # Hydra's too, the model's embedding bound
     tree: TokenTree | DynamicTree,
     input_ids: Tensor,  # int64 [prompt length]
     max_new_tokens: int,
@@ -98,7 +98,8 @@ def decode(
         base = cache.get_seq_length()  # the root's position
         # Propose: head h guesses the nodes of depth h + 1 from the state that gave the root.
         useful = limit - len(tokens) - 1  # the step's last token needs no node
-        drafts, whole = propose_tree(heads, hidden, tree, model.get_output_embeddings(), useful)
+        lm_head = model.get_output_embeddings()
+        drafts, whole = propose_tree(heads, hidden, root, tree, lm_head, useful)
         n = min(int(whole.num_nodes), max_model_len - base - 1)
         batch = replace(whole.prefix(n), num_nodes=torch.tensor([n], device=device))
         token_ids = torch.cat([root[None], drafts[:, 1:n]], 1)  # int64 [1, n]

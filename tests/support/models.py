@@ -97,17 +97,29 @@ def save_fitted_heads(
     assert weight is not None
     for head in range(num_heads):
         token = torch.tensor([future[head] for future in futures])
-        rank = torch.randint(worst_rank + 1, (count,), generator=generator)
-        wanted = torch.zeros(count, vocab, dtype=torch.float64)
-        order = torch.rand(count, vocab, generator=generator)
-        order.scatter_(1, token[:, None], -1.0)  # never before itself
-        before = order.topk(worst_rank).indices
-        for place in range(worst_rank):
-            better = (place < rank).to(wanted.dtype) * (2 + worst_rank - place)
-            wanted.scatter_(1, before[:, place : place + 1], better[:, None])
-        wanted.scatter_(1, token[:, None], 1.0)
-        solution = torch.linalg.lstsq(states.to(torch.float64), wanted).solution  # [H, V]
         with torch.no_grad():
-            weight[head].copy_(solution.T)
+            weight[head].copy_(fitted_lm_head(states, token, vocab, worst_rank, generator))
     save_heads(folder, heads)
     return str(folder)
+
+
+def fitted_lm_head(
+    states: torch.Tensor,  # [M, H]
+    token: torch.Tensor,  # int64 [M]
+    vocab: int,
+    worst_rank: int,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """The matrix [V, H] that gives each state's token a random rank, solved for."""
+    count = len(token)
+    rank = torch.randint(worst_rank + 1, (count,), generator=generator)
+    wanted = torch.zeros(count, vocab, dtype=torch.float64)
+    order = torch.rand(count, vocab, generator=generator)
+    order.scatter_(1, token[:, None], -1.0)  # never before itself
+    before = order.topk(worst_rank).indices
+    for place in range(worst_rank):
+        better = (place < rank).to(wanted.dtype) * (2 + worst_rank - place)
+        wanted.scatter_(1, before[:, place : place + 1], better[:, None])
+    wanted.scatter_(1, token[:, None], 1.0)
+    solution: torch.Tensor = torch.linalg.lstsq(states.to(torch.float64), wanted).solution
+    return solution.T

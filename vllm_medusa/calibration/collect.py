@@ -82,9 +82,11 @@ def collect(
         path = work / f"batch-{number:06}.safetensors"
         seen = _load(path)
         if seen is None:
-            rows, labels = _rows(texts, batch, [spans[n] for n in members], heads, hidden_states)
+            chosen = [spans[n] for n in members]
+            rows, labels = _rows(texts, batch, chosen, heads, hidden_states)
+            after = torch.cat([_following(texts[s[0]], s, heads.num_heads) for s in chosen])
             closely = torch.cat([close[n] for n in members]).to(rows.device)
-            seen = observe(heads, rows, labels, num_ranks, lm_head, closely)
+            seen = observe(heads, rows, labels, num_ranks, lm_head, closely, after.to(rows.device))
             save_arrays(path, vars(seen))
         parts.append(seen)
         order += members
@@ -164,6 +166,13 @@ def _labels(text: Record, span: Span, num_heads: int) -> Tensor:
     index = torch.arange(start, stop)[:, None] + torch.arange(num_heads) + 2
     ids = torch.tensor(text.token_ids)
     return torch.where(index < end, ids[index.clamp_max(len(ids) - 1)], NO_LABEL)
+
+
+def _following(text: Record, span: Span, num_heads: int) -> Tensor:
+    """int64 [T, K]: tokens t + h + 1 of the text, any behind its end."""
+    _, start, stop, _ = span
+    index = torch.arange(start, stop)[:, None] + torch.arange(num_heads) + 1
+    return torch.tensor(text.token_ids)[index.clamp_max(len(text.token_ids) - 1)]
 
 
 def _observations(texts: Sequence[Record], spans: Sequence[Span], seen: Seen) -> Observations:

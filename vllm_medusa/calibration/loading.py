@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from vllm_medusa.calibration import CalibrationError
-from vllm_medusa.heads import MedusaHeads, load_heads
+from vllm_medusa.heads import HydraHeads, MedusaHeads, load_heads
 from vllm_medusa.training.options import MachineOptions
 from vllm_medusa.training.target import Target
 
@@ -49,6 +49,8 @@ def load(
         dtype=dtype,
         device=target.device,
     )
+    if isinstance(loaded, HydraHeads):
+        loaded.use_target_embedding(target.embedding_weight)
     return target, loaded, dtype
 
 

@@ -44,6 +44,7 @@ def observe(
     num_ranks: int,
     lm_head: Logits | None,
     closely: Tensor,  # bool [n]
+    path: Tensor | None = None,  # int64 [n, K], the tokens after each position, for Hydra heads
 ) -> Seen:
     """Rank the tokens that came among the heads' logits, ties as the proposer breaks them."""
     count, num_heads = labels.shape
@@ -53,7 +54,8 @@ def observe(
     parts = []
     for first in range(0, count, size):
         rows = slice(first, first + size)
-        logits = heads.compute_logits(heads(hidden_states[rows]), lm_head).float()  # [c, K, V]
+        states = heads(hidden_states[rows], None, None if path is None else path[rows])
+        logits = heads.compute_logits(states, lm_head).float()  # [c, K, V]
         parts.append(_look(logits, labels[rows], num_ranks, closely[rows]))
     return Seen(*(torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True)))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
 from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
 from vllm_medusa.heads.packed import Linear, MakeLinear, PackedHeads
 
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 __all__ = [
     "HeadsError",
     "HeadsInfo",
+    "HydraHeads",
     "LMHead",
     "Linear",
     "MakeLinear",
     "MedusaHeads",
     "PackedHeads",
+    "PackedHydra",
     "ResBlock",
     "TargetMatch",
     "load_heads",

@@ -19,9 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_medusa.files import new_file, new_path
-from vllm_medusa.heads.files import HEADS_FILES, read_json
+from vllm_medusa.heads import hydra_files
+from vllm_medusa.heads.files import HEADS_FILES, find_checkpoint, read_json
 from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_name
-from vllm_medusa.heads.info import FLOATS, HeadsInfo, check_vocab, open_heads, read_token_map
+from vllm_medusa.heads.hydra import HydraHeads
+from vllm_medusa.heads.info import FLOATS, HeadsInfo, check_vocab, read_heads, read_token_map
 from vllm_medusa.heads.model import HeadsError, MedusaHeads, ResBlock
 
 FORMAT_VERSION = 1  # of config.json's "medusa" object
@@ -32,7 +34,10 @@ def peek_heads(source: str | Path, *, revision: str | None = None) -> HeadsInfo:
 
     Raises `HeadsError` for anything `load_heads` would refuse on names, shapes or dtypes.
     """
-    return open_heads(source, revision)[2]
+    files = find_checkpoint(source, revision)
+    if hydra_files.is_hydra(files.files):
+        return hydra_files.describe(files)
+    return read_heads(files)[2]
 
 
 def load_heads(
@@ -59,7 +64,20 @@ def load_heads(
     Raises `HeadsError` naming the tensor that is missing, left over, of the wrong shape or dtype,
     not finite, or too large for ``dtype``.
     """
-    files, layout, info = open_heads(source, revision)
+    files = find_checkpoint(source, revision)
+    if hydra_files.is_hydra(files.files):
+        hydra, info = hydra_files.load(
+            files,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            dtype=dtype,
+            device=device,
+            max_heads=max_heads,
+        )
+        if lm_head_weight is not None and hydra.shared_lm_head:
+            hydra.use_target_lm_head(lm_head_weight)
+        return hydra, info
+    _, layout, info = read_heads(files)
     if info.hidden_size != hidden_size:
         raise HeadsError(
             f"{files.label} was made for a target of hidden size {info.hidden_size}; this one has "
@@ -122,6 +140,8 @@ def save_heads(
             raise HeadsError(f"{folder} already holds {name}, which readers prefer: save elsewhere")
     tensors = _named_tensors(heads)
     if lm_head_weight is not None:
+        if isinstance(heads, HydraHeads):
+            raise HeadsError("a copy of the LM head is for Medusa heads: Hydra's names have none")
         if not heads.shared_lm_head:
             raise HeadsError("lm_head_weight is only for heads that store no LM head")
         rows = lm_head_weight.detach()[: heads.vocab_size]
@@ -133,15 +153,7 @@ def save_heads(
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     extra = dict(config or {})
-    document = layout_config(
-        num_heads=heads.num_heads,
-        num_layers=heads.num_layers,
-        hidden_size=heads.hidden_size,
-        vocab_size=heads.vocab_size,
-        draft_vocab_size=heads.draft_vocab_size,
-        bias=heads.has_bias,
-        single_lm_head=heads.num_lm_heads != heads.num_heads,
-    )
+    document = _config_of(heads)
     if base := extra.pop("base_model_name_or_path", None):
         document["base_model_name_or_path"] = base
     document["medusa"] = {"format_version": FORMAT_VERSION, **extra}
@@ -151,6 +163,20 @@ def save_heads(
     with new_file(folder / "config.json") as file:
         file.write(text)
     return folder
+
+
+def _config_of(heads: MedusaHeads) -> dict[str, Any]:
+    if isinstance(heads, HydraHeads):
+        return hydra_files.config_of(heads)
+    return layout_config(
+        num_heads=heads.num_heads,
+        num_layers=heads.num_layers,
+        hidden_size=heads.hidden_size,
+        vocab_size=heads.vocab_size,
+        draft_vocab_size=heads.draft_vocab_size,
+        bias=heads.has_bias,
+        single_lm_head=heads.num_lm_heads != heads.num_heads,
+    )
 
 
 def layout_config(
@@ -221,6 +247,8 @@ def config_text(document: Mapping[str, Any], label: object) -> str:
 
 def _named_tensors(heads: MedusaHeads) -> dict[str, Tensor]:
     """Canonical names to views of the heads' tensors."""
+    if isinstance(heads, HydraHeads):
+        return hydra_files.named_tensors(heads)
     tensors: dict[str, Tensor] = {}
     for layer, block in enumerate(heads.blocks):
         assert isinstance(block, ResBlock)

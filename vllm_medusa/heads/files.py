@@ -25,7 +25,12 @@ from vllm_medusa.heads.formats import head_names, holds_heads, is_head_tensor
 from vllm_medusa.heads.model import HeadsError
 
 # Looked for in this order: heads alone come before whole models, safetensors before pickles.
-HEADS_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+HEADS_FILES = (
+    "medusa_lm_head.safetensors",
+    "medusa_lm_head.pt",
+    "hydra_lm_head.safetensors",
+    "hydra_lm_head.pt",
+)
 MODEL_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",

@@ -22,7 +22,7 @@ _INTEGERS = (torch.int32, torch.int64)
 class HeadsInfo:
     """A checkpoint's sizes and origin. Sizes come from the tensors, not from ``config.json``."""
 
-    format: str  # "v1", "v2", "vllm" or "full"
+    format: str  # "v1", "v2", "vllm", "full" or "hydra"
     num_heads: int
     num_layers: int
     hidden_size: int
@@ -64,6 +64,11 @@ class HeadsInfo:
         return found if len(found) == self.num_heads and all(0 < x < 100 for x in found) else None
 
     @property
+    def is_hydra(self) -> bool:
+        """Whether these are Hydra heads, which see the branch."""
+        return self.format == "hydra"
+
+    @property
     def shared_lm_head(self) -> bool:
         """Whether the heads use the target's LM head."""
         return self.num_lm_heads == 0
@@ -81,7 +86,16 @@ def open_heads(
 
     Raises `HeadsError` naming the tensor that is not as it must be.
     """
-    files = find_checkpoint(source, revision)
+    return read_heads(find_checkpoint(source, revision))
+
+
+def read_heads(files: CheckpointFiles) -> tuple[CheckpointFiles, Layout, HeadsInfo]:
+    """The same of a checkpoint that was found."""
+    if any("hydra_mlp." in name for name in files.files):
+        raise HeadsError(
+            f"{files.label} holds Hydra heads, and Medusa's are asked for. Engines, calibrate and "
+            "tree take both kinds"
+        )
     layout = read_layout(files.files, files.config, files.label)
     return files, layout, _describe(files, layout)
 

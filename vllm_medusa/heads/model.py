@@ -180,8 +180,13 @@ class MedusaHeads(nn.Module):
                 part = whole.detach()[:, rows].clone()
                 setattr(self, name, nn.Parameter(part, requires_grad=False))
 
-    def forward(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
-        """Residual layers of the first ``num_heads`` heads: [B, H] -> [B, K, H]."""
+    def forward(
+        self, hidden_states: Tensor, num_heads: int | None = None, path: Tensor | None = None
+    ) -> Tensor:
+        """Residual layers of the first ``num_heads`` heads: [B, H] -> [B, K, H].
+
+        ``path`` is for heads that see the tokens before their own (`HydraHeads`).
+        """
         k = self.num_heads if num_heads is None else num_heads
         if not 1 <= k <= self.num_heads:
             raise HeadsError(f"num_heads is {k}; there are {self.num_heads} heads")

@@ -7,7 +7,6 @@ parent.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from vllm_medusa.heads.model import LMHead, MedusaHeads
 from vllm_medusa.heads.packed import PackedHeads
-from vllm_medusa.proposer import draft
-from vllm_medusa.proposer.build import build_tree, clean
+from vllm_medusa.proposer.build import clean
 from vllm_medusa.proposer.candidates import Choices
 from vllm_medusa.proposer.sharded import (
     AllGather,
@@ -27,10 +25,6 @@ from vllm_medusa.proposer.sharded import (
     token_ids,
 )
 from vllm_medusa.proposer.topk import stable_topk
-from vllm_medusa.tree.batch import TreeBatch, TreeTensors
-from vllm_medusa.tree.dynamic import DynamicTree
-from vllm_medusa.tree.pool import Pool
-from vllm_medusa.tree.topology import MAX_NODES, TokenTree
 
 
 def marginals(
@@ -89,39 +83,6 @@ class MedusaStep:
         states = self.heads(self.hidden_states, depth)
         logits = self.heads.compute_logits(states, self.lm_head)
         return marginals(logits, depth, width, self.sharpness, self.heads.token_map)
-
-
-def propose_tree(
-    heads: MedusaHeads,
-    hidden_states: Tensor,  # [B, H], as for `proposer.draft`
-    tree: TokenTree | DynamicTree,
-    lm_head: LMHead | None = None,
-    useful_depth: int = MAX_NODES,  # dynamic trees get no deeper
-) -> tuple[Tensor, TreeBatch]:
-    """Draft: token ids, int64 [B, N], and the topologies they stand in."""
-    batch, device = len(hidden_states), hidden_states.device
-    if isinstance(tree, TokenTree):
-        tensors = _static_on(tree, device)
-        every = torch.full((batch,), tree.num_nodes, device=device)
-        return draft(heads, hidden_states, tensors, lm_head), tensors.batch(tree.num_nodes, every)
-    assert isinstance(tree.pool, TokenTree)
-    pool = _pool_on(tree.pool, device)
-    factors = None if tree.sharpness is None else torch.tensor(tree.sharpness, device=device)
-    step = MedusaStep(heads, hidden_states, lm_head, factors)
-    root = torch.zeros(batch, dtype=torch.int64, device=device)
-    useful = torch.full((batch,), useful_depth, device=device)
-    proposal = build_tree(step, pool, root, tree.num_nodes, useful)
-    return proposal.token_ids, proposal.trees(tree.max_depth)
-
-
-@functools.lru_cache(maxsize=8)
-def _static_on(tree: TokenTree, device: torch.device) -> TreeTensors:
-    return TreeTensors.from_tree(tree, device)
-
-
-@functools.lru_cache(maxsize=8)
-def _pool_on(tree: TokenTree, device: torch.device) -> Pool:
-    return Pool.from_tree(tree, device)
 
 
 def _scaled(logits: Tensor, sharpness: Tensor | None) -> Tensor:

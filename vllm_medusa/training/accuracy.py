@@ -42,6 +42,7 @@ def label_ranks(
     labels: Tensor,  # int64 [N, K] target ids, IGNORED where none
     lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     *,
+    path: Tensor | None = None,  # as for `head_losses`
     chunk: int = CHUNK,  # positions whose logits exist at a time, [chunk, K, V_draft]
 ) -> Tensor:
     """Place of each label among its head's guesses, best is 0: int64 [N, K].
@@ -54,7 +55,8 @@ def label_ranks(
     places = []
     for rows in range(0, len(hidden_states), chunk):
         own = drafts[rows : rows + chunk]  # [n, K]
-        x = heads(hidden_states[rows : rows + chunk])
+        above = None if path is None else path[rows : rows + chunk]
+        x = heads(hidden_states[rows : rows + chunk], None, above)
         if heads.lm_head_weight is None and lm_head is not None:
             logits = lm_head(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # over the draft vocabulary
         else:
@@ -85,12 +87,17 @@ class Measurement:
 
     @torch.no_grad()
     def measure(
-        self, heads: MedusaHeads, states: Tensor, labels: Tensor, lm_head: LMHead | None = None
+        self,
+        heads: MedusaHeads,
+        states: Tensor,
+        labels: Tensor,
+        lm_head: LMHead | None = None,
+        path: Tensor | None = None,
     ) -> None:
         """Take in a batch of states [N, H]; see `label_ranks`."""
         ones = torch.ones(labels.shape[1], device=labels.device)
-        found = head_losses(heads, states, labels, ones, lm_head)
-        self.add(found, label_ranks(heads, states, labels, lm_head), labels)
+        found = head_losses(heads, states, labels, ones, lm_head, path=path)
+        self.add(found, label_ranks(heads, states, labels, lm_head, path=path), labels)
 
     def add(self, found: HeadLosses, ranks: Tensor, labels: Tensor) -> None:
         """Take in a batch: its losses of hard labels, ranks and labels int64 [N, K]."""

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.losses import LMHead
@@ -22,6 +23,7 @@ def new_heads(
     *,
     lm_heads: str = "shared",
     token_map: Tensor | None = None,  # int64 [V_draft], the token ids that are scored; None: all
+    kind: str = "medusa",  # or "hydra", which have no token map
 ) -> MedusaHeads:
     """Make fp32 heads for ``target``, on its LM head's device, with residual layers of zero.
 
@@ -31,6 +33,19 @@ def new_heads(
     """
     own = lm_heads == "own"
     weight, bias = target.lm_head_weight, target.lm_head_bias
+    if kind == "hydra":
+        hydra = HydraHeads(
+            num_heads,
+            num_layers,
+            target.hidden_size,
+            target.vocab_size,
+            num_lm_heads=num_heads if own else 0,
+            lm_head_bias=own and bias is not None,
+            device=weight.device,
+            dtype=torch.float32,
+        )
+        hydra.use_target_embedding(target.embedding_weight)
+        return _with_lm_heads(hydra, target)
     heads = MedusaHeads(
         num_heads,
         num_layers,
@@ -42,8 +57,12 @@ def new_heads(
         device=weight.device,
         dtype=torch.float32,
     )
-    if own:
-        scale = target.logit_scale
+    return _with_lm_heads(heads, target)
+
+
+def _with_lm_heads(heads: MedusaHeads, target: Target) -> MedusaHeads:
+    if not heads.shared_lm_head:
+        weight, bias, scale = target.lm_head_weight, target.lm_head_bias, target.logit_scale
         heads.init_lm_heads(weight.float() * scale, None if bias is None else bias.float() * scale)
     return heads
 

@@ -16,7 +16,7 @@ from vllm_medusa.offline.records import digest_of
 from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates
 from vllm_medusa.training.initial_heads import frequent_tokens, new_heads
 from vllm_medusa.training.inputs import Inputs, require_labels
-from vllm_medusa.training.options import TrainOptions
+from vllm_medusa.training.options import HeadOptions, TrainOptions
 from vllm_medusa.training.recipe import Recipe
 from vllm_medusa.training.state import TrainingRun
 from vllm_medusa.training.target import Target
@@ -87,7 +87,7 @@ class Job:
                 "train": digest_of(inputs.train),
                 "heldout": digest_of(inputs.heldout) if inputs.heldout else None,
             },
-            "heads": asdict(options.heads),
+            "heads": _shape(options.heads),
             "recipe": asdict(self.recipe),
             "dtype": str(self.dtype),
             "quantization": options.machine.quantization,
@@ -136,6 +136,7 @@ class Job:
             options.num_layers,
             lm_heads=options.lm_heads,
             token_map=token_map,
+            kind=options.kind,
         )
 
     def states(
@@ -184,6 +185,12 @@ class Job:
     def report(self, stage: str) -> Report:
         """Return what tells `progress` of a stage's steps."""
         return lambda step, steps, entry: self.progress.at(stage, step, steps, _line(entry))
+
+
+def _shape(options: HeadOptions) -> dict[str, Any]:
+    """The heads' shape; runs begun when there were Medusa's only go on."""
+    shape = asdict(options)
+    return shape if options.kind != "medusa" else {k: v for k, v in shape.items() if k != "kind"}
 
 
 def _line(entry: dict[str, Any]) -> str:

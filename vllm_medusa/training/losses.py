@@ -106,6 +106,7 @@ def head_losses(
     temperatures: Tensor | None = None,  # fp32 [N] of soft labels; 0 is the token itself
     teacher_states: Tensor | None = None,  # [N, H], soft labels are made of; None: hidden_states
     teacher_lm_head: LMHead | None = None,  # over the whole vocabulary, for soft labels
+    path: Tensor | None = None,  # int64 [N, K], the tokens after each row, for Hydra heads
     chunk: int = CHUNK,  # positions at a time: 4 * chunk * V floats, twice that if soft
 ) -> HeadLosses:
     """Each head's cross-entropy, and their weighted sum with its gradient.
@@ -133,7 +134,7 @@ def head_losses(
     weight, bias = heads.lm_head_weight, heads.lm_head_bias
     if weight is None and lm_head is None:
         raise ValueError("heads that store no LM head need lm_head, the target's")
-    x = heads(hidden_states, count)  # [N, K, H]
+    x = heads(hidden_states, count, path)  # [N, K, H]
     loss, sums = _ChunkedLosses.apply(
         x, weight, bias, drafts, valid, weights.float(), lm_head, teacher, chunk
     )

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vllm_medusa.heads.checkpoint import save_heads
+from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.accuracy import Measurement
 from vllm_medusa.training.hidden_cache import HiddenStates
@@ -33,6 +34,15 @@ from vllm_medusa.training.workers import Workers
 
 PIECE_ROWS = 128
 _MEASURED_ROWS = 4096  # a batch of measuring
+
+
+class _Rows(NamedTuple):
+    """Rows of some pieces, one behind the other."""
+
+    states: Tensor  # fp32 [N, H]
+    labels: Tensor  # int64 [N, K]
+    temperatures: Tensor | None  # fp32 [N], of soft labels
+    path: Tensor | None  # int64 [N, K], the tokens after each row, for Hydra heads
 
 
 class Medusa1(Trainer):
@@ -88,9 +98,9 @@ class Medusa1(Trainer):
             batch: list[Piece] = []
             while mine and sum(map(len, batch)) < _MEASURED_ROWS:
                 batch.append(chosen[mine.pop()])
-            states, labels, _ = self._rows(self.heldout, batch, soft=False)
+            rows = self._rows(self.heldout, batch, soft=False)
             with self.autocast():
-                total.measure(self.heads, states, labels, self.lm_head)
+                total.measure(self.heads, rows.states, rows.labels, self.lm_head, rows.path)
         packed = self.workers.add_up(total.packed())
         return Measurement.unpacked(packed.cpu(), self.heads.num_heads).summary()
 
@@ -124,32 +134,33 @@ class Medusa1(Trainer):
         return found.sums
 
     def _losses(self, pieces: Sequence[Piece], weights: Tensor) -> HeadLosses:
-        states, labels, temperatures = self._rows(self.train_states, pieces, soft=self.soft)
+        rows = self._rows(self.train_states, pieces, soft=self.soft)
         with self.autocast():
             return head_losses(
                 self.heads,
-                states,
-                labels,
+                rows.states,
+                rows.labels,
                 weights,
                 self.lm_head,
-                temperatures=temperatures,
+                temperatures=rows.temperatures,
                 teacher_lm_head=self.teacher,
+                path=rows.path,
             )
 
-    def _rows(
-        self, source: HiddenStates, pieces: Sequence[Piece], *, soft: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """States fp32 [N, H], labels int64 [N, K] and, for soft labels, temperatures [N]."""
-        texts, count = source.texts, self.heads.num_heads
+    def _rows(self, source: HiddenStates, pieces: Sequence[Piece], *, soft: bool) -> _Rows:
+        texts, count, device = source.texts, self.heads.num_heads, self.workers.device
         wanted = [(p.span, *texts.needed(p, count, soft=soft)) for p in pieces]
         labels = [torch.from_numpy(texts.labels(p, count, soft=soft)) for p in pieces]
-        device = self.workers.device
-        temperatures = None
+        temperatures = path = None
         if soft:
             of_piece = torch.from_numpy(texts.temperatures[[texts.record_of(p) for p in pieces]])
             sizes = torch.tensor([len(part) for part in labels])
             temperatures = of_piece.repeat_interleave(sizes).to(device)
-        return source.read(wanted).to(device), torch.cat(labels).to(device), temperatures
+        if isinstance(self.heads, HydraHeads):
+            after = [torch.from_numpy(texts.following(p, count, soft=soft)) for p in pieces]
+            path = torch.cat(after).to(device)
+        states = source.read(wanted).to(device)
+        return _Rows(states, torch.cat(labels).to(device), temperatures, path)
 
     def _label_counts(self, pieces: Sequence[Piece]) -> Tensor:
         """Labels of each head in some pieces, as `head_losses` counts them: int64 [K]."""

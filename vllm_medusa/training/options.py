@@ -148,6 +148,11 @@ class TextFiles(Options):
 class HeadOptions(Options):
     """The heads' shape."""
 
+    kind: Literal["medusa", "hydra"] = option(
+        "medusa: heads don't see each other; hydra: each sees the tokens before its own",
+        "--heads",
+        default="medusa",
+    )
     num_heads: Positive = option(default=5)
     num_layers: Positive = option("residual layers a head", default=1)
     lm_heads: Literal["shared", "own"] = option(
@@ -320,6 +325,8 @@ class TrainOptions(Options):
 
     def check(self) -> None:
         """See `Options.check`."""
+        if self.heads.kind == "hydra":
+            self._check_hydra()
         if self.method == "medusa-1":
             if joint := command_line(self.joint):
                 raise ValueError(
@@ -340,3 +347,15 @@ class TrainOptions(Options):
                         f"{name} is of new heads and their warm-up, and --start-heads brings "
                         "trained ones. Leave one of the two out."
                     )
+
+    def _check_hydra(self) -> None:
+        if self.method != "medusa-1":
+            raise ValueError(
+                f"--heads hydra goes with --method medusa-1; the method is {self.method}. Leave it "
+                "out, or train Medusa heads with it."
+            )
+        if self.heads.draft_vocab is not None:
+            raise ValueError(
+                f"--draft-vocab {self.heads.draft_vocab} is for Medusa heads: Hydra's score all "
+                "tokens. Leave it out."
+            )

@@ -107,6 +107,12 @@ class Target:
         return self.model.get_input_embeddings().weight.device
 
     @property
+    def embedding_weight(self) -> Tensor:
+        """The embedding of tokens, [>= vocab_size, H], as it is stored."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
     def lm_head_weight(self) -> Tensor:
         """The LM head's matrix, [V, H], without scale; the embedding itself where they are tied."""
         return self.head.weight

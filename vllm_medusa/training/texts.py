@@ -123,6 +123,18 @@ class Texts:
         base = self.first_id[record] + self.span_position[piece.span]
         return np.where(counts, self.ids[base + np.minimum(ahead, rows)], IGNORED).astype(np.int64)
 
+    def following(self, piece: Piece, num_heads: int, *, soft: bool) -> np.ndarray:
+        """The text after the rows that `needed` names: int64 [n, K], any token behind the span.
+
+        What heads that see tokens are shown; a head that has a label sees the span's only.
+        """
+        start, stop = self.needed(piece, num_heads, soft=soft)
+        rows = int(self.first_row[piece.span + 1] - self.first_row[piece.span])
+        ahead = np.arange(start, stop)[:, None] + np.arange(num_heads) + 1  # [n, K]
+        record = self.span_record[piece.span]
+        base = self.first_id[record] + self.span_position[piece.span]
+        return self.ids[base + np.minimum(ahead, rows)].astype(np.int64)
+
     def record_of(self, piece: Piece) -> int:
         """Which record a piece is of."""
         return int(self.span_record[piece.span])

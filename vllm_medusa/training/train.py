@@ -91,6 +91,11 @@ def train(
         inputs = Inputs.read(options, progress)
         if joint.start_heads is not None:
             info = peek_heads(joint.start_heads)
+            if info.is_hydra:
+                raise ValueError(
+                    f"--start-heads {joint.start_heads} are Hydra heads; medusa-2 trains Medusa "
+                    "heads. Give those, or leave the option out."
+                )
             shape = replace(options.heads, num_heads=info.num_heads, num_layers=info.num_layers)
             options = replace(options, heads=shape)
         METHODS[options.method](Job(options, inputs, workers, progress, command))

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_medusa.tree.topology import MAX_NODES, Path, TokenTree
 
 MOST_DRAFTS = 63  # of a request whose budget follows from measurements
+BEAM_WIDTH = 10  # nodes that are expanded a level, and choices of each (EAGLE-2's)
 
 # How often a head's best, second ... choice is right, and what is left of that a head further on:
 # a guess of the usual shape. It decides only which nodes are in the pool at all.

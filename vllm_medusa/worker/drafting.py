@@ -9,28 +9,32 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 
-from vllm_medusa.heads import MedusaHeads, PackedHeads, load_heads
-from vllm_medusa.proposer.build import build_tree
+from vllm_medusa.config import MedusaConfigError
+from vllm_medusa.heads import HydraHeads, MedusaHeads, PackedHeads, PackedHydra, load_heads
+from vllm_medusa.proposer.build import Branching, Marginal, build_tree, fill_tree
 from vllm_medusa.proposer.candidates import Choices, Proposal
 from vllm_medusa.proposer.dispatch import propose, propose_sharded
+from vllm_medusa.proposer.drafts import plan_on, source_on
 from vllm_medusa.proposer.dynamic import marginals, marginals_sharded
+from vllm_medusa.proposer.hydra import Embed, HydraStep
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.tree import TokenTree, TreeTensors
 from vllm_medusa.tree.dynamic import DynamicTree
-from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker import compat, sharding
 from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.options import EngineOptions
 
+AnyHeads = MedusaHeads | PackedHeads | PackedHydra
 
-def arranged(
-    heads: MedusaHeads, device: torch.device, rows: slice | None = None
-) -> MedusaHeads | PackedHeads:
+
+def arranged(heads: MedusaHeads, device: torch.device, rows: slice | None = None) -> AnyHeads:
     """The heads in the form that ``device`` runs best, less the vocabulary outside ``rows``.
 
     CPUs read packed matrices two to three times faster, one by one. Elsewhere a step's few rows
     wait for launches, so a layer of all heads is one product (``heads`` may be on the host still).
     """
+    if device.type == "cpu" and isinstance(heads, HydraHeads):
+        return PackedHydra(heads, compat.packed_linear, rows)
     if device.type == "cpu":
         return PackedHeads(heads, compat.packed_linear, rows)
     if rows is not None:
@@ -38,10 +42,28 @@ def arranged(
     return heads.to(device).requires_grad_(False)
 
 
+def target_embedding(target: nn.Module) -> Embed:
+    """The target's embedding, as it is stored: a model may scale what comes out of it.
+
+    Raises:
+        MedusaConfigError: The target has none that could be found.
+
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    found = [module for module in target.modules() if type(module) is VocabParallelEmbedding]
+    if len(found) != 1:
+        raise MedusaConfigError(
+            f"Hydra heads need the target's embedding of tokens, and {type(target).__name__} has "
+            f"{len(found)} of vLLM's; one is needed. Use Medusa heads with this target."
+        )
+    return found[0]
+
+
 class MedusaDrafter:
     """Named in the speculative config as the custom proposer class; vLLM instantiates it."""
 
-    heads: MedusaHeads | PackedHeads
+    heads: AnyHeads
     tree: TreeTensors | None = None  # the one static tree for all; None: dynamic ones
     _sharpness: Tensor | None = None
 
@@ -51,9 +73,8 @@ class MedusaDrafter:
         self.device = torch.device(vllm_config.device_config.device)
         tree = self.options.tree
         if isinstance(tree, DynamicTree):
-            assert isinstance(tree.pool, TokenTree)
             if self.has_heads:
-                self._pool = Pool.from_tree(tree.pool, self.device)
+                self._source = source_on(tree, self.device)
             if tree.sharpness is not None:
                 self._sharpness = torch.tensor(tree.sharpness, device=self.device)
         else:
@@ -96,10 +117,12 @@ class MedusaDrafter:
         if shard is not None and not heads.shared_lm_head:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
         self.heads = arranged(heads, self.device, rows)
+        self._embed = target_embedding(target_model) if info.is_hydra else None
         compat.logger.info(
-            "Loaded %d of %d Medusa heads (format %s); %s %d draft nodes%s.",
+            "Loaded %d of %d %s heads (format %s); %s %d draft nodes%s.",
             heads.num_heads,
             info.num_heads,
+            "Hydra" if info.is_hydra else "Medusa",
             info.format,
             "the tree has" if self.tree is not None else "dynamic trees have at most",
             self.options.tree.num_draft_tokens,
@@ -119,18 +142,22 @@ class MedusaDrafter:
         return module
 
     @torch.inference_mode()
-    def propose(self, hidden_states: Tensor) -> Tensor:
+    def propose(self, hidden_states: Tensor, root: Tensor) -> Tensor:
         """Draft one tree for each request, the same on every rank.
 
         Args:
             hidden_states: [B, hidden_size], the target's last hidden state at each request's last
                 accepted node.
+            root: int64 [B], the tokens that the target gave last.
 
         Returns:
             int64 [B, N - 1] token ids in node order, the root left out.
 
         """
         assert self.tree is not None
+        if self._embed is not None:
+            plan = plan_on(self.options.tree, self.device)
+            return fill_tree(self._hydra(hidden_states), plan, root)[:, 1:]
         logits, mapped = self._logits(hidden_states), self.heads.token_map
         if self._shard is None:
             return propose(logits, self.tree, mapped)[:, 1:]
@@ -150,27 +177,49 @@ class MedusaDrafter:
 
         Args:
             hidden_states: [B, hidden_size], as for `propose`.
-            root: int64 [B], the tokens that the target gave last.
+            root: int64 [B], as for `propose`.
             num_nodes: Nodes of each tree, root included.
             max_depth: int64 [B], the deepest node that each request has a use for.
             limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
                 as many heads run at most. None: all.
 
         """
-        step = _Step(self, hidden_states)
-        return build_tree(step, self._pool, root, num_nodes, max_depth, limit)
+        step: Marginal | Branching = _Step(self, hidden_states)
+        if self._embed is not None:
+            step = self._hydra(hidden_states)
+        return build_tree(step, self._source, root, num_nodes, max_depth, limit)
 
     def marginals(self, hidden_states: Tensor, depth: int, width: int) -> Choices:
         """The best ``width`` choices of the first ``depth`` heads."""
-        logits, mapped = self._logits(hidden_states, depth), self.heads.token_map
+        logits = self._logits(hidden_states, depth)
+        return self._choose(logits, width, self._sharpness)
+
+    def _choose(self, logits: Tensor, width: int, sharpness: Tensor | None) -> Choices:
+        """Read the choices off logits [B, D, V] of this rank."""
+        depth, mapped = logits.shape[1], self.heads.token_map
         if self._shard is None:
-            return marginals(logits, depth, width, self._sharpness, mapped)
+            return marginals(logits, depth, width, sharpness, mapped)
         return marginals_sharded(
-            logits, depth, width, self._shard, sharding.all_gather, self._sharpness, mapped
+            logits, depth, width, self._shard, sharding.all_gather, sharpness, mapped
         )
+
+    def _hydra(self, hidden_states: Tensor) -> HydraStep:
+        assert self._embed is not None and isinstance(self.heads, HydraHeads | PackedHydra)
+        lm_head = self._lm_head_without_adapters
+        return HydraStep(
+            self.heads, hidden_states, self._embed, lm_head, self._sharpness, self._choose
+        )
+
+    def _lm_head_without_adapters(self, rows: Tensor) -> Tensor:
+        """The target's logits [T, V], or this rank's part of the vocabulary."""
+        name = "compute_logits" if self._shard is None else "compute_logits_local"
+        with adapters_left_out(self._adapted):
+            logits: Tensor = getattr(self._target, name)(rows)
+        return logits
 
     def _logits(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
         """[B, H] -> [B, K, V_draft] of the first heads, or this rank's part of the vocabulary."""
+        assert not isinstance(self.heads, PackedHydra)
         whole = self._shard is None
         name = "compute_logits" if whole else "compute_logits_local"
         with adapters_left_out(self._adapted):

@@ -17,7 +17,7 @@ from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError
 from vllm_medusa.heads import HeadsInfo, match_target, peek_heads
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree import MAX_NODES, TokenTree
-from vllm_medusa.tree.dynamic import MOST_DRAFTS, DynamicTree, widest_pool
+from vllm_medusa.tree.dynamic import BEAM_WIDTH, MOST_DRAFTS, Beam, DynamicTree, widest_pool
 from vllm_medusa.worker import compat
 
 KEY = "medusa"
@@ -137,6 +137,7 @@ def prepare(
     if config.lookup and on_v2:
         raise MedusaConfigError(LOOKUP_ON_V2)
     options = resolve(config, model_config)
+    _check_ranks(options, parallel_config)
     if compat.on_cuda():
         choose_triton_attention(engine_args)
         choose_worker(parallel_config, V2_CUDA_WORKER)
@@ -216,7 +217,9 @@ def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> Dynami
     """The dynamic trees that the user and the heads make."""
     most = _most(config)
     vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
-    pool = widest_pool(info.num_heads, vocab_size)
+    pool: TokenTree | Beam = widest_pool(info.num_heads, vocab_size)
+    if info.is_hydra:
+        pool = Beam(BEAM_WIDTH, min(BEAM_WIDTH, vocab_size), info.num_heads)
     num_nodes = most + 1 if config.lookup else min(most + 1, pool.num_nodes)
     return DynamicTree(pool, num_nodes, info.sharpness)
 
@@ -262,6 +265,20 @@ def _check_fit(info: HeadsInfo, source: str, model_config: Any) -> None:
                 "Heads work with the model they were trained on only: give that target, or heads "
                 "trained for this one."
             )
+
+
+def _check_ranks(options: EngineOptions, parallel_config: Any) -> None:
+    """Hydra heads need every token's embedding on every rank; nobody has tried that."""
+    ranks = parallel_config.tensor_parallel_size
+    if (
+        ranks > 1
+        and options.heads
+        and peek_heads(options.heads, revision=options.revision).is_hydra
+    ):
+        raise MedusaConfigError(
+            f"tensor_parallel_size is {ranks}, and the heads in {options.heads} are Hydra's, which "
+            "run with 1 only. Use 1, or Medusa heads."
+        )
 
 
 def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:

@@ -8,7 +8,7 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.collect import FOLDER, collect, find_spans, remove_work
 from vllm_medusa.calibration.observations import NO_LABEL
 from vllm_medusa.files import aside
-from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads import HydraHeads, MedusaHeads
 from vllm_medusa.job import Progress
 from vllm_medusa.training.losses import label_mask
 
@@ -49,19 +49,22 @@ class Causal:
         return self.embedding[ids].cumsum(1)
 
 
-def make_heads():
+def make_heads(kind="medusa"):
     torch.manual_seed(1)
     heads = MedusaHeads(HEADS, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    if kind == "hydra":
+        heads = HydraHeads(HEADS, 1, HIDDEN, VOCAB, num_lm_heads=0)
+        heads.use_target_embedding(torch.randn(VOCAB, HIDDEN))
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.3)
     return heads
 
 
-def observed(texts, folder, model=None, **options):
+def observed(texts, folder, model=None, kind="medusa", **options):
     model = model or Causal()
     options = {"batch_tokens": 60, "num_ranks": 4, "end_tokens": {END}} | options
-    return collect(texts, make_heads(), model, model.lm_head, folder, **options)
+    return collect(texts, make_heads(kind), model, model.lm_head, folder, **options)
 
 
 def test_positions_are_those_whose_labels_count(tmp_path):
@@ -78,19 +81,21 @@ def test_positions_are_those_whose_labels_count(tmp_path):
     assert observations.num_texts == len(spans)
 
 
-def test_ranks_are_of_the_tokens_that_follow_whatever_the_batches(tmp_path):
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_ranks_are_of_the_tokens_that_follow_whatever_the_batches(kind, tmp_path):
     texts = random_texts()
-    model, heads = Causal(), make_heads()
-    observations, fits = observed(texts, tmp_path, model)
-    alone, _ = observed(texts, tmp_path, model, batch_tokens=1)
+    model, heads = Causal(), make_heads(kind)
+    observations, fits = observed(texts, tmp_path, model, kind)
+    alone, _ = observed(texts, tmp_path, model, kind, batch_tokens=1)
     assert np.array_equal(observations.ranks, alone.ranks)
     for rows, (number, first, stop, _) in zip(
         observations.texts(), find_spans(texts, HEADS, {END}), strict=True
     ):
         ids = torch.tensor(texts[number].token_ids)
         states = model.embedding[ids].cumsum(0)[first:stop]
+        path = torch.stack([ids[first + 1 + h : stop + 1 + h] for h in range(HEADS)], 1)
         with torch.no_grad():
-            logits = heads.compute_logits(heads(states), model.lm_head)
+            logits = heads.compute_logits(heads(states, HEADS, path), model.lm_head)
         for head in range(HEADS):
             label = ids[first + head + 2 : stop + head + 2]
             own = logits[torch.arange(len(label)), head, label]

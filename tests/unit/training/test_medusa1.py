@@ -87,21 +87,29 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path
     assert set(out.accepted_per_step) == {K}
 
 
-@pytest.mark.parametrize("labels", ["tokens", "soft"])
-def test_a_cut_run_ends_with_the_same_weights(labels, target, records, tmp_path):
+@pytest.mark.parametrize(
+    ("labels", "kind"), [("tokens", "medusa"), ("soft", "medusa"), ("soft", "hydra")]
+)
+def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp_path):
     warm = [replace(record, temperature=0.7) for record in records]
     recipe = replace(SHORT, labels=labels)
+
+    def heads():
+        return new_heads(target, K, 2, kind=kind)
+
     with TrainingRun(tmp_path / "whole", {}) as run:
-        whole = trainer(target, warm, run, recipe)
+        whole = trainer(target, warm, run, recipe, heads=heads())
         whole.train()
         wanted, log = weights(whole), list(run.entries())
     assert [line["step"] for line in log if "losses" in line] == list(range(1, whole.steps + 1))
     assert [line["step"] for line in log if "heldout" in line] == [5, 10, 15]
+    losses = [line["loss"] for line in log if "losses" in line]
+    assert losses[-1] < 0.9 * losses[0]
 
     for cut in (3, 8):  # before any state was written, and between two
         for _ in range(2):
             with TrainingRun(tmp_path / "cut", {}) as run:
-                made = trainer(target, warm, run, recipe)
+                made = trainer(target, warm, run, recipe, heads=heads())
 
                 def stop(step, *_, cut=cut):
                     if step == cut:
@@ -110,7 +118,7 @@ def test_a_cut_run_ends_with_the_same_weights(labels, target, records, tmp_path)
                 with pytest.raises(KeyboardInterrupt):
                     made.train(stop)
     with TrainingRun(tmp_path / "cut", {}) as run:
-        made = trainer(target, warm, run, recipe)
+        made = trainer(target, warm, run, recipe, heads=heads())
         made.train()
         assert same(weights(made), wanted)
         assert list(run.entries()) == log

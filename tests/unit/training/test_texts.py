@@ -26,6 +26,8 @@ def test_pieces_have_exactly_the_labels_of_the_definition(size, soft):
         for row, head in zip(*np.nonzero(labels != IGNORED), strict=True):
             t = int(texts.span_position[piece.span]) + start + int(row)
             found.add((record.index, t, int(head), int(labels[row, head])))
+            seen = texts.following(piece, K, soft=soft)[row, : head + 1]  # what Hydra's head sees
+            assert seen.tolist() == list(record.token_ids[t + 1 : t + head + 2])
             if soft:  # the row whose state gives the label's distribution is there
                 assert row + head + 1 < stop - start
     wanted = set()

@@ -71,7 +71,8 @@ def test_five_heads_trained_and_three_used_cost_what_three_cost(
         tree = TokenTree.dense([3, 2, 1])
         drafter = make_drafter(tmp_path / name, tree)
         drafter.load_model(target)
-        drafts.append(drafter.propose(torch.randn(4, HIDDEN, generator=torch.manual_seed(0))))
+        states = torch.randn(4, HIDDEN, generator=torch.manual_seed(0))
+        drafts.append(drafter.propose(states, torch.zeros(4, dtype=torch.int64)))
         costs.append((sum(weights), sum(products)))
         weights.clear()
         products.clear()
@@ -118,7 +119,8 @@ def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
     if in_parts:  # as the only rank of several
         drafter._shard = VocabShard.of_rank(0, 5, 5)
         monkeypatch.setattr(sharding, "all_gather", lambda keys: keys.unsqueeze(0))
-    assert torch.equal(drafter.propose(states), known[logits[:, 0].topk(3).indices])
+    root = torch.zeros(len(states), dtype=torch.int64)
+    assert torch.equal(drafter.propose(states, root), known[logits[:, 0].topk(3).indices])
 
 
 def test_heads_outlive_a_sleep_of_level_2(monkeypatch):

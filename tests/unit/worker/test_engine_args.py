@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from support.hydra import random_hydra
 from support.models import save_random_heads
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -15,7 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_medusa.heads import MedusaHeads, save_heads
 from vllm_medusa.tree import TokenTree, load_preset
-from vllm_medusa.tree.dynamic import DynamicTree
+from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.tree.presets import DEFAULT_TREE
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import CPU_WORKER, DRAFTER, EngineOptions
@@ -268,3 +269,13 @@ def test_adapters_bound_the_drafts_of_a_request(config, heads):
     assert (
         config(asked, **few | {"enable_lora": False}).speculative_config.num_speculative_tokens > 7
     )
+
+
+def test_hydra_heads_expand_a_beam_and_are_refused_on_several_ranks(config, tmp_path):
+    heads = str(save_heads(tmp_path / "hydra", random_hydra(3)))
+    asked = {"method": "medusa", "model": heads}
+    tree = EngineOptions.of(config(asked | {"budget": 20})).tree
+    assert isinstance(tree, DynamicTree) and tree.pool == Beam(10, 10, 3) and tree.num_nodes == 21
+    assert EngineOptions.of(config(asked | {"tree": {"chain": 3}})).tree == TokenTree.chain(3)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 2.*Hydra's.*Use 1"):
+        config(asked, tensor_parallel_size=2)

@@ -142,7 +142,8 @@ class MedusaModelRunner(CPUModelRunner):
             has_heads = self._options.heads is not None
             drafts = self._grow(hidden, sampled_token_ids, limit if has_heads else 0)
             return self._copy(drafts, sampled_token_ids, self._topologies)
-        proposal = self.drafter.propose(hidden)[:, :limit]
+        root = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids])
+        proposal = self.drafter.propose(hidden, root)[:, :limit]
         parents = self.drafter.tree.parents[1 : limit + 1].tolist()
         drafts = []
         for req_id, draft, tokens in zip(

@@ -36,10 +36,10 @@ def warm_up(runner: Any) -> None:
     warm_up_rules(trees.of(slot), trees.num_nodes, logits)
     for batch in (1, 16):  # strides of logits that are multiples of 16, or are not
         hidden = torch.zeros(batch, model.get_hidden_size(), dtype=model.dtype, device=device)
+        roots = slot.expand(batch)
         if trees.topologies is None:
-            speculator.drafter.propose(hidden)
+            speculator.drafter.propose(hidden, roots)
         else:
-            roots = slot.expand(batch)
             speculator.drafter.grow(hidden, roots, trees.num_nodes, roots)
 
 

@@ -102,13 +102,13 @@ class TreeSpeculator(DraftModelSpeculator):
         if num_speculative_tokens == 0:
             return self.draft_tokens[:batch]
         hidden_states = last_hidden_states[input_batch.logits_indices[last_rows]]
+        root = last_sampled[input_batch.idx_mapping].view(batch).to(torch.int64)
         if trees.topologies is None:
-            return self.drafter.propose(hidden_states)
+            return self.drafter.propose(hidden_states, root)
         num_tokens = input_batch.seq_lens[:batch] - num_rejected + 1
         depth = trees.requests.useful_depth(input_batch.idx_mapping_np, num_tokens)
         depth = depth.masked_fill(num_sampled == 0, 0)  # a prefill that isn't finished
         limit = num_speculative_tokens
-        root = last_sampled[input_batch.idx_mapping].view(batch).to(torch.int64)
         proposal = self.drafter.grow(hidden_states, root, trees.num_nodes, depth, limit)
         if not dummy_run:
             trees.topologies.keep(input_batch.idx_mapping, proposal.parents)

@@ -1,0 +1,70 @@
+"""Random Hydra heads, and what they compute of one path by the definition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from support.models import HIDDEN, VOCAB, fitted_lm_head
+from vllm_medusa.heads import HydraHeads, save_heads
+
+
+def random_hydra(
+    num_heads: int = 4,
+    num_layers: int = 2,
+    hidden: int = HIDDEN,
+    vocab: int = VOCAB,
+    *,
+    own: bool = False,
+    std: float = 0.2,
+) -> HydraHeads:
+    """Heads of random weights, with LM heads of their own or the target's."""
+    generator = torch.Generator().manual_seed(4)
+    heads = HydraHeads(
+        num_heads, num_layers, hidden, vocab, num_lm_heads=num_heads if own else 0, lm_head_bias=own
+    )
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=std, generator=generator)
+    return heads.requires_grad_(False)
+
+
+def save_fitted_hydra(
+    folder: Path,
+    embedding: Tensor,  # [V, H], the target's
+    states: Tensor,  # [M, H], the target's last hidden states; M below H
+    paths: Tensor,  # int64 [M, K + 1], the tokens that follow each
+) -> str:
+    """Save heads that know what follows by heart, at random ranks, but only down the true path."""
+    vocab, hidden = embedding.shape
+    count = paths.shape[1] - 1
+    generator = torch.Generator().manual_seed(2)
+    heads = HydraHeads(count, 1, hidden, vocab)
+    heads.use_target_embedding(embedding)
+    with torch.no_grad():
+        for first in heads.inputs:
+            first.skip_weight.normal_(std=first.skip_weight.shape[1] ** -0.5, generator=generator)
+            first.skip_weight[:, hidden:] *= 10  # embeddings are smaller than states
+        features = heads(states, count, paths[:, :-1])  # [M, K, H]
+        for head in range(count):
+            fitted = fitted_lm_head(features[:, head], paths[:, head + 1], vocab, 2, generator)
+            heads.lm_head_weight[head].copy_(fitted)
+    save_heads(folder, heads)
+    return str(folder)
+
+
+def dense_logits(
+    heads: HydraHeads, state: Tensor, tokens: list[int], embedding: Tensor, lm_head: Tensor
+) -> Tensor:
+    """Logits [V] of what follows the path x_1 .. x_n, by head n - 1 alone, spelled out."""
+    head, x = len(tokens) - 1, torch.cat([state, *(embedding[token] for token in tokens)])
+    first = heads.inputs[head]
+    x = first.skip_weight @ x + first.skip_bias + F.silu(first.weight @ x + first.bias)
+    for block in heads.blocks:
+        x = x + F.silu(block.weight[head] @ x + block.bias[head])
+    if heads.lm_head_weight is None:
+        return lm_head @ x
+    return heads.lm_head_weight[head] @ x + heads.lm_head_bias[head]

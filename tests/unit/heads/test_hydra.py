@@ -1,0 +1,111 @@
+"""Hydra heads: the module, packed heads and files against the definition."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.hydra import dense_logits, random_hydra
+
+from vllm_medusa.heads import (
+    HeadsError,
+    HydraHeads,
+    PackedHydra,
+    load_heads,
+    peek_heads,
+    save_heads,
+)
+
+HIDDEN, VOCAB, K = 16, 50, 3
+
+
+def make(**changes):
+    return random_hydra(K, 3, HIDDEN, VOCAB, **changes)
+
+
+def shared():
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(2, VOCAB, HIDDEN, generator=generator).unbind()  # embedding, LM head
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_every_head_of_a_path_is_the_definitions(own):
+    heads, (embedding, lm_head) = make(own=own), shared()
+    heads.use_target_embedding(embedding)
+    states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    path = torch.randint(0, VOCAB, (5, K), generator=torch.Generator().manual_seed(2))
+    logits = heads.compute_logits(heads(states, K, path), lambda x: x @ lm_head.T)
+    packed = PackedHydra(heads, lambda w, b: lambda x: torch.nn.functional.linear(x, w, b))
+    for row, head in [(row, head) for row in range(5) for head in range(K)]:
+        tokens = path[row, : head + 1].tolist()
+        expected = dense_logits(heads, states[row], tokens, embedding, lm_head)
+        torch.testing.assert_close(logits[row, head], expected, rtol=1e-4, atol=1e-4)
+        seen = torch.cat([states[row], embedding[tokens].flatten()])[None]
+        for form in (heads, packed):
+            one = form.level_logits(head, form.level(head, seen), lambda x: x @ lm_head.T)
+            torch.testing.assert_close(one[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_untrained_heads_say_what_the_target_says():
+    heads, (embedding, lm_head) = HydraHeads(K, 2, HIDDEN, VOCAB, num_lm_heads=0), shared()
+    heads.use_target_embedding(embedding)
+    states = torch.randn(2, HIDDEN)
+    logits = heads.compute_logits(
+        heads(states, K, torch.zeros(2, K).long()), lambda x: x @ lm_head.T
+    )
+    torch.testing.assert_close(logits, (states @ lm_head.T)[:, None].expand(-1, K, -1))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_files_keep_every_bit(tmp_path, own):
+    heads = make(own=own)
+    save_heads(tmp_path, heads, {"tree": [[0], [0, 0]], "base_model_name_or_path": "x"})
+    info = peek_heads(tmp_path)
+    assert (info.format, info.is_hydra, info.num_heads, info.num_layers) == ("hydra", True, K, 3)
+    assert info.num_lm_heads == (K if own else 0) and info.vocab_size == VOCAB
+    assert info.tree == [[0], [0, 0]] and info.base_model == "x"
+    loaded, _ = load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=VOCAB)
+    assert isinstance(loaded, HydraHeads)
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.parameters(), heads.parameters(), strict=True)
+    )
+    fewer, _ = load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=VOCAB, max_heads=2)
+    assert fewer.num_heads == 2 and torch.equal(fewer.inputs[1].weight, heads.inputs[1].weight)
+
+
+def reference(tmp_path, **changes):
+    """As the reference writes them: a pickle of names behind a prefix."""
+    save_heads(tmp_path / "own", make(own=True))
+    tensors = load_file(tmp_path / "own" / "model.safetensors")
+    tensors = {f"hydra_head.{name}": tensor for name, tensor in tensors.items()} | changes
+    folder = tmp_path / "reference"
+    folder.mkdir()
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    torch.save(kept, folder / "hydra_lm_head.pt")
+    return folder
+
+
+def test_the_references_file_is_read(tmp_path):
+    loaded, info = load_heads(reference(tmp_path), hidden_size=HIDDEN, vocab_size=VOCAB)
+    assert info.format == "hydra"
+    assert torch.equal(loaded.lm_head_weight, make(own=True).lm_head_weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"hydra_head.hydra_mlp.1.0.linear.weight": None}, "lacks 'hydra_mlp.1.0.linear.weight'"),
+        ({"hydra_head.hydra_mlp.0.0.res_connection.weight": None}, "don't see tokens"),
+        ({"hydra_head.prefix_embeding_layer.norm.weight": torch.ones(4)}, "prefix attention"),
+        ({"hydra_head.hydra_mlp.0.odd": torch.ones(4)}, "left over"),
+        ({"hydra_head.hydra_mlp.2.0.linear.weight": torch.ones(HIDDEN, 5)}, "of shape"),
+        ({"hydra_head.hydra_lm_head.0.bias": torch.full((VOCAB,), torch.nan)}, "NaN"),
+    ],
+)
+def test_what_can_not_be_used_is_named(tmp_path, change, told):
+    with pytest.raises(HeadsError, match=told):
+        load_heads(reference(tmp_path, **change), hidden_size=HIDDEN, vocab_size=VOCAB)
+
+
+def test_another_target_is_refused(tmp_path):
+    save_heads(tmp_path, make(own=True))
+    with pytest.raises(HeadsError, match="hidden size 16 and 50 tokens; this one has 16 and 51"):
+        load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=51)

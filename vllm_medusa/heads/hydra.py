@@ -1,0 +1,181 @@
+"""Hydra heads: each sees the tokens that were chosen before its own (arXiv 2402.05109).
+
+Head h turns [state, e(x_1), .., e(x_(h+1))] into logits for the token after them: x_1 is the token
+that the target gave last, e the target's own embedding. The first layer takes all of that,
+(h + 2) * H wide, to H: ``R x + r + silu(W x + b)``; later layers and LM heads are Medusa's.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
+from vllm_medusa.heads.packed import Linear, MakeLinear
+
+
+class HydraInput(nn.Module):
+    """The first layer of head ``head``, [.., (head + 2) * H] -> [.., H].
+
+    At first it is the state and nothing of the tokens: an untrained head gives the target's logits.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shape = (hidden_size, (head + 2) * hidden_size)
+        self.weight = nn.Parameter(torch.zeros(*shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
+        self.skip_weight = nn.Parameter(torch.eye(*shape, device=device, dtype=dtype))
+        self.skip_bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        skip = F.linear(x, self.skip_weight, self.skip_bias)
+        return skip + F.silu(F.linear(x, self.weight, self.bias))
+
+
+class HydraHeads(MedusaHeads):
+    """K Hydra heads of L >= 1 layers each; ``blocks`` are the layers after the first.
+
+    LM heads are as in `MedusaHeads`; there are no draft vocabularies.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_layers: int,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        num_lm_heads: int | None = None,
+        lm_head_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if num_layers < 1:
+            raise HeadsError(f"num_layers is {num_layers}; Hydra heads have at least 1")
+        count = num_heads if num_lm_heads is None else num_lm_heads
+        if count not in (0, num_heads):
+            raise HeadsError(
+                f"num_lm_heads is {count}; Hydra heads have {num_heads} (one each) or 0 (the "
+                "target's)"
+            )
+        super().__init__(
+            num_heads,
+            num_layers - 1,
+            hidden_size,
+            vocab_size,
+            shared_lm_head=count == 0,
+            lm_head_bias=lm_head_bias,
+            num_lm_heads=count,
+            device=device,
+            dtype=dtype,
+        )
+        self.num_layers = num_layers
+        self.inputs = nn.ModuleList(
+            HydraInput(hidden_size, head, device=device, dtype=dtype) for head in range(num_heads)
+        )
+        self.embedding: Tensor | None = None  # [>= vocab_size, H]; it belongs to the target
+
+    def use_target_embedding(self, weight: Tensor) -> None:
+        """Bind the target's embedding [>= vocab_size, H], which is referred to, not copied."""
+        rows, width = weight.shape
+        if rows < self.vocab_size or width != self.hidden_size:
+            raise HeadsError(
+                f"the target's embedding is {[rows, width]}; these heads need at least "
+                f"{self.vocab_size} rows of {self.hidden_size}"
+            )
+        self.embedding = weight.detach()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings of token ids, any shape: int64 [..] -> [.., H]."""
+        if self.embedding is None:
+            raise HeadsError("Hydra heads see tokens: bind the target's with use_target_embedding")
+        return F.embedding(tokens, self.embedding)
+
+    def forward(
+        self, hidden_states: Tensor, num_heads: int | None = None, path: Tensor | None = None
+    ) -> Tensor:
+        """The first ``num_heads`` heads down one path each: [B, H] -> [B, K, H].
+
+        ``path`` is int64 [B, >= K]: the tokens x_1 .. x_K that follow each state.
+        """
+        k = self.num_heads if num_heads is None else num_heads
+        if not 1 <= k <= self.num_heads:
+            raise HeadsError(f"num_heads is {k}; there are {self.num_heads} heads")
+        if path is None:
+            raise HeadsError("Hydra heads see the tokens before their own: pass path")
+        seen = torch.cat([hidden_states, self.embed(path[:, :k]).to(hidden_states).flatten(1)], 1)
+        size = self.hidden_size
+        x = torch.stack([self.inputs[h](seen[:, : (h + 2) * size]) for h in range(k)], 1)
+        for block in self.blocks:
+            x = block(x, k)
+        return x
+
+    def level(self, head: int, seen: Tensor) -> Tensor:
+        """One head at any number of nodes: [T, (head + 2) * H] -> [T, H]."""
+        x = self.inputs[head](seen)
+        for block in self.blocks:
+            assert isinstance(block, ResBlock)
+            bias = None if block.bias is None else block.bias[head]
+            x = x + F.silu(F.linear(x, block.weight[head], bias))
+        return x
+
+    def level_logits(self, head: int, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
+        """One head's logits: [T, H] -> [T, V]; ``lm_head`` as for `compute_logits`."""
+        if self.lm_head_weight is None:
+            return self.compute_logits(x.unsqueeze(1), lm_head).squeeze(1)
+        bias = None if self.lm_head_bias is None else self.lm_head_bias[head]
+        return F.linear(x, self.lm_head_weight[head], bias)
+
+
+class PackedHydra:
+    """`HydraHeads.level` with matrices that a backend packed; see `PackedHeads`."""
+
+    token_map: Tensor | None = None
+
+    def __init__(self, heads: HydraHeads, make: MakeLinear, rows: slice | None = None) -> None:
+        """Pack ``heads`` with ``make``; ``rows`` keeps a part of stored LM heads' vocabulary."""
+        self.num_heads, self.vocab_size = heads.num_heads, heads.vocab_size
+        self._first: list[Linear] = []  # skip and layer in one product
+        for first in heads.inputs:
+            assert isinstance(first, HydraInput)
+            both = torch.cat([first.skip_weight, first.weight]).detach()
+            self._first.append(make(both, torch.cat([first.skip_bias, first.bias]).detach()))
+        self._later: list[list[Linear]] = []
+        for block in heads.blocks:
+            assert isinstance(block, ResBlock)
+            biases = [None] * self.num_heads if block.bias is None else list(block.bias.detach())
+            weights = block.weight.detach()
+            self._later.append([make(w, b) for w, b in zip(weights, biases, strict=True)])
+        self._lm_heads: list[Linear] = []
+        if heads.lm_head_weight is not None:
+            rows = rows or slice(None)
+            for head, weight in enumerate(heads.lm_head_weight.detach()):
+                bias = None if heads.lm_head_bias is None else heads.lm_head_bias.detach()[head]
+                part = None if bias is None else bias[rows].clone()
+                self._lm_heads.append(make(weight[rows].clone(), part))
+
+    def level(self, head: int, seen: Tensor) -> Tensor:
+        """See `HydraHeads.level`."""
+        skip, x = self._first[head](seen).chunk(2, -1)
+        x = skip + F.silu(x)
+        for layer in self._later:
+            x = x + F.silu(layer[head](x))
+        return x
+
+    def level_logits(self, head: int, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
+        """See `HydraHeads.level_logits`."""
+        if self._lm_heads:
+            return self._lm_heads[head](x)
+        if lm_head is None:
+            raise HeadsError("these heads share the target's LM head: pass lm_head")
+        return lm_head(x)[:, : self.vocab_size]

@@ -1,0 +1,191 @@
+"""Hydra heads in files: the reference's names, which are ours too.
+
+    hydra_mlp.{h}.0.linear.weight|bias, hydra_mlp.{h}.0.res_connection.weight|bias   first layer
+    hydra_mlp.{h}.{l}.linear.weight|bias                                             later layers
+    hydra_lm_head.{h}.weight|bias                                 none: the target's LM head
+
+The reference's files are ``hydra_lm_head.pt`` (its ``*.safetensors`` too) with or without
+``hydra_head.`` before each name. Its prefix attention (Hydra++) is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.heads.files import CheckpointFiles, TensorSpec
+from vllm_medusa.heads.hydra import HydraHeads, HydraInput
+from vllm_medusa.heads.info import FLOATS, HeadsInfo
+from vllm_medusa.heads.model import HeadsError, ResBlock
+
+FORMAT = "hydra"
+_PREFIX = "hydra_head."
+_LAYER = re.compile(r"hydra_mlp\.(\d{1,3})\.(\d{1,3})\.(linear|res_connection)\.(weight|bias)")
+_LM_HEAD = re.compile(r"hydra_lm_head\.(\d{1,3})\.(weight|bias)")
+
+
+def is_hydra(names: Iterable[str]) -> bool:
+    """Whether a checkpoint's names are those of Hydra heads."""
+    return any(name.removeprefix(_PREFIX).startswith("hydra_mlp.") for name in names)
+
+
+def describe(files: CheckpointFiles) -> HeadsInfo:
+    """Account for every name and shape; `HeadsError` names what is not as it must be."""
+    bare = {name.removeprefix(_PREFIX): name for name in files.files}
+    if prefix := [name for name in bare if name.startswith("prefix_embed")]:
+        raise HeadsError(
+            f"{files.label} has {prefix[0]!r}: Hydra++'s prefix attention, which is not supported. "
+            "Give heads of the MLP variant, or train some: vllm-medusa train --drafter hydra"
+        )
+    layers = [match for name in bare if (match := _LAYER.fullmatch(name))]
+    num_heads = 1 + max((int(match[1]) for match in layers), default=-1)
+    num_layers = 1 + max((int(match[2]) for match in layers), default=-1)
+    if num_heads and "hydra_mlp.0.0.res_connection.weight" not in bare:
+        raise HeadsError(
+            f"{files.label} has no 'hydra_mlp.0.0.res_connection.weight': these heads don't see "
+            "tokens (the reference calls them not grounded). Give grounded Hydra heads"
+        )
+    stored = any(_LM_HEAD.fullmatch(name) for name in bare)
+    bias = "hydra_lm_head.0.bias" in bare
+    specs = {name: files.specs([original])[original] for name, original in bare.items()}
+    hidden = _rows(specs, "hydra_mlp.0.0.linear.weight")
+    rows = _rows(specs, "hydra_lm_head.0.weight") if stored else None
+    shapes = _shapes(num_heads, num_layers, hidden, rows, bias)
+    for name in [*shapes, *bare]:
+        if name not in bare:
+            raise HeadsError(f"{files.label} lacks {name!r}: the file is damaged or cut")
+        if name not in shapes:
+            raise HeadsError(
+                f"{files.label} has {bare[name]!r} left over beside {num_heads} Hydra heads of "
+                f"{num_layers} layers: a format that this version does not read"
+            )
+        if specs[name].shape != shapes[name] or specs[name].dtype not in FLOATS:
+            raise HeadsError(
+                f"{files.label}: {bare[name]!r} is {specs[name].dtype} {list(specs[name].shape)}; "
+                f"it must be a float of shape {list(shapes[name])}"
+            )
+    stated = files.config.get("vocab_size")
+    vocab = rows if rows is not None else stated if isinstance(stated, int) else None
+    extra = files.config.get("medusa")
+    base = files.config.get("base_model_name_or_path")
+    dtypes = [spec.dtype for spec in specs.values() if isinstance(spec.dtype, torch.dtype)]
+    return HeadsInfo(
+        format=FORMAT,
+        num_heads=num_heads,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        bias=True,
+        num_lm_heads=num_heads if stored else 0,
+        lm_head_bias=bias,
+        lm_head_rows=rows,
+        token_map=False,
+        dtype=reduce(torch.promote_types, dtypes),
+        tree=extra.get("tree") if isinstance(extra, dict) else None,
+        base_model=base if isinstance(base, str) and base not in ("", "N/A") else None,
+        config=files.config,
+    )
+
+
+def load(
+    files: CheckpointFiles,
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    max_heads: int | None = None,
+) -> tuple[HydraHeads, HeadsInfo]:
+    """Load Hydra heads; see `checkpoint.load_heads`. The target's embedding is bound later."""
+    info = describe(files)
+    if info.hidden_size != hidden_size or info.lm_head_rows not in (None, vocab_size):
+        raise HeadsError(
+            f"{files.label} was made for a target of hidden size {info.hidden_size} and "
+            f"{info.lm_head_rows or vocab_size} tokens; this one has {hidden_size} and "
+            f"{vocab_size}. Use heads of this very model"
+        )
+    count = info.num_heads if max_heads is None else min(info.num_heads, max_heads)
+    heads = HydraHeads(
+        count,
+        info.num_layers,
+        hidden_size,
+        vocab_size,
+        num_lm_heads=count if info.num_lm_heads else 0,
+        lm_head_bias=info.lm_head_bias,
+        device=device,
+        dtype=dtype or info.dtype,
+    ).requires_grad_(False)
+    slots = named_tensors(heads)
+    original = {name: name.removeprefix(_PREFIX) for name in files.files}
+    for name, tensor in files.tensors([n for n, bare in original.items() if bare in slots]):
+        slot = slots[original[name]]
+        slot.copy_(tensor)
+        if not bool(torch.isfinite(slot).all()):
+            raise HeadsError(
+                f"{files.label}: {name!r} holds NaN, infinity or values too large for "
+                f"{slot.dtype}. Load the heads as float32, or retrain them"
+            )
+    return heads, info
+
+
+def named_tensors(heads: HydraHeads) -> dict[str, Tensor]:
+    """Names in files to views of the heads' tensors."""
+    tensors: dict[str, Tensor] = {}
+    for head, first in enumerate(heads.inputs):
+        assert isinstance(first, HydraInput)
+        stem = f"hydra_mlp.{head}.0"
+        tensors[f"{stem}.linear.weight"] = first.weight.detach()
+        tensors[f"{stem}.linear.bias"] = first.bias.detach()
+        tensors[f"{stem}.res_connection.weight"] = first.skip_weight.detach()
+        tensors[f"{stem}.res_connection.bias"] = first.skip_bias.detach()
+        for layer, block in enumerate(heads.blocks, 1):
+            assert isinstance(block, ResBlock) and block.bias is not None
+            stem = f"hydra_mlp.{head}.{layer}.linear"
+            tensors[f"{stem}.weight"] = block.weight.detach()[head]
+            tensors[f"{stem}.bias"] = block.bias.detach()[head]
+        if heads.lm_head_weight is not None:
+            tensors[f"hydra_lm_head.{head}.weight"] = heads.lm_head_weight.detach()[head]
+        if heads.lm_head_bias is not None:
+            tensors[f"hydra_lm_head.{head}.bias"] = heads.lm_head_bias.detach()[head]
+    return tensors
+
+
+def config_of(heads: HydraHeads) -> dict[str, Any]:
+    """The head of ``config.json``; the reference's keys where it has any."""
+    return {
+        "architectures": ["HydraModel"],
+        "model_type": FORMAT,
+        "hydra_num_heads": heads.num_heads,
+        "hydra_num_layers": heads.num_layers,
+        "hydra_head_arch": "mlp",
+        "grounded_heads": True,
+        "hidden_size": heads.hidden_size,
+        "vocab_size": heads.vocab_size,
+    }
+
+
+def _shapes(
+    num_heads: int, num_layers: int, hidden: int, rows: int | None, bias: bool
+) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            width = (head + 2) * hidden if layer == 0 else hidden
+            for kind in ("linear", "res_connection")[: 2 if layer == 0 else 1]:
+                shapes[f"hydra_mlp.{head}.{layer}.{kind}.weight"] = (hidden, width)
+                shapes[f"hydra_mlp.{head}.{layer}.{kind}.bias"] = (hidden,)
+        if rows is not None:
+            shapes[f"hydra_lm_head.{head}.weight"] = (rows, hidden)
+            if bias:
+                shapes[f"hydra_lm_head.{head}.bias"] = (rows,)
+    return shapes
+
+
+def _rows(specs: dict[str, TensorSpec], name: str) -> int:
+    return specs[name].shape[0] if name in specs and specs[name].shape else 0
