@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Tell what a checkpoint of Medusa heads holds, where it comes from, whether anything about it is odd
-(every value is looked at), and, with --target, whether it fits that model.
+(every value is looked at), and, with --target, whether it fits that model. Of an EAGLE drafter the
+config and the headers are looked at.
 
 Exit status: 0 it fits, 1 it does not, 2 it is not a checkpoint of heads, or --target
 is not a model."""
@@ -53,6 +54,8 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
             progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
         )
     except (HeadsError, OSError) as error:
+        if (drafter := _eagle(options)) is not None:
+            return drafter
         target = _target(options)
         if options.json:
             print(json.dumps({"source": options.path, "error": str(error), "target": target}))
@@ -67,6 +70,35 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
         if options.json
         else "\n".join(_lines(found, options.target))
     )
+    return 0 if found.fits else 1
+
+
+def _eagle(options: InspectOptions) -> int | None:
+    """Print what an EAGLE drafter is; the exit status, or None if there is none at the path."""
+    from vllm_medusa.heads import HeadsError
+    from vllm_medusa.heads.eagle import inspect_eagle
+
+    try:
+        found = inspect_eagle(options.path, options.target, revision=options.revision)
+    except (HeadsError, OSError):
+        return None
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0 if found.fits else 1
+    print(f'{found.source}: an EAGLE drafter ("method": "{found.method}")')
+    rows = {
+        "hidden size": f"{found.target_hidden_size}, of the target",
+        "vocabulary": f"{found.vocab_size}, of which it drafts {found.draft_vocab_size}",
+        "stored": f"{found.parameters:,} parameters",
+    }
+    if found.method == "eagle3":
+        layers = "not said" if found.layers is None else ", ".join(map(str, found.layers))
+        rows["reads"] = f"the inputs of the target's layers {layers}"
+    print("\n".join(f"  {key:12} {value}" for key, value in rows.items()))
+    for check in found.checks:
+        print(f"{_MARKS[check.verdict]}{check.name}: {check.text}")
+    if options.target is not None:
+        print(f"{options.target}: {'it fits' if found.fits else 'IT DOES NOT FIT'}")
     return 0 if found.fits else 1
 
 

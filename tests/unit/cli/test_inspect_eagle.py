@@ -1,0 +1,53 @@
+"""`inspect` tells an EAGLE drafter from heads, and whether it fits a target."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.eagle import Eagle1, Eagle3
+
+from vllm_medusa.cli import main
+
+TARGET = {"hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 4}
+
+
+def target(folder: Path, **changes: int) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(TARGET | changes))
+    save_file({"model.embed_tokens.weight": torch.zeros(4, 4)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def inspect(capsys: Any, *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", *arguments])
+    return int(ended.value.code or 0), capsys.readouterr().out
+
+
+def test_eagle_3(tmp_path: Path, capsys: Any) -> None:
+    drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), (1, 2, 3)).save(tmp_path / "e")
+    code, out = inspect(capsys, drafter, "--target", target(tmp_path / "t"))
+    assert code == 0 and '"method": "eagle3"' in out and "layers 1, 2, 3" in out
+    assert "512, of which it drafts 200" in out and "it fits" in out
+    for changes, word in (
+        ({"hidden_size": 32}, "NO hidden size"),
+        ({"num_hidden_layers": 2}, "NO aux"),
+    ):
+        code, out = inspect(capsys, drafter, "--target", target(tmp_path / "t", **changes))
+        assert code == 1 and word in out and "IT DOES NOT FIT" in out
+    file = tmp_path / "e" / "model.safetensors"
+    save_file(load_file(file) | {"d2t": torch.full((200,), 400)}, file)
+    code, out = inspect(capsys, drafter, "--json")
+    assert code == 1 and json.loads(out)["checks"][0]["verdict"] == "does not fit"
+
+
+def test_eagle_1(tmp_path: Path, capsys: Any) -> None:
+    weights = SimpleNamespace(weight=torch.nn.Parameter(torch.zeros(512, 64)))
+    model = SimpleNamespace(get_input_embeddings=lambda: weights, lm_head=weights)
+    drafter = Eagle1(model).save(tmp_path / "e")
+    code, out = inspect(capsys, drafter, "--target", target(tmp_path / "t"))
+    assert code == 0 and '"method": "eagle")' in out and "layers" not in out

@@ -1,0 +1,126 @@
+"""What an EAGLE drafter's checkpoint is, and whether it fits a target; vLLM loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
+from vllm_medusa.heads.fingerprint import config_sizes
+from vllm_medusa.heads.inspection import Check
+from vllm_medusa.heads.model import HeadsError
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class EagleInspection:
+    """All that can be said of a drafter without loading it."""
+
+    source: str
+    method: str  # vLLM's: "eagle3", or "eagle" for EAGLE-1 and 2
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    layers: list[int] | None  # of the target, whose inputs it reads; None: not said, or EAGLE-1
+    parameters: int
+    checks: list[Check]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing is known to be wrong."""
+        return all(check.verdict != "does not fit" for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON of everything."""
+        return {
+            **vars(self),
+            "checks": [vars(check) for check in self.checks],
+            "fits": self.fits,
+        }
+
+
+def inspect_eagle(
+    source: str | Path, target: str | Path | None = None, *, revision: str | None = None
+) -> EagleInspection:
+    """Look at a drafter's config and headers, and at a target's config.
+
+    Raises:
+        HeadsError: No EAGLE drafter there, or no such target.
+
+    """
+    files = find_checkpoint(source, revision)
+    config, names = files.config, {name.rsplit("model.", 1)[-1]: name for name in files.files}
+    sizes = [config.get("hidden_size"), config.get("vocab_size")]
+    if "fc.weight" not in names or not all(isinstance(size, int) for size in sizes):
+        raise HeadsError(f"{source}: no EAGLE drafter, which has an fc.weight and a config")
+    specs = files.specs(names.values())
+    hidden = config.get("target_hidden_size") or config["hidden_size"]
+    shape = specs[names["fc.weight"]].shape
+    is_first = shape == (config["hidden_size"], 2 * hidden) and "lm_head.weight" not in names
+    layers = None if is_first else _layers(config)
+    found = EagleInspection(
+        source=str(source),
+        method="eagle" if is_first else "eagle3",
+        target_hidden_size=hidden,
+        vocab_size=config["vocab_size"],
+        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
+        layers=layers,
+        parameters=sum(
+            spec.num_values for name, spec in specs.items() if not name.endswith(("d2t", "t2d"))
+        ),
+        checks=[],
+    )
+    found.checks.extend(_vocabulary(found, files, names))
+    if target is not None:
+        found.checks.extend(_against(found, shape[1], target))
+    return found
+
+
+def _layers(config: Mapping[str, Any]) -> list[int] | None:
+    extra = config.get("eagle_config")
+    ids = config.get(LAYER_IDS) or (extra.get(LAYER_IDS) if isinstance(extra, Mapping) else None)
+    return list(ids) if ids else None
+
+
+def _vocabulary(
+    found: EagleInspection, files: CheckpointFiles, names: Mapping[str, str]
+) -> Iterator[Check]:
+    size, name = found.draft_vocab_size, "draft vocabulary"
+    if size == found.vocab_size:
+        return
+    if "d2t" not in names:
+        yield Check(name, "does not fit", f"{size} tokens, but no d2t tells which")
+        return
+    ((_, offsets),) = files.tensors([names["d2t"]])
+    ids = offsets.long() + offsets.new_tensor(range(len(offsets))).long()
+    right = (
+        len(ids) == size == len(ids.unique()) and ids.min() >= 0 and ids.max() < found.vocab_size
+    )
+    text = f"{size} of {found.vocab_size} tokens"
+    yield Check(name, "fits" if right else "does not fit", text + ("" if right else "; bad d2t"))
+
+
+def _against(found: EagleInspection, inputs: int, target: str | Path) -> Iterator[Check]:
+    sizes = config_sizes(find_target(target).config)
+    for name, mine, theirs in (
+        ("hidden size", found.target_hidden_size, sizes["hidden_size"]),
+        ("vocabulary", found.vocab_size, sizes["vocab_size"]),
+    ):
+        verdict = "unknown" if theirs is None else "fits" if mine == theirs else "does not fit"
+        yield Check(name, verdict, f"{mine}; the target has {theirs}")  # type: ignore[arg-type]
+    layers, count = found.layers, sizes["num_layers"]
+    if found.method == "eagle" or count is None:
+        return
+    wanted = inputs // found.target_hidden_size
+    text = f"reads {wanted} hidden states; its config names {layers or 'no layers'} of {count}"
+    if layers is None:
+        verdict, layers = "unknown", [2, count // 2, count - 3]
+        text += f", so vLLM takes {layers}"
+    else:
+        verdict = "fits"
+    if len(set(layers)) != wanted or not all(0 <= layer <= count for layer in layers):
+        verdict = "does not fit"
+    yield Check("auxiliary layers", verdict, text)  # type: ignore[arg-type]
