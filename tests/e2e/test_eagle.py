@@ -117,21 +117,6 @@ def plain(case: Case) -> Any:
         return complete(llm, LONG, PARAMS)
 
 
-@pytest.fixture(scope="module")
-def llm(case: Case, plain: Any) -> Iterator[LLM]:
-    """40 blocks of 32, steps of 64 tokens: prefills in chunks, requests are preempted."""
-    tree = asked(case, {"width": 3, "depth": 4}, num_speculative_tokens=12, budget=12)
-    with engine(
-        case.target,
-        tree,
-        block_size=32,
-        num_gpu_blocks_override=40,
-        max_num_batched_tokens=96,
-        enable_prefix_caching=True,
-    ) as llm:
-        yield llm
-
-
 def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None)) -> int:
     """Plant what comes on the drafter's trees; returns how many nodes were dense ones."""
     prompts, expected = LONG[some], plain[some]
@@ -148,16 +133,11 @@ def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None))
     return sum(assert_dense(grown, case.drafter, case.model) for grown in trees)
 
 
-def test_exact_beside_all_that_happens(case: Case, llm: LLM, plain: Any) -> None:
-    """Much of the prompts is in the prefix cache, with the drafter's entries."""
-    preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
-    assert run(case, llm, plain, every=5) > 50
-    assert metric(llm, "num_preemptions") > preempted
-    assert metric(llm, "prefix_cache_hits") > hits
-
-
 def test_eagle_1(case: Case, plain: Any) -> None:
-    """It reads the last hidden state and has the target's LM head; never trained here."""
+    """It reads the last hidden state and has the target's LM head; never trained here.
+
+    Comes before `llm`: one engine lives at a time.
+    """
     torch.manual_seed(1)
     drafter = Eagle1(case.model)
     folder = Path(case.folder).with_name("eagle-1")
@@ -166,6 +146,29 @@ def test_eagle_1(case: Case, plain: Any) -> None:
     with engine(case.target, config, block_size=32, enable_prefix_caching=True) as llm:
         one = Case(case.target, case.model, drafter, str(folder), [], [])
         assert run(one, llm, plain, every=4, some=slice(6)) > 20
+
+
+@pytest.fixture(scope="module")
+def llm(case: Case, plain: Any) -> Iterator[LLM]:
+    """40 blocks of 32, steps of 64 tokens: prefills in chunks, requests are preempted."""
+    tree = asked(case, {"width": 3, "depth": 4}, num_speculative_tokens=12, budget=12)
+    with engine(
+        case.target,
+        tree,
+        block_size=32,
+        num_gpu_blocks_override=40,
+        max_num_batched_tokens=96,
+        enable_prefix_caching=True,
+    ) as llm:
+        yield llm
+
+
+def test_exact_beside_all_that_happens(case: Case, llm: LLM, plain: Any) -> None:
+    """Much of the prompts is in the prefix cache, with the drafter's entries."""
+    preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
+    assert run(case, llm, plain, every=5) > 50
+    assert metric(llm, "num_preemptions") > preempted
+    assert metric(llm, "prefix_cache_hits") > hits
 
 
 def entries_kept(patch: Patch) -> None:
