@@ -27,6 +27,7 @@ _FORMATS = {
     "v1": "v1 (the reference's names; TGI and TensorRT-LLM have the same)",
     "v2": "v2 (residual blocks alone; the target's LM head is used)",
     "vllm": "vLLM's layout (what this package saves)",
+    "hydra": "Hydra's MLP variant (the reference's names, and what this package saves)",
     "full": "full Medusa-2 model (heads and the model they were trained with)",
 }
 _SHOWN_NODES = 40
@@ -116,7 +117,7 @@ def _target(options: InspectOptions) -> dict[str, Any] | None:
 
 def _lines(found: Inspection, target: str | None) -> Iterator[str]:
     info = found.info
-    yield f"{found.source}: Medusa heads"
+    yield f"{found.source}: {'Hydra' if info.is_hydra else 'Medusa'} heads"
     rows = {
         "format": _FORMATS[info.format],
         "files": ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in found.files.items()),

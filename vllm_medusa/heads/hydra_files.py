@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads.files import CheckpointFiles, TensorSpec
+from vllm_medusa.heads.formats import Layout, layer_name, lm_head_name
 from vllm_medusa.heads.hydra import HydraHeads, HydraInput
 from vllm_medusa.heads.info import FLOATS, HeadsInfo
 from vllm_medusa.heads.model import HeadsError, ResBlock
@@ -90,6 +91,29 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
         tree=extra.get("tree") if isinstance(extra, dict) else None,
         base_model=base if isinstance(base, str) and base not in ("", "N/A") else None,
         config=files.config,
+    )
+
+
+def layout_of(files: CheckpointFiles, info: HeadsInfo) -> Layout:
+    """The names as those of Medusa heads, for a look at every value; the skips have their own."""
+    names: dict[str, str] = {}
+    for original in files.files:
+        bare = original.removeprefix(_PREFIX)
+        if match := _LM_HEAD.fullmatch(bare):
+            names[lm_head_name(int(match[1]), match[2])] = original
+        elif (match := _LAYER.fullmatch(bare)) and match[3] == "linear":
+            names[layer_name(int(match[1]), int(match[2]), match[4])] = original
+        else:
+            names[bare] = original
+    return Layout(
+        format=FORMAT,
+        num_heads=info.num_heads,
+        num_layers=info.num_layers,
+        bias=True,
+        num_lm_heads=info.num_lm_heads,
+        lm_head_bias=info.lm_head_bias,
+        token_map=False,
+        names=names,
     )
 
 

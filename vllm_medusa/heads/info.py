@@ -93,8 +93,8 @@ def read_heads(files: CheckpointFiles) -> tuple[CheckpointFiles, Layout, HeadsIn
     """The same of a checkpoint that was found."""
     if any("hydra_mlp." in name for name in files.files):
         raise HeadsError(
-            f"{files.label} holds Hydra heads, and Medusa's are asked for. Engines, calibrate and "
-            "tree take both kinds"
+            f"{files.label} holds Hydra heads, and Medusa's are asked for. Engines, calibrate, "
+            "tree and inspect take both kinds"
         )
     layout = read_layout(files.files, files.config, files.label)
     return files, layout, _describe(files, layout)

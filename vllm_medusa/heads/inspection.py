@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_medusa.heads.files import CheckpointFiles, find_target
+from vllm_medusa.heads import hydra_files
+from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import config_sizes, match_target
 from vllm_medusa.heads.formats import TOKEN_MAP, Layout
-from vllm_medusa.heads.info import HeadsInfo, check_vocab, open_heads, read_token_map
+from vllm_medusa.heads.info import HeadsInfo, check_vocab, read_heads, read_token_map
 from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.heads.scan import Progress, scan_values
 from vllm_medusa.tree import TokenTree, TreeError
@@ -93,7 +94,12 @@ def inspect_heads(
         HeadsError: No heads there, heads with tensors missing or of wrong shapes; no such target.
 
     """
-    files, layout, info = open_heads(source, revision)
+    files = find_checkpoint(source, revision)
+    if hydra_files.is_hydra(files.files):
+        info = hydra_files.describe(files)
+        layout = hydra_files.layout_of(files, info)
+    else:
+        _, layout, info = read_heads(files)
     specs = files.specs(layout.names.values())
     weights = [spec for name, spec in specs.items() if name != layout.names.get(TOKEN_MAP)]
     tree, checks = _own_tree(info)

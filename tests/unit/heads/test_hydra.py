@@ -13,6 +13,7 @@ from vllm_medusa.heads import (
     peek_heads,
     save_heads,
 )
+from vllm_medusa.heads.inspection import inspect_heads
 
 HIDDEN, VOCAB, K = 16, 50, 3
 
@@ -73,6 +74,7 @@ def test_files_keep_every_bit(tmp_path, own):
 
 def reference(tmp_path, **changes):
     """As the reference writes them: a pickle of names behind a prefix."""
+    tmp_path.mkdir(exist_ok=True)
     save_heads(tmp_path / "own", make(own=True))
     tensors = load_file(tmp_path / "own" / "model.safetensors")
     tensors = {f"hydra_head.{name}": tensor for name, tensor in tensors.items()} | changes
@@ -109,3 +111,12 @@ def test_another_target_is_refused(tmp_path):
     save_heads(tmp_path, make(own=True))
     with pytest.raises(HeadsError, match="hidden size 16 and 50 tokens; this one has 16 and 51"):
         load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=51)
+
+
+def test_inspection_reads_every_value(tmp_path):
+    found = inspect_heads(reference(tmp_path))
+    assert found.info.is_hydra and not found.damage and not found.suspicions
+    assert found.parameters == sum(p.numel() for p in make(own=True).parameters())
+    nan = {"hydra_head.hydra_mlp.1.0.res_connection.bias": torch.full((HIDDEN,), torch.nan)}
+    damaged = inspect_heads(reference(tmp_path / "damaged", **nan)).damage
+    assert len(damaged) == 1 and "hydra_mlp.1.0.res_connection.bias" in damaged[0]

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Hydra heads, which see the tokens before their own: distill, train, measure, choose a tree.
+#
+#     examples/hydra.sh                                    # the demo target, minutes on two cores
+#     examples/hydra.sh TARGET PROMPTS.jsonl FOLDER
+#
+# Each command goes on where it was if it is stopped; repeat the script. Served they need no tree:
+# vllm-medusa serve TARGET --speculative-model FOLDER/heads
+set -euo pipefail
+cd "$(dirname "$0")/.."
+target=${1:-demo/target} prompts=${2:-demo/prompts.jsonl} out=${3:-.demo/hydra}
+medusa=${MEDUSA:-.venv/bin/vllm-medusa}
+mkdir -p "$out"
+
+$medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
+    --temperature 0.8 --samples 8 --max-tokens 96 \
+    --engine-args '{"enforce_eager": true}'
+
+$medusa train "$target" --data "$out/records.jsonl" --heldout-share 0.1 --output "$out/heads" \
+    --heads hydra --num-heads 4 --epochs 4
+
+$medusa calibrate "$target" "$out/heads" -i "$out/heads/training/heldout.jsonl"
+$medusa tree "$out/heads" -n 15
