@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,21 @@ import pytest
 
 # Ranks share the cores of one NUMA node here; vLLM binds each to a node of its own otherwise.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_import_for_all_ranks() -> Iterator[None]:
+    """Ranks started by this process are forked from one that has imported vLLM.
+
+    vLLM spawns them on CPUs, and each imports for eleven seconds; in `test_executors` they do.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.v1.worker.cpu_worker"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc_executor, "get_mp_context", lambda: context)
+        yield
 
 
 @pytest.fixture(scope="session")
