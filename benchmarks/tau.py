@@ -66,14 +66,14 @@ def run(options: TauOptions, progress: Progress) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         progress.note("calibrating")
         kinds = _kinds(options, Path(folder))
-        wanted = _answers(PLAIN, options, texts)
+        wanted = answers(PLAIN, options, texts)
         static: dict[tuple[Any, ...], Counts] = {}
         for size in options.sizes:
             for kind, own in kinds:
                 what = {"arm": kind, "nodes": size}
                 arm = tree_arm(own, size) if kind == STATIC else dynamic_arm(own, size)
                 try:
-                    found = _answers(arm, own, texts) if arm else {}
+                    found = answers(arm, own, texts) if arm else {}
                 except Exception as error:
                     yield Row(what, failed=f"{type(error).__name__}: {error}")
                     continue
@@ -85,7 +85,7 @@ def run(options: TauOptions, progress: Progress) -> Iterator[Row]:
                     row: dict[str, Any] = {"name": f"{kind} {size}, T {temperature:g}, {name}"}
                     row |= what | {"temperature": temperature, "texts": name}
                     numbers = figures(counts, static.get(at) if kind != STATIC else None)
-                    wrong = _differing(results, wanted[temperature, name])
+                    wrong = differing(results, wanted[temperature, name])
                     reason = f"{wrong} of {len(results)} answers differ from plain vLLM's"
                     yield Row(row, numbers, right=not wrong, failed=reason if wrong else "")
 
@@ -133,8 +133,8 @@ def _kinds(options: TauOptions, folder: Path) -> list[tuple[str, TauOptions]]:
     return [*static, (RAW, replace(options, heads=raw)), *calibrated]
 
 
-def _answers(
-    arm: Arm, options: TauOptions, texts: dict[str, list[Prompt]]
+def answers(
+    arm: Arm, options: ArmOptions, texts: dict[str, list[Prompt]]
 ) -> dict[tuple[float, str], list[Result]]:
     """By temperature and file, in the order of its prompts."""
     found = {}
@@ -150,7 +150,8 @@ def _answers(
     return found
 
 
-def _differing(results: Sequence[Result], wanted: Sequence[Result]) -> int:
+def differing(results: Sequence[Result], wanted: Sequence[Result]) -> int:
+    """How many of the answers are not as wanted."""
     return sum(
         a.answers[0].token_ids != b.answers[0].token_ids
         for a, b in zip(results, wanted, strict=True)

@@ -12,7 +12,7 @@ from support.budgets import budget_of, fickle
 from support.demo import HEADS, TARGET, demo_prompts
 from support.engines import Completion, complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
-from support.reference import NEAR_TIE, differing, plain_greedy, top_gap
+from support.reference import differing, plain_greedy
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 
@@ -50,7 +50,7 @@ class Planted:
 
     def continuation(self, tokens: np.ndarray, start: int, count: int, _: int) -> np.ndarray:
         future = self._after[tuple(tokens[start:].tolist())][self.shift :][:count]
-        return np.array([t if self._rng.random() < 0.95 else 3 for t in future], dtype=np.int64)
+        return np.array([t if self._rng.random() < 0.98 else 3 for t in future], dtype=np.int64)
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,10 @@ def run(llm: LLM, expected: Any, patch: Patch, shift: int = 0) -> tuple[float, i
 
 def test_long_chains_are_verified(llm: LLM, expected: Any, monkeypatch: Patch) -> None:
     """Deeper than any heads reach, beside plain rows and prefills, after preemptions too."""
-    assert budget_of(llm).cost.steps > 10  # made-up chains were timed
+    assert budget_of(llm).cost.steps > 0  # made-up chains were timed
     before = metric(llm, "num_preemptions"), metric(llm, "lookup_accepted_tokens")
     mean, most = run(llm, expected, monkeypatch)
-    assert mean > 2 and most > 10
+    assert mean > 4 and most > 15
     assert metric(llm, "num_preemptions") > before[0]
     all_accepted = metric(llm, "spec_decode_num_accepted_tokens")
     assert 0 < metric(llm, "lookup_accepted_tokens") - before[1] <= all_accepted
@@ -128,14 +128,11 @@ def test_a_wrong_chain_costs_acceptance(
 
 def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
     """On texts that repeat themselves more is accepted than with heads alone, tokens are equal."""
-    prompts = demo_prompts(0, 8)
+    prompts = demo_prompts(0, 6)
     with engine(TARGET) as llm:
         first = complete(llm, prompts, greedy(TOKENS))
         asked = [[*p, *c.token_ids, *p] for p, c in zip(prompts, first, strict=True)]
-        given = [{"prompt_token_ids": prompt} for prompt in asked]
-        results = llm.generate(given, greedy(TOKENS, logprobs=2), use_tqdm=False)
-        sound = [min(map(top_gap, r.outputs[0].logprobs)) > NEAR_TIE for r in results]
-        asked = [prompt for prompt, keep in zip(asked, sound, strict=True) if keep]
+        asked = plain_greedy(llm, asked, TOKENS).prompts
         plain = complete(llm, asked, mixed(len(asked), 100))
     config = {"method": "medusa", "model": HEADS, "lookup": True, "budget": 12}
 

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.integer]
 
 LONGEST = 32  # tokens that are compared
 SHORTEST = 2  # tokens that have to agree
-_PLACES = 512  # the latest so many are looked at; only in texts that repeat themselves are more
+_PLACES = 2048  # the latest so many are looked at
 
 
 def longest_match(tokens: Ints) -> tuple[int, int]:
@@ -34,12 +34,15 @@ def longest_match(tokens: Ints) -> tuple[int, int]:
     if not len(places):
         return 0, 0
     steps = np.arange(min(LONGEST, last))
+    ending = tokens[last - steps]
+    latest = int(places[-1])
+    if latest + 1 >= LONGEST and (tokens[latest - steps] == ending).all():
+        return LONGEST, latest + 1  # as it is in loops, with many places
     before = places[:, None] - steps  # [places, LONGEST]
-    differ = (tokens[before.clip(0)] != tokens[last - steps]) | (before < 0)
-    differ = np.pad(differ, ((0, 0), (0, 1)), constant_values=True)
-    lengths = differ.argmax(1)
+    same = (tokens[before.clip(0)] == ending) & (before >= 0)
+    lengths = np.logical_and.accumulate(same, axis=1).sum(1)
     best = int(lengths.max())
-    return best, int(places[np.flatnonzero(lengths == best)[-1]]) + 1
+    return best, int(places[lengths == best][-1]) + 1
 
 
 def continuation(tokens: Ints, start: int, count: int, vocab_size: int) -> Ints:
