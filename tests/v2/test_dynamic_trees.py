@@ -192,12 +192,14 @@ def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     budget, seen = budget_of(llm), []
     observe = budget.outlook.observe
 
-    def spy(survival: np.ndarray, verified: Any, accepted: Any, kinds: Any, limit: int) -> None:
+    def spy(
+        survival: np.ndarray, verified: Any, accepted: Any, kinds: Any, limit: int, *more: Any
+    ) -> None:
         assert (np.diff(survival, axis=1) <= 0).all() and survival[:, 0].all()
         seen.append((list(verified), list(accepted)))
         assert not kinds.any()  # all are greedy
         assert 0 < limit <= budget.max_per_request
-        observe(survival, verified, accepted, kinds, limit)
+        observe(survival, verified, accepted, kinds, limit, *more)
 
     def five(gain: np.ndarray, requests: int, free_rows: int) -> int:
         return min(5 * requests, len(gain) - 1)
