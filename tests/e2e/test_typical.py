@@ -274,8 +274,8 @@ def test_penalties_count_the_path(
     """Every draft repeats its parent's token, which a prohibitive penalty allows once only."""
     propose = MedusaDrafter.propose
 
-    def stuttering(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        tokens = propose(self, hidden_states).clone()
+    def stuttering(self: Any, *states: torch.Tensor) -> torch.Tensor:
+        tokens = propose(self, *states).clone()
         for node in range(1, TREE.num_nodes):
             if (parent := TREE.parents[node]) > 0:
                 tokens[:, node - 1] = tokens[:, parent - 1]

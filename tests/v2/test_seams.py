@@ -223,8 +223,8 @@ def test_penalties_count_the_path_of_typical_requests(
     parents = llm_tree(llm).parents
     propose = MedusaDrafter.propose
 
-    def stuttering(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        tokens = propose(self, hidden_states).clone()
+    def stuttering(self: Any, *states: torch.Tensor) -> torch.Tensor:
+        tokens = propose(self, *states).clone()
         for node, parent in enumerate(parents[1:], start=1):
             if parent > 0:
                 tokens[:, node - 1] = tokens[:, parent - 1]
