@@ -60,7 +60,7 @@ def inspect_eagle(
     hidden = config.get("target_hidden_size") or config["hidden_size"]
     shape = specs[names["fc.weight"]].shape
     is_first = shape == (config["hidden_size"], 2 * hidden) and "lm_head.weight" not in names
-    layers = None if is_first else _layers(config)
+    layers = None if is_first else named_layers(config)
     found = EagleInspection(
         source=str(source),
         method="eagle" if is_first else "eagle3",
@@ -79,10 +79,16 @@ def inspect_eagle(
     return found
 
 
-def _layers(config: Mapping[str, Any]) -> list[int] | None:
+def named_layers(config: Mapping[str, Any]) -> list[int] | None:
+    """The target's layers that a drafter's config names; None: it names none. By vLLM's rule."""
     extra = config.get("eagle_config")
     ids = config.get(LAYER_IDS) or (extra.get(LAYER_IDS) if isinstance(extra, Mapping) else None)
     return list(ids) if ids else None
+
+
+def default_layers(num_layers: int) -> list[int]:
+    """Those that vLLM takes of a target with so many layers where none are named."""
+    return [2, num_layers // 2, num_layers - 3]
 
 
 def _vocabulary(
@@ -117,7 +123,7 @@ def _against(found: EagleInspection, inputs: int, target: str | Path) -> Iterato
     wanted = inputs // found.target_hidden_size
     text = f"reads {wanted} hidden states; its config names {layers or 'no layers'} of {count}"
     if layers is None:
-        verdict, layers = "unknown", [2, count // 2, count - 3]
+        verdict, layers = "unknown", default_layers(count)
         text += f", so vLLM takes {layers}"
     else:
         verdict = "fits"

@@ -41,7 +41,7 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
     if prefix := [name for name in bare if name.startswith("prefix_embed")]:
         raise HeadsError(
             f"{files.label} has {prefix[0]!r}: Hydra++'s prefix attention, which is not supported. "
-            "Give heads of the MLP variant, or train some: vllm-medusa train --drafter hydra"
+            "Give heads of the MLP variant, or train some: vllm-medusa train --heads hydra"
         )
     layers = [match for name in bare if (match := _LAYER.fullmatch(name))]
     num_heads = 1 + max((int(match[1]) for match in layers), default=-1)

@@ -7,12 +7,13 @@ hidden states, gives its layers a KV cache and reserves slots behind a request's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from vllm_medusa.config import EagleConfig, MedusaConfigError
+from vllm_medusa.heads.eagle import LAYER_IDS, default_layers, named_layers
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
@@ -27,8 +28,6 @@ from vllm_medusa.worker.options import (
     choose_worker,
     merged,
 )
-
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def prepare_eagle(
@@ -186,15 +185,6 @@ def _beam(tree: Any) -> Beam:
     return tree.pool
 
 
-def auxiliary_layers(draft: Any) -> tuple[int, ...] | None:
-    """The target's layers that a drafter's config names; None: it names none. By vLLM's rule."""
-    ids = getattr(draft, _LAYER_IDS, None)
-    extra = getattr(draft, "eagle_config", None)
-    if not ids and isinstance(extra, Mapping):
-        ids = extra.get(_LAYER_IDS)
-    return tuple(ids) if ids else None
-
-
 def check_auxiliary_layers(draft: Any, num_layers: int, label: str) -> tuple[int, ...]:
     """The target's layers whose inputs the drafter reads, which must be as many as it was made for.
 
@@ -210,16 +200,16 @@ def check_auxiliary_layers(draft: Any, num_layers: int, label: str) -> tuple[int
             f"The EAGLE-3 drafter in {label} reads the last hidden state only "
             '(use_aux_hidden_state), which has not been tried with trees. Leave "tree" out.'
         )
-    named = auxiliary_layers(draft)
-    layers = named or (2, num_layers // 2, num_layers - 3)  # vLLM's default
-    wanted = getattr(draft, "num_aux_hidden_states", None) or len(extra.get(_LAYER_IDS) or "123")
+    named = named_layers(vars(draft))
+    layers = tuple(named or default_layers(num_layers))
+    wanted = getattr(draft, "num_aux_hidden_states", None) or len(extra.get(LAYER_IDS) or "123")
     right = all(isinstance(layer, int) and 0 <= layer <= num_layers for layer in layers)
     if not right or len(set(layers)) != wanted or len(layers) != wanted:
         source = "its config names" if named else "it names none, and vLLM's default is"
         raise MedusaConfigError(
             f"The drafter in {label} reads {wanted} hidden states of the target, and {source} the "
             f"layers {list(layers)}; they have to be {wanted} different ones from 0 to {num_layers}"
-            f'. Set "{_LAYER_IDS}" in its config.json to the layers that it was trained on.'
+            f'. Set "{LAYER_IDS}" in its config.json to the layers that it was trained on.'
         )
     return layers
 
@@ -239,7 +229,7 @@ def check_captured_layers(model: Any, speculative: Any) -> None:
             )
         model = inner
     shown, draft = tuple(model.aux_hidden_state_layers), speculative.draft_model_config.hf_config
-    named = auxiliary_layers(draft)
+    named = named_layers(vars(draft))
     if named is not None and tuple(sorted(named)) != shown:
         raise MedusaConfigError(
             f"The drafter was trained on the target's layers {sorted(named)}, but vLLM shows it "
