@@ -49,7 +49,7 @@ class ArmOptions(Options):
     eager: bool = option("no torch.compile", default=False)
 
     def read_prompts(self) -> list[Prompt]:
-        """So many as ``prompts`` says or the largest batch takes, each with an index of its own.
+        """`num_prompts` of them, again from the first, each with an index of its own.
 
         Raises:
             ValueError: there is a line that is not a prompt, or no line.
@@ -62,8 +62,11 @@ class ArmOptions(Options):
             found.append(prompt)
         if not found:
             raise ValueError(f"{self.prompt_file}: no prompts in it.")
-        count = max(self.prompts, *self.batch)
-        return [replace(found[i % len(found)], index=i) for i in range(count)]
+        return [replace(found[i % len(found)], index=i) for i in range(self.num_prompts())]
+
+    def num_prompts(self) -> int:
+        """So many as ``prompts`` says or the largest batch takes."""
+        return max(self.prompts, *self.batch)
 
     def paths(self) -> list[list[int]]:
         """The tree, best nodes first; empty if the heads bring none."""

@@ -5,11 +5,14 @@ r"""Speed of tree Medusa, of vLLM's own Medusa chain and of n-grams, each beside
     python -m benchmarks speed BIG/target BIG/heads --tree BIG/tree.json
     python -m benchmarks speed BIG/target BIG/heads --tree BIG/tree.json --prompts 2 \
         --batch 1 2 4 8 16 32 64 --tree-sizes 2 4 7 15 31 --only "^(auto|tree|chain 5, vLLM's)" \
-        --seconds 60  # under load
+        --waves 3 --seconds 60  # under load
 
 Every arm takes turns with plain vLLM on the same prompts, so that what disturbs the machine
 disturbs both; the ratio is of throughputs, prefills included. The arm's tokens have to be plain's
 in every round; seeded sampling included, of which vLLM's own speculation draws other numbers.
+
+Requests that drafts bring to their end before others leave a batch that gets smaller and smaller,
+which a server fills again: with --waves 3 a turn has three answers for each place of the batch.
 
 One engine of each arm serves all batches and temperatures, one after the other. Each begins with a
 round of its own ("first"), in which an automatic budget meets that load for the first time.
@@ -72,7 +75,16 @@ class SpeedOptions(ArmOptions):
         "for each arm, batch and temperature: no further round that would end later", default=None
     )
     minutes: Above | None = option("in all: nothing is begun after them", default=None)
+    waves: Positive = option(
+        "answers of a turn for each place of the batch: from 2 on, a place whose answer has ended "
+        "is taken by the next request, as in a server; with 1 the batch gets empty in the end",
+        default=1,
+    )
     max_rows: Positive = option("arms that verify more in a step are left out", default=128)
+
+    def num_prompts(self) -> int:
+        """A turn of the largest batch at least."""
+        return max(self.prompts, *(batch * self.waves for batch in self.batch))
 
 
 def arms(options: SpeedOptions) -> list[Arm]:
@@ -168,9 +180,11 @@ def _measure(
     temperature, batch = what["temperature"], what["batch"]
     plain.sampling = process.sampling = sampling(options, temperature)
     how: dict[str, Any] = {"concurrency": batch, "seed": SEED if temperature > 0 else None}
-    prompts = prompts[: max(options.prompts, batch)]
+    turn = batch * options.waves
+    prompts = prompts[: max(options.prompts, turn)]
+    how["turn"] = turn
     began = time.perf_counter()
-    first = run_in_turn(plain, process, prompts[:batch], **how)
+    first = run_in_turn(plain, process, prompts[:turn], **how)
     left = (options.seconds or float("inf")) - (time.perf_counter() - began)
     measured = run_in_turn(plain, process, prompts, **how, rounds=options.repeats, seconds=left)
     found = measured.figures()

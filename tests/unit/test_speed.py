@@ -124,6 +124,8 @@ def test_one_engine_of_an_arm_serves_every_load_and_another_goes_on_after_a_fail
     assert [row["rounds"] for row in rows.values()] == [1] * 4
     assert {len(row["ratios"]) for row in rows.values()} == {1}
     assert rows["chain 3, ours, T 0, batch 4"]["requests"] == 4  # of a file of 32, three asked for
+    rows = rows_of(replace(options, max_rows=16, waves=2), monkeypatch, like)
+    assert [row["requests"] for row in rows.values()] == [3, 3, 8, 8]
 
 
 def test_automatic_stands_beside_the_best_of_the_others():

@@ -120,6 +120,7 @@ def run_in_turn(
     *,
     concurrency: int,  # prompts in an engine at a time
     seed: int | None,  # prompt ``index`` is sampled with ``seed + index`` in both
+    turn: int | None = None,  # prompts that an engine gets at a time; None: ``concurrency``
     rounds: int = 1,  # how often everything is repeated; every round must agree
     seconds: float = math.inf,  # after the first, no round begins that would end later
     warm_up: bool = False,  # run one group through both engines before, which doesn't count
@@ -136,6 +137,7 @@ def run_in_turn(
     if warm_up:
         first = prompts[:concurrency]
         run_in_turn(baseline, candidate, first, concurrency=concurrency, seed=seed)
+    each = turn or concurrency
     comparison = InTurn()
     baseline_first = True
     both = (comparison.baseline, comparison.candidate)
@@ -144,8 +146,8 @@ def run_in_turn(
         if number and (time.perf_counter() - began) * (number + 1) / number > seconds:
             break
         before = [(timed.tokens, timed.seconds) for timed in both]
-        for start in range(0, len(prompts), concurrency):
-            group = prompts[start : start + concurrency]
+        for start in range(0, len(prompts), each):
+            group = prompts[start : start + each]
             order = [(baseline, comparison.baseline), (candidate, comparison.candidate)]
             baseline_first = not baseline_first
             answers = {

@@ -66,7 +66,11 @@ def test_another_reason_to_end_differs():
     assert {difference.reason for difference in comparison.differences} == {"finish reason"}
 
 
-def test_the_engines_take_turns_to_be_first():
+@pytest.mark.parametrize(
+    ("turn", "orders"),
+    [(None, ("abbaabba", "baabbaab")), (2, ("aabbbbaa", "bbaaaabb"))],
+)
+def test_the_engines_take_turns_to_be_first(turn, orders):
     begun = ""
 
     class Noting(Repeating):
@@ -80,8 +84,8 @@ def test_the_engines_take_turns_to_be_first():
     class Other(Noting):
         name = "b"
 
-    run_in_turn(Noting(), Other(), PROMPTS[:4], concurrency=1, seed=3)
-    assert begun in ("abbaabba", "baabbaab")
+    run_in_turn(Noting(), Other(), PROMPTS[:4], concurrency=1, seed=3, turn=turn)
+    assert begun in orders
 
 
 def test_no_round_begins_that_would_end_too_late():
