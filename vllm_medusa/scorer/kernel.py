@@ -14,6 +14,8 @@ leaves, then those of its own rows, counted from row 0. Own tiles therefore neve
     context 150, 70 rows, BLOCK_N 64      [0 64) [64 128) | [128 150)   [150 214) [214 220)
                                            no mask        | masked       word 0    word 1
 
+A request's first own rows may have no queries (``rows_before``): they are in the cache already.
+
 Where there is neither tree nor window (prefill) the rows before those of a program are context too,
 down to a whole tile: own tiles then start close to the program's first row, and few are masked.
 
@@ -46,6 +48,7 @@ LN2 = tl.constexpr(0.6931471805599453)
         "batch_size",
         "tiles_per_request",
         "num_splits",
+        "rows_before",
         "table_stride",
         "bits_stride_request",  # 0 for a static tree, but not if there is one request only
         "depths_stride_request",
@@ -80,6 +83,7 @@ def attend(
     num_nodes,  # N
     tiles_per_request,  # 0: look for the request
     num_splits,
+    rows_before,
     query_stride_row,
     query_stride_head,
     key_stride_block,
@@ -133,14 +137,15 @@ def attend(
     num_rows = tl.load(cu_query_lens_ptr + request + 1) - first_row
     if m_tile * BLOCK_M >= num_rows * GROUP:
         return
-    base = tl.load(seq_lens_ptr + request) - num_rows  # < 0 in dummy batches only
+    base = tl.load(seq_lens_ptr + request) - num_rows - rows_before  # < 0 in dummy batches only
     tree_rows = tl.where(tl.load(is_tree_ptr + request) != 0, num_nodes, 0)
 
     # rows: [BLOCK_M]
     folded = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = folded // GROUP
+    query_row = folded // GROUP
+    row = rows_before + query_row
     head = kv_head * GROUP + folded % GROUP
-    exists = row < num_rows
+    exists = query_row < num_rows
     is_node = exists & (row < tree_rows)
     depth = tl.load(
         depths_ptr + request * depths_stride_request + row * depths_stride_node,
@@ -148,7 +153,7 @@ def attend(
         other=0,
     ).to(tl.int32)
     place = tl.where(is_node, depth, row)  # position behind the context
-    token = (first_row + row).to(tl.int64)
+    token = (first_row + query_row).to(tl.int64)
     bits_row_ptr = (
         ancestor_bits_ptr
         + request.to(tl.int64) * bits_stride_request
@@ -167,7 +172,7 @@ def attend(
     )  # [BLOCK_M, HEAD_PADDED]
 
     # key tiles: context_tiles from position left up to context, then own tiles from row first_own
-    own_end = tl.minimum((m_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, num_rows)
+    own_end = rows_before + tl.minimum((m_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, num_rows)
     left = 0
     context = base
     if HAS_WINDOW:
@@ -176,7 +181,8 @@ def attend(
         # rows that far back are hidden in trees too, as no node is deeper than its index
         first_own = tl.maximum(left - base, 0) // BLOCK_N * BLOCK_N
     else:
-        before_all = m_tile * BLOCK_M // GROUP // BLOCK_N * BLOCK_N  # seen whole but in trees
+        before_all = rows_before + m_tile * BLOCK_M // GROUP  # seen whole but in trees
+        before_all = before_all // BLOCK_N * BLOCK_N
         first_own = tl.where(tree_rows > 0, 0, before_all)
         context = base + first_own
     context_tiles = (tl.maximum(context - left, 0) + BLOCK_N - 1) // BLOCK_N
@@ -304,7 +310,7 @@ def attend(
         tl.store(
             out_ptr + (result * num_splits + split)[:, None] * HEAD_SIZE + channel[None, :],
             acc,
-            mask=(row < rows_here)[:, None] & in_head[None, :],
+            mask=(query_row < rows_here)[:, None] & in_head[None, :],
         )
     else:
         if HAS_SINKS:

@@ -110,6 +110,7 @@ def paged_tree_attention_kernel(
         num_nodes,
         tiles_per_request,
         splits,
+        batch.rows_before,
         *query.stride()[:2],
         *key_cache.stride(),
         *value_cache.stride(),

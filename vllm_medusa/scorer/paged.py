@@ -11,8 +11,10 @@ the request. What row i is and sees:
 All of the context is seen too. A sliding window w hides every key whose *position* is not above
 that of the query minus w; siblings share a position. A tree request may bring fewer rows than it
 has nodes: nodes are parents first, so a prefix is still a tree. Requests without rows are padding
-and are skipped, and so are query rows behind ``cu_query_lens[-1]``. A row that sees nothing (which
-only a dummy batch has, with seq_len < n) becomes zero.
+and are skipped, and so are query rows behind ``cu_query_lens[-1]``. With ``rows_before`` every
+request has so many rows more, the first ones, whose keys came with earlier calls and which ask
+nothing now: ``base`` is that much less, and the queries are those of the rows behind. A row that
+sees nothing (which only a dummy batch has, with seq_len < n) becomes zero.
 
 Slots that no row sees are never read: they may hold NaN, and block table entries behind the last
 block in use, or left behind by the window, may hold anything.
@@ -73,9 +75,10 @@ class PagedBatch:
     is_tree: Tensor  # bool [B]
     ancestor_bits: Tensor  # int64 [B, N, W]
     depths: Tensor  # integer [B, N]
-    max_query_len: int  # upper bound of n; more rows than this in a request stay unwritten
+    max_query_len: int  # upper bound of queries; more than this in a request stay unwritten
     num_splits: int = 1  # from `tiles.num_splits`; more than 1 needs the workspace
     workspace: SplitWorkspace | None = None
+    rows_before: int = 0  # own rows of each request without a query, first of all
 
     def __post_init__(self) -> None:
         batch, nodes, words = self.ancestor_bits.shape

@@ -33,15 +33,17 @@ def paged_tree_attention_torch(
         n = rows.stop - rows.start
         if n == 0:
             continue
-        base = length - n
-        place, seen = _own_rows(batch, b, n)  # [n], [n, n]
+        own = batch.rows_before + n
+        base = length - own
+        place, seen = _own_rows(batch, b, own)  # [own], [own, own]
+        seen = seen[batch.rows_before :]  # [n, own]
         context = torch.arange(max(base, 0), device=query.device)
-        slots = torch.cat((context, base + torch.arange(n, device=query.device)))  # [L]
+        slots = torch.cat((context, base + torch.arange(own, device=query.device)))  # [L]
         positions = torch.cat((context, base + place))  # [L]
         seen = torch.cat((seen.new_ones(n, len(context)), seen), 1)  # [n, L]
         seen &= slots >= 0
         if window is not None:
-            seen &= positions > (base + place).unsqueeze(1) - window
+            seen &= positions > (base + place[batch.rows_before :]).unsqueeze(1) - window
         used = seen.any(0)
         slots, seen = slots[used], seen[:, used]
         blocks = batch.block_table[b, slots // block_size].long()

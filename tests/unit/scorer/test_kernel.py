@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_medusa import kernels
 from vllm_medusa.scorer import dispatch, tiles
 from vllm_medusa.scorer.paged import FP8_DTYPES
+from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {F32: 1e-5, F16: 4 * 2**-10, BF16: 8 * 2**-7}
@@ -134,6 +135,23 @@ class Cases:
         case = case.with_batch(seq_lens=lens)
         out, lse = check(case, by_torch=True)
         assert (out[6:9] == 0).all() and lse[6:9].isneginf().all()
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    @pytest.mark.parametrize("window", [None, 6])
+    def test_first_rows_without_queries(self, splits, window):
+        """What is in the cache already need not be asked again: the other rows stay as they are."""
+        requests = [tree(70, 40), PADDING, tree(66, 0), chunk(67, 9)]
+        case = self.make(requests, heads=(4, 2), window=window, splits=splits)
+        expected, before = case.expected()[0], 65  # in the mask's second word
+        rows = torch.tensor([*range(65, 70), 70 + 65, *range(136 + 65, 136 + 67)])
+        cu = torch.tensor([0, 5, 5, 6, 8], dtype=torch.int32, device=self.device)
+        part = replace(case, query=case.query[rows.to(self.device)]).with_batch(
+            cu_query_lens=cu, rows_before=before, max_query_len=5
+        )
+        out, _ = part.run()
+        assert (out.double() - expected[rows.to(self.device)]).abs().amax() < TOLERANCE[F32]
+        out, _ = part.run(paged_tree_attention_torch, torch.float64)
+        assert (out - expected[rows.to(self.device)]).abs().amax() < 1e-12
 
     def test_nothing_to_do(self):
         out, _ = self.make([PADDING, PADDING], spare_rows=4).run()
