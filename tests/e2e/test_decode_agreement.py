@@ -132,7 +132,7 @@ def verdict_seam() -> tuple[type, str, str]:
     if ON_V2:
         from vllm_medusa.worker.v2.trees import Trees
 
-        return Trees, "last_rows", "verdict"
+        return Trees, "end", "verdict"
     from vllm_medusa.worker.v1.runner import MedusaModelRunner
 
     return MedusaModelRunner, "propose_draft_token_ids", "_verdict"

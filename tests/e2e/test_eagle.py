@@ -3,63 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.eagle import Eagle1, Eagle3, commonest, new_drafter, train
+from support.eagle import Eagle1
+from support.eagle_case import LAYERS, TOKENS, Case, asked, make_case
 from support.eagle_steps import assert_dense, recorded_trees
-from support.engines import Prompt, complete, engine, greedy, metric, random_prompts
-from support.models import STOPS, VOCAB, save_model
+from support.engines import complete, engine, greedy, metric, random_prompts
+from support.models import VOCAB
 from support.planted import planted
 from support.reference import differing
+from support.runner import sized
 from support.spies import mean_accepted, recorded_steps
-from transformers import AutoModelForCausalLM
 from vllm import LLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_medusa.worker import cpu_attention
-from vllm_medusa.worker.v1.eagle import EagleTreeDrafter
-from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
+from vllm_medusa.worker.eagle_trees import EagleTrees
 
 pytestmark = pytest.mark.engine
 
-LAYERS = (1, 2, 3)
-LEARNT, TOKENS = 12, 32
 Patch = pytest.MonkeyPatch
-
-
-@dataclass
-class Case:
-    target: str
-    model: Any
-    drafter: Eagle3
-    folder: str
-    prompts: list[Prompt]  # whose greedy outputs the drafter has learnt
-    outputs: list[list[int]]
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp("eagle")
-    target = save_model(folder / "target", "Llama", eos_token_id=list(STOPS), num_hidden_layers=4)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    prompts = random_prompts(LEARNT, VOCAB, shortest=8, longest=8)
-    texts = model.generate(
-        torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
-    )
-    drafter = new_drafter(model, LAYERS, commonest(texts[:, 8:], VOCAB, 200))
-    train(drafter, model, texts, steps=70, depth=2)
-    return Case(
-        target, model, drafter, drafter.save(folder / "drafter"), prompts, texts[:, 8:].tolist()
-    )
-
-
-def asked(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
-    return {"method": "eagle3", "model": case.folder, "tree": tree, **options}
+    return make_case(tmp_path_factory.mktemp("eagle"))
 
 
 def drafts_of(owner: type, patch: Patch) -> dict[tuple[int, ...], list[list[int]]]:
@@ -80,6 +52,8 @@ def drafts_of(owner: type, patch: Patch) -> dict[tuple[int, ...], list[list[int]
 
 def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
     """Token for token, drafts included, in a batch that is all greedy."""
+    from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
+
     length = 3
     AttentionBackendEnum.CPU_ATTN.clear_override()
     with monkeypatch.context() as patch:
@@ -104,7 +78,7 @@ def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
 LONG = [
     [*shared, *own]
     for shared in random_prompts(2, VOCAB, shortest=97, longest=110, seed=5)
-    for own in random_prompts(6, VOCAB, shortest=1, longest=40, seed=6)
+    for own in random_prompts(sized(6, 3), VOCAB, shortest=1, longest=40, seed=6)
 ]
 PARAMS = [
     greedy(TOKENS) if i % 2 else greedy(TOKENS, temperature=0.9, seed=i) for i in range(len(LONG))
@@ -150,13 +124,14 @@ def test_eagle_1(case: Case, plain: Any) -> None:
 
 @pytest.fixture(scope="module")
 def llm(case: Case, plain: Any) -> Iterator[LLM]:
-    """40 blocks of 32, steps of 64 tokens: prefills in chunks, requests are preempted."""
+    """Few blocks of 32, steps of 96 tokens: prefills in chunks, requests are preempted."""
     tree = asked(case, {"width": 3, "depth": 4}, num_speculative_tokens=12, budget=12)
     with engine(
         case.target,
         tree,
         block_size=32,
-        num_gpu_blocks_override=40,
+        num_gpu_blocks_override=sized(40, 20),
+        max_model_len=512,
         max_num_batched_tokens=96,
         enable_prefix_caching=True,
     ) as llm:
@@ -166,26 +141,27 @@ def llm(case: Case, plain: Any) -> Iterator[LLM]:
 def test_exact_beside_all_that_happens(case: Case, llm: LLM, plain: Any) -> None:
     """Much of the prompts is in the prefix cache, with the drafter's entries."""
     preempted, hits = metric(llm, "num_preemptions"), metric(llm, "prefix_cache_hits")
-    assert run(case, llm, plain, every=5) > 50
+    assert run(case, llm, plain, every=sized(5, 3)) > 50
     assert metric(llm, "num_preemptions") > preempted
     assert metric(llm, "prefix_cache_hits") > hits
 
 
-def entries_kept(patch: Patch) -> None:
+def entries_kept(patch: Patch, llm: LLM) -> None:
     """Accepted paths keep what drafting left in their slots; only the last token is new."""
-    forward = EagleTreeDrafter._forward
+    forward = EagleTrees._forward
 
     def wrong(self: Any, common: Any, *args: Any) -> Any:
         starts = common.query_start_loc_cpu
         for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             if len(args) == 3 and end - start <= 5:
-                common.slot_mapping[start : end - 1] = -1
+                slots = common.slot_mapping[start:end]
+                slots[: int((slots >= 0).sum()) - 1] = -1
         return forward(self, common, *args)
 
-    patch.setattr(EagleTreeDrafter, "_forward", wrong)
+    patch.setattr(EagleTrees, "_forward", wrong)
 
 
-def siblings_seen(patch: Patch) -> None:
+def siblings_seen(patch: Patch, llm: LLM) -> None:
     """A branch attends to all that was expanded."""
     build = cpu_attention.build_branches
     patch.setattr(
@@ -193,35 +169,30 @@ def siblings_seen(patch: Patch) -> None:
     )
 
 
-def other_layers(patch: Patch) -> None:
+def other_layers(patch: Patch, llm: LLM) -> None:
     """The hidden states are those of one layer further on."""
-    drafts_from = EagleModelRunner._drafts_from
-
-    def wrong(self: Any, *args: Any) -> Any:
-        self.get_model().set_aux_hidden_state_layers(tuple(layer + 1 for layer in LAYERS))
-        return drafts_from(self, *args)
-
-    patch.setattr(EagleModelRunner, "_drafts_from", wrong)
+    wrong = tuple(layer + 1 for layer in LAYERS)
+    llm.apply_model(lambda model: model.set_aux_hidden_state_layers(wrong))
 
 
-def vocabulary_ignored(patch: Patch) -> None:
+def vocabulary_ignored(patch: Patch, llm: LLM) -> None:
     """Draft ids are taken for the target's."""
-    choices = EagleTreeDrafter.choices
+    choices = EagleTrees.choices
 
     def wrong(self: Any, *args: Any) -> Any:
-        patch.setattr(self, "_target_ids", None)
+        patch.setattr(self, "target_ids", None)
         return choices(self, *args)
 
-    patch.setattr(EagleTreeDrafter, "choices", wrong)
+    patch.setattr(EagleTrees, "choices", wrong)
 
 
 @pytest.mark.parametrize("breaks", [entries_kept, siblings_seen, other_layers, vocabulary_ignored])
 def test_would_be_seen(
-    case: Case, llm: LLM, plain: Any, monkeypatch: Patch, breaks: Callable[[Patch], None]
+    case: Case, llm: LLM, plain: Any, monkeypatch: Patch, breaks: Callable[[Patch, LLM], None]
 ) -> None:
     """Whatever the drafter says, tokens stay right; but its entries or guesses are wrong."""
     with monkeypatch.context() as patch:
-        breaks(patch)
+        breaks(patch, llm)
         with pytest.raises(AssertionError, match=r"not (close|equal)"):
             run(case, llm, plain, every=4, some=slice(3))
     if breaks is other_layers:

@@ -11,51 +11,50 @@ import torch
 from torch import Tensor
 
 from support.eagle import Eagle3
+from support.runner import ON_V2
 from vllm_medusa.proposer.candidates import Choices
 from vllm_medusa.scorer.layout import gather_tokens
-from vllm_medusa.worker.v1 import eagle
-from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
-from vllm_medusa.worker.v1.topologies import Topologies
+from vllm_medusa.worker import eagle_trees
+from vllm_medusa.worker.eagle_trees import EagleTrees
 
 
 @dataclass
 class Grown:
     """One step's trees of some requests."""
 
-    ends: Tensor  # int64 [B]
+    row: int  # of the request that is looked at
+    end: int  # its exact entries
     levels: list[tuple[Tensor, Tensor, Choices]] = field(default_factory=list)
-    keys: Tensor | None = None  # of the first request, exact entries and scratch [T, heads, D]
+    keys: Tensor | None = None  # exact entries and scratch [T, heads, D]
     values: Tensor | None = None
-    tokens: list[list[int]] = field(default_factory=list)  # all of each request
+    tokens: list[int] = field(default_factory=list)  # all of the request
 
 
 @contextmanager
 def recorded_trees(every: int) -> Iterator[list[Grown]]:
     """Collect the trees of every so many steps that draft."""
     kept: list[Grown] = []
-    grow, expand = eagle.EagleTreeDrafter.grow, eagle._Branches.expand
-    grow_all, keep = EagleModelRunner._grow, Topologies.keep
-    runner: list[Any] = []
+    grow, expand = EagleTrees.grow, eagle_trees._Branches.expand
     latest: list[Grown] = []
     count = 0
 
-    def of_runner(self: Any, *args: Any) -> Any:
-        runner[:] = [self]
-        return grow_all(self, *args)
-
-    def growing(self: Any, roots: Any, *args: Any) -> Any:
+    def growing(
+        self: Any, roots: Any, root: Tensor, num_nodes: int, depth: Tensor, *more: Any
+    ) -> Any:
         nonlocal count
-        count += 1
-        latest[:] = [Grown(roots.ends.clone())]
-        proposal = grow(self, roots, *args)
-        if count % every == 0:
+        useful = [row for row, most in enumerate(depth.tolist()) if most > 0]
+        row = useful[0] if useful else 0
+        latest[:] = [Grown(row, int(roots.ends[row]))]
+        proposal = grow(self, roots, root, num_nodes, depth, *more)
+        count += bool(useful)
+        if useful and count % every == 0:
             (grown,) = latest
-            (name,) = self.layer_names
+            ((name,),) = (group.layer_names for group in self.groups)
             layer = self.vllm_config.compilation_config.static_forward_context[name]
             scratch = sum(tokens.shape[1] for tokens, _, _ in grown.levels[1:])
-            places = torch.arange(int(roots.ends[0]) + scratch)
-            slots = self._slots(roots.block_table[:1], places[None])[0]
-            grown.keys, grown.values = gather_tokens(layer.kv_cache, layer.isa, slots)
+            places = torch.arange(grown.end + scratch)
+            slots = self.slots(roots.block_table, torch.tensor(row), places)
+            grown.keys, grown.values = cached(layer, slots)
             kept.append(grown)
         return proposal
 
@@ -64,29 +63,77 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         latest[0].levels.append((tokens.clone(), parents.clone(), choices))
         return choices
 
+    EagleTrees.grow, eagle_trees._Branches.expand = growing, expanding
+    try:
+        with (_tokens_on_v2 if ON_V2 else _tokens_on_v1)(latest):
+            yield kept
+    finally:
+        EagleTrees.grow, eagle_trees._Branches.expand = grow, expand
+
+
+def cached(layer: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values in a layer's cache, [T, heads, D]."""
+    if hasattr(layer, "isa"):
+        return gather_tokens(layer.kv_cache, layer.isa, slots)
+    keys, values = layer.kv_cache.transpose(1, 2).split(layer.head_size, -1)
+    return keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
+
+
+@contextmanager
+def _tokens_on_v1(latest: list[Grown]) -> Iterator[None]:
+    from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
+    from vllm_medusa.worker.v1.topologies import Topologies
+
+    grow_all, keep = EagleModelRunner._grow, Topologies.keep
+    runner: list[Any] = []
+
+    def of_runner(self: Any, *args: Any) -> Any:
+        runner[:] = [self]
+        return grow_all(self, *args)
+
     def keeping(self: Any, req_ids: Any, *args: Any) -> None:
-        requests = [runner[0].requests[req_id] for req_id in req_ids]
-        latest[0].tokens = [[*r.prompt_token_ids, *r.output_token_ids] for r in requests]
+        request = runner[0].requests[req_ids[latest[0].row]]
+        latest[0].tokens = [*request.prompt_token_ids, *request.output_token_ids]
         keep(self, req_ids, *args)
 
-    patched = (
-        (eagle.EagleTreeDrafter, "grow", growing),
-        (eagle._Branches, "expand", expanding),
-        (EagleModelRunner, "_grow", of_runner),
-        (Topologies, "keep", keeping),
-    )
-    for owner, name, function in patched:
-        setattr(owner, name, function)
+    EagleModelRunner._grow, Topologies.keep = of_runner, keeping
     try:
-        yield kept
+        yield
     finally:
-        eagle.EagleTreeDrafter.grow, eagle._Branches.expand = grow, expand
         EagleModelRunner._grow, Topologies.keep = grow_all, keep
 
 
+@contextmanager
+def _tokens_on_v2(latest: list[Grown]) -> Iterator[None]:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_medusa.worker.v2.speculator import TreeSpeculator
+
+    sample_tokens, propose = GPUModelRunner.sample_tokens, TreeSpeculator.propose
+    runner: list[Any] = []
+
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runner[:] = [self]
+        return sample_tokens(self, *args, **kwargs)
+
+    def proposing(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = propose(self, batch, *args, **kwargs)
+        if latest:
+            states, slot = runner[0].req_states, batch.idx_mapping_np[latest[0].row]
+            end = int(states.total_len.gpu[slot])
+            latest[0].tokens = states.all_token_ids.gpu[slot, :end].tolist()
+        return drafts
+
+    GPUModelRunner.sample_tokens, TreeSpeculator.propose = sample, proposing
+    try:
+        yield
+    finally:
+        GPUModelRunner.sample_tokens, TreeSpeculator.propose = sample_tokens, propose
+
+
 def assert_dense(grown: Grown, drafter: Eagle3, model: Any) -> int:
-    """All guesses, keys and values of the first request are those of dense forward passes."""
-    tokens, end = torch.tensor(grown.tokens[0]), int(grown.ends[0])
+    """All guesses, keys and values of the request are those of dense forward passes."""
+    tokens, end, row = torch.tensor(grown.tokens), grown.end, grown.row
     assert len(tokens) == end + 1
     features = drafter.features(model, tokens[None, :end])[0]
     assert grown.keys is not None and grown.values is not None
@@ -94,16 +141,16 @@ def assert_dense(grown: Grown, drafter: Eagle3, model: Any) -> int:
     slot, checked = end, 0
     for level, (nodes, parents, choices) in enumerate(grown.levels):
         if level > 0:
-            pairs = zip(nodes[0].tolist(), parents[0].tolist(), strict=True)
+            pairs = zip(nodes[row].tolist(), parents[row].tolist(), strict=True)
             paths = [[*paths[parent], token] for token, parent in pairs]
         for place, path in enumerate(paths):
             logits, (keys, values) = drafter.dense(tokens[1:], features, path)
             wanted = logits.log_softmax(-1).topk(choices.token_ids.shape[2])
-            found = choices.log_confidence[0, place]
+            found = choices.log_confidence[row, place]
             torch.testing.assert_close(found, wanted.values, atol=2e-3, rtol=1e-3)
             ids = drafter.target_ids[wanted.indices]
             if (wanted.values[:-1] - wanted.values[1:]).min() > 1e-2:
-                torch.testing.assert_close(choices.token_ids[0, place], ids)
+                torch.testing.assert_close(choices.token_ids[row, place], ids)
             for mine, dense in ((grown.keys, keys[0]), (grown.values, values[0])):
                 dense = dense.transpose(0, 1)  # [T, heads, D]
                 if level == 0:

@@ -10,12 +10,64 @@ queries are the newest level; each sees the context and its own ancestors, whate
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from vllm_medusa.scorer.grouping import Mask, Member, TreeGroup, deal
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.scorer.metadata import AttentionPlan, cache_rows
+from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
+from vllm_medusa.tree.packing import num_words, pack_ancestors
+
+
+@dataclass(frozen=True, eq=False)
+class PagedBranches:
+    """What `paged` needs to know of the scratch nodes of all requests, in one place for good.
+
+    The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
+    """
+
+    ancestor_bits: Tensor  # int64 [most requests, S, W]
+    depths: Tensor  # int64 [most requests, S]; windows alone would ask for them
+    is_tree: Tensor  # bool [most requests]
+
+    @classmethod
+    def allocate(cls, requests: int, size: int, device: torch.device | str) -> PagedBranches:
+        """For so many requests and nodes at most."""
+        with torch.inference_mode(False):  # else only inference mode could write to it
+            return cls(
+                torch.zeros(requests, size, num_words(size), dtype=torch.int64, device=device),
+                torch.zeros(requests, size, dtype=torch.int64, device=device),
+                torch.ones(requests, dtype=torch.bool, device=device),
+            )
+
+    def batch(
+        self,
+        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query sees
+        cu_query_lens: Tensor,  # int32 [B + 1]
+        seq_lens: Tensor,  # int32 [B], context and scratch
+        block_table: Tensor,  # int32 [B, max_blocks]
+        most_queries: int,  # of a request, in any level
+        num_splits: int = 1,
+        workspace: SplitWorkspace | None = None,
+    ) -> PagedBatch:
+        """One level; nothing is waited for."""
+        (count, queries, size), bits = seen.shape, pack_ancestors(seen)
+        self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
+        return PagedBatch(
+            cu_query_lens=cu_query_lens,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            is_tree=self.is_tree[:count],
+            ancestor_bits=self.ancestor_bits[:count],
+            depths=self.depths[:count],
+            max_query_len=most_queries,
+            num_splits=num_splits,
+            workspace=workspace,
+            rows_before=size - queries,
+        )
 
 
 def build_branches(

@@ -110,6 +110,23 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
             plain_rows=rows,
         )
 
+    def build_branches(
+        self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor
+    ) -> BranchMetadata:
+        """One level of a drafter's trees: ``seen`` bool [B, queries, S], ``base`` int64 [B]."""
+        return BranchMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            base=base,
+            seen=seen,
+        )
+
 
 def _part(
     common: CommonAttentionMetadata, chosen: np.ndarray, starts: np.ndarray

@@ -25,12 +25,15 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_medusa.kernels import uses_kernel
+from vllm_medusa.scorer.branches import PagedBranches
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.scorer.tiles import FEWEST_SPLITS, LARGEST_BLOCK_M
 from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.tree.packing import num_words
-from vllm_medusa.worker.options import EngineOptions, is_medusa
+from vllm_medusa.worker.eagle import beam_of, scratch_of
+from vllm_medusa.worker.options import EngineOptions, is_eagle, is_medusa
 
 _LENGTH_STEP = 512  # lengths are rounded up to it, so that the number of parts is mostly looked up
 
@@ -78,6 +81,14 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
             return plain
         trees.write(step.tree)
         return trees.add_to(plain)
+
+    def build_branches(
+        self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor
+    ) -> TreeMetadata:
+        """One level of a drafter's trees: ``seen`` bool [B, queries, S], behind the context."""
+        plain = super().build(0, common)
+        assert self._trees is not None
+        return self._trees.add_branches(plain, seen)
 
     def empty_batches(self) -> Iterator[PagedBatch]:
         """One for each kernel that steps with trees will need; there are no rows in them."""
@@ -140,6 +151,8 @@ class _Trees:
     is_tree: Tensor  # bool [most requests of a step]
     workspace: SplitWorkspace | None  # None: no step has its keys split
     shape: _Shape
+    beam: Beam | None  # of a drafter that attends over branches of its own
+    branches: PagedBranches | None
 
     @classmethod
     def of(cls, vllm_config: Any, spec: Any, num_heads: int, device: torch.device) -> _Trees:
@@ -165,7 +178,11 @@ class _Trees:
                 nodes = tree.num_nodes
                 shapes = (nodes,), (nodes, num_words(nodes))
                 rows = [is_tree.new_zeros((len(is_tree), *s), dtype=torch.int64) for s in shapes]
-        return cls(rows[0], rows[1], static, is_tree, workspace, shape)
+        beam = branches = None
+        if is_eagle(vllm_config.speculative_config):
+            beam = beam_of(tree)
+            branches = PagedBranches.allocate(len(is_tree), max(1, scratch_of(beam)), device)
+        return cls(rows[0], rows[1], static, is_tree, workspace, shape, beam, branches)
 
     @property
     def num_nodes(self) -> int:
@@ -206,6 +223,27 @@ class _Trees:
             splits = min(self.shape.splits(batch, rows, plain.max_seq_len), room)
         paged = self.batch(
             plain.query_start_loc, plain.seq_lens, plain.block_table[:batch], rows, splits
+        )
+        return TreeMetadata(**vars(plain), paged=paged)
+
+    def add_branches(self, plain: TritonAttentionMetadata, seen: Tensor) -> TreeMetadata:
+        """The metadata of one level of a drafter's trees; no step's trees are touched."""
+        assert self.beam is not None and self.branches is not None
+        splits = 1
+        if self.workspace is not None:
+            room = self.workspace.max_splits(
+                plain.num_actual_tokens, self.shape.num_heads, self.shape.head_size
+            )
+            most = self.shape.splits(len(seen), self.beam.width, plain.max_seq_len)
+            splits = min(most, room)
+        paged = self.branches.batch(
+            seen,
+            plain.query_start_loc,
+            plain.seq_lens,
+            plain.block_table,
+            self.beam.width,
+            splits,
+            self.workspace,
         )
         return TreeMetadata(**vars(plain), paged=paged)
 

@@ -22,9 +22,12 @@ from vllm_medusa.worker.options import (
     ASYNC_ON_V1,
     CPU_WORKER,
     KEY,
+    V2_CPU_WORKER,
+    V2_CUDA_WORKER,
     EngineOptions,
     absolute,
     choose_scheduler,
+    choose_triton_attention,
     choose_worker,
     merged,
 )
@@ -46,13 +49,9 @@ def prepare_eagle(
         raise MedusaConfigError(problem)
     asked = merged(engine_args)
     method = asked.pop("method")
-    if not compat.on_cpu() or compat.uses_v2_runner(parallel_config):
-        raise MedusaConfigError(
-            f'"method": "{method}" with a "tree" runs on vLLM\'s V1 model runner on CPUs only. '
-            'Leave "tree" out for vLLM\'s own chains, set VLLM_USE_V2_MODEL_RUNNER=0 on a CPU, or '
-            'use "method": "medusa".'
-        )
-    if engine_args.async_scheduling:
+    on_v2 = compat.uses_v2_runner(parallel_config)
+    compat.refuse_unsupported_platform(on_v2)
+    if engine_args.async_scheduling and not on_v2:
         raise MedusaConfigError(ASYNC_ON_V1)
     if engine_args.enable_lora:
         raise MedusaConfigError(
@@ -67,11 +66,17 @@ def prepare_eagle(
         acceptance=config.acceptance,
         budget=config.budget or (tree.num_draft_tokens if config.tree == "chain" else "auto"),
     )
-    speculative = _vllms_own(engine_args, original, model_config, parallel_config, method, config)
+    if compat.on_cuda():
+        choose_triton_attention(engine_args)
+    speculative = _vllms_own(
+        engine_args, original, model_config, parallel_config, method, config, on_v2
+    )
     checkpoint = find_checkpoint(config.model, config.revision)
     check_checkpoint(checkpoint, speculative, model_config, tree)
     speculative.medusa_acceptance = config.acceptance.model_dump(mode="json")
-    choose_worker(parallel_config, CPU_WORKER)
+    speculative.medusa_on_v2 = on_v2
+    worker = V2_CUDA_WORKER if compat.on_cuda() else V2_CPU_WORKER
+    choose_worker(parallel_config, worker if on_v2 else CPU_WORKER)
     choose_scheduler(engine_args, has_budget=True)
     plain = {KEY: options.to_dict()}
     engine_args.additional_config = {**(engine_args.additional_config or {}), **plain}
@@ -85,16 +90,24 @@ def _vllms_own(
     parallel_config: Any,
     method: str,
     config: EagleConfig,
+    on_v2: bool,
 ) -> Any:
     """The config that vLLM makes of the drafter, with slots for all that is drafted."""
     asked = engine_args.speculative_config
     flags = engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens
     tree = config.grown
+    most = max(tree.num_draft_tokens, scratch_of(beam_of(tree)))
+    if on_v2:  # full CUDA graphs for steps without drafts too, see `tree_speculative_config`
+        of_runner: dict[str, Any] = {
+            "num_speculative_tokens_per_batch_size": [(1, 1, most), (2, 2, 0)]
+        }
+    else:  # accepted tokens are known on the host before it drafts
+        of_runner = {"disable_padded_drafter_batch": True}
     engine_args.speculative_config = {
         "method": method,
         "model": config.model,
-        "num_speculative_tokens": max(tree.num_draft_tokens, scratch_of(_beam(tree))),
-        "disable_padded_drafter_batch": True,  # accepted tokens are known before it drafts
+        "num_speculative_tokens": most,
+        **of_runner,
         **({} if config.revision is None else {"revision": config.revision}),
     }
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
@@ -137,7 +150,7 @@ def check_checkpoint(
             'do not know. Leave "tree" out.'
         )
     draft_vocab = getattr(draft, "draft_vocab_size", None) or draft.vocab_size
-    width = _beam(tree).width
+    width = beam_of(tree).width
     if width > draft_vocab:
         raise MedusaConfigError(
             f"The tree's width is {width}, but the drafter in {label} knows {draft_vocab} "
@@ -180,7 +193,8 @@ def scratch_of(beam: Beam) -> int:
     return sum(map(beam.width_at, range(1, beam.depth)))
 
 
-def _beam(tree: Any) -> Beam:
+def beam_of(tree: Any) -> Beam:
+    """What an EAGLE drafter is asked for."""
     assert isinstance(tree, DynamicTree) and isinstance(tree.pool, Beam)
     return tree.pool
 
@@ -266,7 +280,7 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
         config.parallel_config,
         config.scheduler_config,
     )
-    beam = _beam(EngineOptions.of(config).tree)
+    beam = beam_of(EngineOptions.of(config).tree)
     scratch = scratch_of(beam)
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if getattr(parallel, name) > 1:

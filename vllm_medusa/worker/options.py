@@ -111,7 +111,9 @@ def is_eagle(speculative_config: Any) -> bool:
 
 def is_for_v2(speculative_config: Any) -> bool:
     """Whether that config was made for the V2 runner."""
-    return speculative_config.method not in ("custom_class", *EAGLE_METHODS)
+    if is_eagle(speculative_config):
+        return bool(speculative_config.medusa_on_v2)
+    return bool(speculative_config.method != "custom_class")
 
 
 def prepare(

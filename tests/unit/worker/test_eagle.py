@@ -20,7 +20,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_medusa.config import EagleConfig, MedusaConfigError
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.worker.eagle import check_captured_layers, check_vocabulary
-from vllm_medusa.worker.options import CPU_WORKER, EITHER_SCHEDULER, EngineOptions, is_medusa
+from vllm_medusa.worker.options import (
+    CPU_WORKER,
+    EITHER_SCHEDULER,
+    EngineOptions,
+    is_for_v2,
+    is_medusa,
+)
 
 Config = Callable[..., Any]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -153,11 +159,12 @@ def test_tensors_of_others(
         config(folder=tmp_path)
 
 
-def test_only_cpus_and_v1(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_medusa.worker import compat
 
+    assert not is_for_v2(config().speculative_config)
     monkeypatch.setattr(compat, "uses_v2_runner", lambda _: True)
-    with pytest.raises(MedusaConfigError, match="V1 model runner on CPUs only"):
+    with pytest.raises(MedusaConfigError, match="fell back to its V1 model runner"):
         config()
 
 

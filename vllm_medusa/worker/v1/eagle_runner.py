@@ -11,7 +11,8 @@ from vllm.config import VllmConfig
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.worker.eagle import check_captured_layers, scratch_of
-from vllm_medusa.worker.v1.eagle import AcceptedPaths, EagleTreeDrafter, Roots
+from vllm_medusa.worker.eagle_trees import Roots
+from vllm_medusa.worker.v1.eagle import EagleTreeDrafter, paths_of
 from vllm_medusa.worker.v1.runner import MedusaModelRunner
 
 
@@ -49,7 +50,8 @@ class EagleModelRunner(MedusaModelRunner):
         )
         shown = auxiliary if self.use_aux_hidden_state_outputs else [hidden_states]
         roots: Roots = self.drafter.prefill(
-            AcceptedPaths(
+            paths_of(
+                self.drafter,
                 counts=counts,
                 next_ids=next_ids,
                 positions=self.positions[rows],

@@ -19,6 +19,9 @@ of vLLM's own part, a *chain* of drafts, that it replaces:
                                                                   the walk down (sampler.dispatch)
       postprocess_state                 compaction                the accepted path's KV closes up
 
+With an EAGLE drafter the speculator is eagle.EagleTreeSpeculator: its prefill takes the accepted
+*path*, where vLLM's takes all rows that the target had, and its levels are trees' (`eagle_trees`).
+
 A step, in V2's order: its own preparation puts node i into slot base + i (that much of a chain is
 right for trees whose parents come first), then `prepare_attn`, `prepare_inputs`, the forward pass,
 the sampler, vLLM's counters (they only ask *how many* drafts were accepted), `postprocess_state`

@@ -34,13 +34,7 @@ def warm_up(runner: Any) -> None:
     trees: Trees = speculator.trees
     slot = torch.zeros(1, dtype=torch.int64, device=device)
     warm_up_rules(trees.of(slot), trees.num_nodes, logits)
-    for batch in (1, 16):  # strides of logits that are multiples of 16, or are not
-        hidden = torch.zeros(batch, model.get_hidden_size(), dtype=model.dtype, device=device)
-        roots = slot.expand(batch)
-        if trees.topologies is None:
-            speculator.drafter.propose(hidden, roots)
-        else:
-            speculator.drafter.grow(hidden, roots, trees.num_nodes, roots)
+    speculator.warm_up()
 
 
 def warm_up_rules(trees: TreesOf, nodes: int, logits: Tensor) -> None:

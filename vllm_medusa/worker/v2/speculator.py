@@ -16,10 +16,11 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from vllm_medusa.sampler import Verdict
 from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.drafting import MedusaDrafter
 from vllm_medusa.worker.grammar_scheduler import TreeDrafts
-from vllm_medusa.worker.options import is_medusa
+from vllm_medusa.worker.options import is_eagle, is_medusa
 from vllm_medusa.worker.overrides import override
 from vllm_medusa.worker.scheduler import worth_of
 from vllm_medusa.worker.v2.state import tree_model_state
@@ -35,6 +36,10 @@ def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_speculator(vllm_config: VllmConfig, device: torch.device, *args: Any) -> Any:
         if not is_medusa(vllm_config.speculative_config):
             return original(vllm_config, device, *args)
+        if is_eagle(vllm_config.speculative_config):
+            from vllm_medusa.worker.v2.eagle import EagleTreeSpeculator
+
+            return EagleTreeSpeculator(vllm_config, device)
         return TreeSpeculator(vllm_config, device)
 
     return init_speculator
@@ -49,18 +54,26 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
-        self.drafter = MedusaDrafter(vllm_config)
+        self.drafter = self.make_drafter()
         self.trees = Trees(vllm_config, self.drafter.tree, device)
         self._drafted_for: list[str] = []
         self._parents: np.ndarray | None = None  # int64 [B, N] of the last drafts, on the host
 
+    def make_drafter(self) -> Any:
+        """What drafts, not loaded yet."""
+        return MedusaDrafter(self.vllm_config)
+
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
-        """Load the heads; and have the target bring our state when the runner asks it for one."""
+        """Load the heads, which vLLM is to keep when it sleeps."""
+        self.load_beside(target_model)
+        return self.drafter.buffers_for_sleep()
+
+    def load_beside(self, target_model: Any) -> None:
+        """Load what drafts; have the target bring our state when the runner asks it for one."""
         self.drafter.load_model(target_model)
         self._target = target_model
         state_cls = tree_model_state(self.vllm_config, target_model, self.trees)
         target_model.get_model_state_cls = lambda: state_cls
-        return self.drafter.buffers_for_sleep()
 
     def set_attn(self, *args: Any) -> None:
         """No attention."""
@@ -72,6 +85,47 @@ class TreeSpeculator(DraftModelSpeculator):
     def capture(self) -> None:
         """No graphs."""
 
+    def warm_up(self) -> None:
+        """Compile what drafting needs."""
+        hidden_size, device = self.vllm_config.model_config.get_hidden_size(), self.device
+        slot = torch.zeros(1, dtype=torch.int64, device=device)
+        for batch in (1, 16):  # strides of logits that are multiples of 16, or are not
+            hidden = torch.zeros(batch, hidden_size, dtype=self.dtype, device=device)
+            roots = slot.expand(batch)
+            if self.trees.topologies is None:
+                self.drafter.propose(hidden, roots)
+            else:
+                self.drafter.grow(hidden, roots, self.trees.num_nodes, roots)
+
+    def drafts_from(
+        self,
+        batch: InputBatch,
+        verdict: Verdict | None,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        next_tokens: Tensor,
+        dummy_run: bool,
+    ) -> Any:
+        """What the drafter goes by, a row for each request: the hidden state [B, H].
+
+        Args:
+            batch: of B requests.
+            verdict: of the step; None if it had no drafts.
+            last_hidden_states: [T, H], of the target.
+            aux_hidden_states: [T, H] each; None unless the drafter asks for them.
+            next_tokens: int64 [B], the token behind what the step made sure of.
+            dummy_run: Nothing of it is to be kept.
+
+        """
+        last_rows = batch.cu_num_logits[: batch.num_reqs].to(torch.int64)
+        if verdict is not None:
+            last_rows = last_rows + verdict.path.last_node
+        return last_hidden_states[batch.logits_indices[last_rows]]
+
+    def useful_depth(self, depth: Tensor, num_tokens: Tensor, dummy_run: bool) -> Tensor:
+        """How deep a node may be, int64 [B], if by a request's options it is ``depth``."""
+        return depth
+
     def propose(
         self,
         input_batch: InputBatch,
@@ -82,6 +136,7 @@ class TreeSpeculator(DraftModelSpeculator):
         num_sampled: Tensor,
         num_rejected: Tensor,
         last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
         *args: Any,
         dummy_run: bool = False,
         is_profile: bool = False,
@@ -95,21 +150,29 @@ class TreeSpeculator(DraftModelSpeculator):
         """
         if is_profile:
             self._claim_memory(last_hidden_states)
-        trees, batch = self.trees, input_batch.num_reqs
-        cu_nodes = input_batch.cu_num_logits[:batch].to(torch.int64)
-        last_rows = trees.last_rows(cu_nodes)
+        trees, batch, slots = self.trees, input_batch.num_reqs, input_batch.idx_mapping
+        verdict = trees.end()
         trees.log_survival = None
+        root = last_sampled[slots].view(batch).to(torch.int64)
+        prompt = next_prefill_tokens.view(-1, self.max_num_reqs)[0][slots]
+        states = self.drafts_from(
+            input_batch,
+            verdict,
+            last_hidden_states,
+            aux_hidden_states,
+            torch.where(num_sampled > 0, root, prompt),
+            dummy_run,
+        )
         if num_speculative_tokens == 0:
             return self.draft_tokens[:batch]
-        hidden_states = last_hidden_states[input_batch.logits_indices[last_rows]]
-        root = last_sampled[input_batch.idx_mapping].view(batch).to(torch.int64)
         if trees.topologies is None:
-            return self.drafter.propose(hidden_states, root)
+            return self.drafter.propose(states, root)
         num_tokens = input_batch.seq_lens[:batch] - num_rejected + 1
         depth = trees.requests.useful_depth(input_batch.idx_mapping_np, num_tokens)
         depth = depth.masked_fill(num_sampled == 0, 0)  # a prefill that isn't finished
+        depth = self.useful_depth(depth, num_tokens, dummy_run)
         limit = num_speculative_tokens
-        proposal = self.drafter.grow(hidden_states, root, trees.num_nodes, depth, limit)
+        proposal = self.drafter.grow(states, root, trees.num_nodes, depth, limit)
         if not dummy_run:
             trees.topologies.keep(input_batch.idx_mapping, proposal.parents)
         # vLLM copies the drafts to the host if a grammar is there to look at them
@@ -118,7 +181,8 @@ class TreeSpeculator(DraftModelSpeculator):
             self._parents = async_copy_to_np(proposal.parents)
         trees.log_survival = proposal.log_survival[:, 1:][:, :limit]
         self._drafted_for = input_batch.req_ids
-        return proposal.token_ids[:, 1:]
+        tokens = proposal.token_ids[:, 1:]
+        return torch.nn.functional.pad(tokens, (0, self.num_speculative_steps - tokens.shape[1]))
 
     def worth(self, drafts: DraftTokenIds) -> TreeDrafts:
         """The last drafts with what they are worth, if trees are dynamic; waits for the device."""

@@ -56,8 +56,14 @@ class TreeModelState(DefaultModelState):
     ) -> None:
         """Remember the KV cache groups, in which accepted paths are compacted."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
-        check_layers(self.vllm_config.compilation_config.static_forward_context, kv_cache_config)
-        self._groups = [group.layer_names for group in kv_cache_config.kv_cache_groups]
+        layers = self.vllm_config.compilation_config.static_forward_context
+        check_layers(layers, kv_cache_config)
+        drafts = {name for name in layers if getattr(layers[name], "is_draft_layer", False)}
+        self._groups = {  # of the target: a drafter takes accepted paths in by itself
+            index: names
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            if (names := [name for name in group.layer_names if name not in drafts])
+        }
         self._adapted = adapted_heads(self.model)
 
     def prepare_attn(
@@ -120,7 +126,7 @@ class TreeModelState(DefaultModelState):
             return
         compact = tree_backend().compact
         layers = self.vllm_config.compilation_config.static_forward_context
-        for group, names in enumerate(self._groups):
+        for group, names in self._groups.items():
             compact(layers, names, step.slots(group), verdict.path.nodes, verdict.path.num_accepted)
 
 

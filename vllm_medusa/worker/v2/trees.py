@@ -103,8 +103,7 @@ class Trees:
             )
         return positions
 
-    def last_rows(self, cu_nodes: Tensor) -> Tensor:
-        """The logits row of each request's last accepted node: int64 [B]. The step ends here."""
-        verdict = self.verdict
-        self.step = self.verdict = None  # a dummy step that follows may lay out none
-        return cu_nodes if verdict is None else cu_nodes + verdict.path.last_node
+    def end(self) -> Verdict | None:
+        """End the step: its verdict. A dummy step that follows may lay out no trees."""
+        verdict, self.step, self.verdict = self.verdict, None, None
+        return verdict

@@ -1,0 +1,47 @@
+"""A chaotic target with an EAGLE-3 drafter that knows some of its greedy outputs by heart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.eagle import Eagle3, commonest, new_drafter, train
+from support.engines import Prompt, random_prompts
+from support.models import STOPS, VOCAB, save_model
+
+LAYERS = (1, 2, 3)
+LEARNT, TOKENS = 12, 32
+
+
+@dataclass
+class Case:
+    target: str
+    model: Any
+    drafter: Eagle3
+    folder: str
+    prompts: list[Prompt]  # whose greedy outputs the drafter has learnt
+    outputs: list[list[int]]
+
+
+def make_case(folder: Path) -> Case:
+    """Train the drafter, in a second."""
+    target = save_model(folder / "target", "Llama", eos_token_id=list(STOPS), num_hidden_layers=4)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    prompts = random_prompts(LEARNT, VOCAB, shortest=8, longest=8)
+    texts = model.generate(
+        torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
+    )
+    drafter = new_drafter(model, LAYERS, commonest(texts[:, 8:], VOCAB, 200))
+    train(drafter, model, texts, steps=70, depth=2)
+    return Case(
+        target, model, drafter, drafter.save(folder / "drafter"), prompts, texts[:, 8:].tolist()
+    )
+
+
+def asked(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
+    """The speculative config."""
+    return {"method": "eagle3", "model": case.folder, "tree": tree, **options}

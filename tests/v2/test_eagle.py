@@ -1,0 +1,103 @@
+"""EAGLE-3 trees as on CUDA: V2 schedules a step ahead, our kernel attends over the branches.
+
+Through the interpreter, a few requests only; `tests/e2e/test_eagle.py`, which runs on V2 too, has
+what happens to many. Runs in `test_sampling_on_v2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.eagle_case import Case, asked, make_case
+from support.eagle_steps import assert_dense, recorded_trees
+from support.engines import Completion, complete, engine, greedy, random_prompts
+from support.models import VOCAB
+from support.no_waiting import watched
+from support.planted import planted
+from support.reference import differing
+from support.runner import ON_V2, async_scheduling
+from support.spies import mean_accepted, recorded_steps
+from vllm import LLM
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not ON_V2, reason="runs in a process of tests/v2/test_sampling_on_v2.py"),
+]
+
+if ON_V2:
+    from support.triton_attention import triton_attention_on_cpu
+
+    from vllm_medusa.worker import cuda_attention
+
+TOKENS = 10
+PROMPTS = random_prompts(2, VOCAB, shortest=30, longest=36, seed=7)  # one comes in two chunks
+PARAMS = [greedy(TOKENS), greedy(TOKENS, temperature=0.9, seed=5)]
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 40, "block_size": 32, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(tmp_path_factory.mktemp("eagle"))
+
+
+@pytest.fixture(scope="module")
+def plain(case: Case) -> list[Completion]:
+    with engine(case.target, **SMALL) as llm:
+        return complete(llm, PROMPTS, PARAMS)
+
+
+@pytest.fixture(scope="module")
+def llm(case: Case, plain: object) -> Iterator[LLM]:
+    tree = asked(case, {"width": 3, "depth": 3}, budget=7)
+    with triton_attention_on_cpu(), async_scheduling(), engine(case.target, tree, **SMALL) as llm:
+        core: Any = llm.llm_engine.engine_core
+        assert isinstance(core.engine_core.scheduler, AsyncScheduler)
+        yield llm
+
+
+def run(llm: LLM, plain: list[Completion], count: int = 2) -> None:
+    """Plant what comes on the drafter's trees."""
+    prompts, expected = PROMPTS[:count], plain[:count]
+    outputs = [list(completion.token_ids) for completion in expected]
+    with planted(prompts, outputs, VOCAB), recorded_steps() as steps:
+        assert differing(expected, complete(llm, prompts, PARAMS[:count])) == []
+    assert mean_accepted(steps) > 0.7
+
+
+def test_nothing_waits_for_the_device(
+    llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = watched(monkeypatch)
+    run(llm, plain)
+    assert min(calls.values()) > 2 and len(calls) == 4
+
+
+def dense(case: Case, llm: LLM, plain: list[Completion]) -> int:
+    """Nodes of one request whose guesses are those of a dense forward pass, as are its entries."""
+    with recorded_trees(1) as trees:
+        run(llm, plain, 1)
+    return sum(assert_dense(grown, case.drafter, case.model) for grown in trees)
+
+
+def test_entries_and_guesses_are_dense(case: Case, llm: LLM, plain: list[Completion]) -> None:
+    assert dense(case, llm, plain) > 12
+
+
+def test_control_siblings_seen(
+    case: Case, llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were a branch to attend to all that was expanded, its guesses would not be dense ones."""
+    attend = cuda_attention.paged_tree_attention
+
+    def wrong(query: Any, keys: Any, values: Any, batch: Any, *args: Any, **named: Any) -> Any:
+        if batch.rows_before:
+            batch = replace(batch, is_tree=batch.is_tree.logical_not())
+        return attend(query, keys, values, batch, *args, **named)
+
+    monkeypatch.setattr(cuda_attention, "paged_tree_attention", wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        dense(case, llm, plain)
