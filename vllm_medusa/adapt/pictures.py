@@ -37,6 +37,8 @@ def draw_budgets(document: dict[str, Any], path: Path) -> None:
     if known:
         axes.plot(*zip(*known, strict=True), "x", color="0.3", label="tau, expected")
     axes.axhline(1, color="0.5", linewidth=1)
+    if automatic := document["measured"].get("automatic"):
+        axes.axhline(automatic["ratio"], color="C3", linestyle="--", label="throughput, automatic")
     axes.set(xlabel="draft nodes", title=f"beside plain vLLM, {document['measured']['dtype']}")
     axes.legend()
     _save(figure, path)

@@ -74,13 +74,13 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
 
     final, trained = stages["final-tree"].folder, stages["train"].folder / "heads"
     figures = document["measured"]
-    names = ("dtype", "temperature", "batch", "machine", "fastest", "rows")
+    names = ("dtype", "temperature", "batch", "machine", "fastest", "rows", "automatic")
     with new_folder(plan.options.files.output, overwrite=True) as part:
         for name in _HEADS:
             shutil.copyfile(final / "heads" / name, part / name)
         update_config(
             part,
-            measured={name: figures[name] for name in names},
+            measured={name: figures.get(name) for name in names},
             provenance=document["provenance"],
         )
         if (trained / "target").is_dir():

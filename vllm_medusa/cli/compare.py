@@ -12,8 +12,9 @@ from vllm_medusa.offline.options import CompareOptions
 
 _DESCRIPTION = """\
 Run the same prompts through plain vLLM and through vLLM with the heads, in turn, once for each size
-of the heads' tree, and report whether every token agrees, the tokens per verification step (tau)
-and the ratio of the throughputs. Exit status 1 if a token differs in float32."""
+of the heads' tree and once with the trees that the engine chooses by itself ("automatic"), and
+report whether every token agrees, the tokens per verification step (tau) and the ratio of the
+throughputs. Exit status 1 if a token differs in float32."""
 
 _EPILOG = """\
 With --data the prompts are what stands before the first generated span of each record (greedy: each
@@ -45,7 +46,7 @@ def table(document: dict[str, Any]) -> Table:
     result = Table(title=f"beside plain vLLM, {document['dtype']}", title_justify="left")
     for column in comparison.COLUMNS:
         result.add_column(column, justify="right")
-    for row in document["rows"]:
+    for row in comparison.all_rows(document):
         best = row["num_draft_tokens"] == document["fastest"]
         result.add_row(*comparison.cells(row), style="bold" if best else "")
     return result

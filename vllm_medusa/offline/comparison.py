@@ -1,4 +1,4 @@
-"""The compare job: heads on a target, beside plain vLLM, for several sizes of their tree.
+"""The compare job: heads on a target, beside plain vLLM, for several sizes of their tree and none.
 
 What it finds is a document of plain JSON values; what that says in words stands here too, since
 reports quote it.
@@ -27,6 +27,7 @@ from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts, settl
 from vllm_medusa.offline.records import Record, load_records
 
 FORMAT_VERSION = 1
+AUTOMATIC = "automatic"  # no tree is named: dynamic trees, as large as pays
 COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
 _SHORT = 8  # tokens; a text whose first span starts before that has no prompt of its own
 _TEXT_PROMPT = 32  # tokens of such a text that become the prompt
@@ -41,14 +42,16 @@ class Comparison:
     @property
     def passed(self) -> bool:
         """Whether no token differs in float32; in other dtypes near-ties may fall otherwise."""
-        identical = all(row["identical"] for row in self.document["rows"])
+        identical = all(row["identical"] for row in all_rows(self.document))
         return identical or self.document["dtype"] != "float32"
 
 
 def compare(
     options: CompareOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Comparison:
-    """Measure each budget of the heads' tree beside the same plain engine, and write the figures.
+    """Measure each budget of the heads' tree, and trees that the engine chooses, beside plain vLLM.
+
+    All stand beside the same plain engine; the figures are written.
 
     Raises:
         PromptError: no prompt can be used, or there are bad lines that are not to be skipped.
@@ -101,11 +104,14 @@ def compare(
         )
         return EngineProcess(settings, sampling)
 
-    def beside(plain: EngineProcess, budget: int) -> dict[str, Any]:
-        config = medusa_config(options.heads, None, None, budget) | {"tree": tree or OWN_TREE}
+    def beside(plain: EngineProcess, budget: int | None) -> dict[str, Any]:
+        config = medusa_config(options.heads, None, None, budget)
+        if budget is not None:
+            config["tree"] = tree or OWN_TREE
         done, groups = count(1), options.rounds * -(-len(prompts) // options.batch)
-        what = f"plain and {budget} draft nodes in turn"
-        with start(f"vLLM with {budget} draft nodes", config) as medusa:
+        name = _name(budget)
+        what = f"plain and {name} in turn"
+        with start(f"vLLM with {name}", config) as medusa:
             measured = run_in_turn(
                 plain,
                 medusa,
@@ -117,13 +123,14 @@ def compare(
                 progress=lambda: progress.at(what, next(done), groups),
             )
         row = {"num_draft_tokens": budget, **measured.figures()}
-        progress.note(f"{budget} draft nodes: {row['ratio']:.2f} times plain vLLM")
+        progress.note(f"{name}: {row['ratio']:.2f} times plain vLLM")
         return row
 
     with start("plain vLLM", None) as plain:
         rows = [beside(plain, budget) for budget in budgets]
+        automatic = None if options.no_automatic else beside(plain, None)
         document["dtype"] = plain.dtype
-    document |= {"rows": rows, "fastest": fastest(rows)}
+    document |= {"rows": rows, "fastest": fastest(rows), AUTOMATIC: automatic}
     if output is not None:
         write_json(output, document)
     return Comparison(document)
@@ -191,6 +198,16 @@ def fastest(rows: Sequence[dict[str, Any]]) -> int | None:
     return None if best is None else best["num_draft_tokens"]
 
 
+def all_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of all budgets, ascending, and the automatic one, if it was measured."""
+    automatic = document.get(AUTOMATIC)  # absent in files of earlier versions
+    return [*document["rows"], *([automatic] if automatic else [])]
+
+
+def _name(budget: int | None) -> str:
+    return "automatic trees" if budget is None else f"{budget} draft nodes"
+
+
 def setting(document: dict[str, Any]) -> str:
     """What is measured, in words."""
     mode = (
@@ -204,10 +221,11 @@ def setting(document: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One budget's figures, in the order of `COLUMNS`."""
+    """A row's figures, in the order of `COLUMNS`."""
+    budget = row["num_draft_tokens"]
     same = row["requests"] - row["differing_requests"]
     return [
-        str(row["num_draft_tokens"]),
+        AUTOMATIC if budget is None else str(budget),
         "-" if row["tau"] is None else f"{row['tau']:.2f}",
         f"{row['plain_steps']} -> {row['steps']}",
         f"{row['ratio']:.2f}x",
@@ -219,7 +237,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 def markdown(document: dict[str, Any]) -> list[str]:
     """The same as lines of Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
-    for row in document["rows"]:
+    for row in all_rows(document):
         values = cells(row)
         if row["num_draft_tokens"] == document["fastest"]:
             values = [f"**{value}**" for value in values]
@@ -229,7 +247,7 @@ def markdown(document: dict[str, Any]) -> list[str]:
 
 def conclusion(document: dict[str, Any]) -> str:
     """Whether the tokens agree, and which budget is fastest, if any is."""
-    rows = document["rows"]
+    rows = all_rows(document)
     different = sum(row["differing_requests"] for row in rows)
     requests = sum(row["requests"] for row in rows)
     if not different:
@@ -246,7 +264,7 @@ def conclusion(document: dict[str, Any]) -> str:
             else f"In {document['dtype']} the rounding of a matrix product depends on how many "
             "rows it has, in plain vLLM too, so near-ties fall otherwise; float32 has none."
         )
-    best = next(row for row in rows if row["num_draft_tokens"] == document["fastest"])
+    best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
     size = f"{best['num_draft_tokens']} draft nodes"
     if best["ratio"] > 1:
         said.append(f"Fastest on this machine: {size}, {best['ratio']:.2f} times plain vLLM.")
@@ -258,4 +276,6 @@ def conclusion(document: dict[str, Any]) -> str:
             f"{best['ratio']:.2f} times its throughput. Heads pay where a step's time is spent "
             "loading weights: with larger targets, smaller batches, or more cores."
         )
+    if automatic := document.get(AUTOMATIC):
+        said.append(f"With no tree named (automatic) it is {automatic['ratio']:.2f} times.")
     return " ".join(said)

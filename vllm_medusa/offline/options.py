@@ -197,6 +197,10 @@ class CompareOptions(Options):
     budgets: tuple[Positive, ...] = option(
         "numbers of draft nodes", default=(4, 8, 16, 32), metavar="N"
     )
+    no_automatic: bool = option(
+        "leave out the trees that the engine chooses, the default where no tree is named",
+        default=False,
+    )
     temperature: AtLeastZero | None = option("(that of the records, or 0)", default=None)
     max_tokens: Positive = option("of each answer", default=128)
     seed: int = option("prompt i uses SEED + i", default=0)

@@ -14,7 +14,8 @@ from vllm_medusa.offline import defaults as engine_defaults
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.options import CompareOptions
 
-SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0}  # of a group, by budget
+AUTOMATIC = 0  # stands for no budget, and no tree
+SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0, AUTOMATIC: 0.4}  # of a group, by budget
 
 
 class Engine(FakeEngine):
@@ -25,10 +26,11 @@ class Engine(FakeEngine):
     started: list[Any] = []  # noqa: RUF012
 
     def __init__(self, settings: Any, sampling: Any):
-        config = settings.speculative_config or {}
-        self.budget = config.get("num_speculative_tokens")
-        super().__init__(max_tokens=20, step_sizes=(3, 1) if self.budget else (1,))
-        self.wrong_at = 3 if self.budget and self.budget == self.wrong else None
+        config = settings.speculative_config
+        self.budget = config and config.get("num_speculative_tokens", AUTOMATIC)
+        assert config is None or ("tree" in config) == (self.budget != AUTOMATIC)
+        super().__init__(max_tokens=20, step_sizes=(1,) if config is None else (3, 1))
+        self.wrong_at = 3 if config and self.budget == self.wrong else None
         Engine.started.append((settings, sampling))
 
     def run(self, prompts, concurrency, seed):
@@ -74,12 +76,31 @@ def test_every_budget_is_measured_and_the_fastest_named(arguments, tmp_path, cap
     assert all(len(row["ratios"]) == 2 and row["identical"] for row in document["rows"])
     assert document["fastest"] == 4
     assert document["dtype"] == "float32"
-    assert "4 draft nodes, 2.00 times plain vLLM" in capsys.readouterr().out
-    assert len(Engine.started) == 3  # plain vLLM once
+    assert document["automatic"]["ratio"] == pytest.approx(2.5)
+    assert document["automatic"]["identical"]
+    said = capsys.readouterr().out
+    assert "4 draft nodes, 2.00 times plain vLLM" in said
+    assert "With no tree named (automatic) it is 2.50 times." in said
+    assert [row[0] for row in map(comparison.cells, comparison.all_rows(document))] == [
+        "2", "4", "automatic",
+    ]  # fmt: skip
+    assert len(Engine.started) == 4  # plain vLLM once
+
+
+def test_automatic_trees_can_be_left_out(arguments, tmp_path):
+    assert run(*arguments, "--budgets", "2", "--rounds", "1", "--no-automatic") == 0
+    assert figures(tmp_path)["automatic"] is None
+    assert len(Engine.started) == 2
+
+
+def test_wrong_tokens_of_automatic_trees_fail_too(arguments, monkeypatch):
+    monkeypatch.setattr(Engine, "wrong", AUTOMATIC)
+    assert run(*arguments, "--budgets", "2", "--rounds", "1") == 1
 
 
 def test_a_group_warms_the_engines_up_and_does_not_count(arguments, tmp_path, monkeypatch):
     groups = {None: [], 2: []}
+    arguments.append("--no-automatic")
     measured = Engine.run
 
     def noted(self, prompts, concurrency, seed):
