@@ -51,7 +51,10 @@ def drafts_of(owner: type, patch: Patch) -> dict[tuple[int, ...], list[list[int]
 
 
 def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
-    """Token for token, drafts included, in a batch that is all greedy."""
+    """Token for token, drafts included, in a batch that is all greedy.
+
+    The drafter is as `train` left it: vLLM's own loader reads it.
+    """
     from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
 
     length = 3

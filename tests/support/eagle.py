@@ -1,7 +1,7 @@
-"""Small EAGLE drafters in plain torch: the dense forward pass of a path, and EAGLE-3's training.
+"""Small EAGLE drafters in plain torch: the dense forward pass of a path, written apart from ours.
 
-`overfit` makes one that knows a target's outputs by heart, so that drafts are accepted; what it has
-not seen it guesses at random.
+`trained_drafter` makes one that knows a target's outputs by heart, so that drafts are accepted;
+what it has not seen it guesses at random.
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from vllm_medusa.training.options import (
+    HeadOptions,
+    StepOptions,
+    TextFiles,
+    TrainMachine,
+    TrainOptions,
+)
+from vllm_medusa.training.train import train as run_training
 
 
 class Norm(nn.Module):
@@ -106,6 +115,23 @@ class Eagle3(nn.Module):
         self.midlayer = Layer(hidden, heads, key_heads, head_size)
         self.norm = Norm(hidden)
         self.lm_head = nn.Linear(hidden, len(target_ids), bias=False)
+
+    @classmethod
+    def load(cls, folder: Path, model: Any) -> Eagle3:
+        """What is stored in SafeAILab's names, with the same sizes of heads as by default."""
+        tensors = load_file(folder / "model.safetensors")
+        layers = json.loads((folder / "config.json").read_text())[
+            "eagle_aux_hidden_state_layer_ids"
+        ]
+        ids = tensors.pop("d2t")
+        ids = ids + torch.arange(len(ids))
+        known = torch.zeros(len(tensors["t2d"]), dtype=torch.bool).index_fill(0, ids, True)
+        assert torch.equal(known, tensors.pop("t2d"))
+        drafter = cls(model.get_input_embeddings().weight, ids, layers)
+        left = drafter.load_state_dict(tensors, strict=False)
+        assert sorted(left.missing_keys) == ["embedding", "target_ids"], left
+        assert left.unexpected_keys == []
+        return drafter
 
     def combine(self, features: Tensor) -> Tensor:
         """What the target's hidden states are to the layer: [..., 3H] -> [..., H]."""
@@ -259,53 +285,34 @@ def features_of(model: Any, ids: Tensor, layers: Sequence[int]) -> tuple[Tensor,
     return torch.cat([states[index] for index in sorted(layers)], -1), logits
 
 
-def train(
-    drafter: Eagle3, model: Any, texts: Tensor, steps: int, depth: int = 4, batch: int = 16
-) -> float:
-    """Training-time test on texts (int64 [N, T]) of the target; returns the last loss.
-
-    In round s every entry takes the state that the drafter itself made one entry before, and sees
-    the exact entries up to s before it, then its own of each round.
-    """
-    features, logits = features_of(model, texts, drafter.layers)
-    places = torch.full((drafter.vocab,), -1).index_copy(
-        0, drafter.target_ids, torch.arange(len(drafter.target_ids))
+def trained_drafter(
+    target: str,
+    model: Any,
+    texts: Tensor,  # int64 [N, T], which a target wrote greedily after their first tokens
+    prompt: int,  # how many those are
+    layers: Sequence[int],
+    folder: Path,
+    draft_vocab: int,
+    depth: int,
+) -> Eagle3:
+    """One that `vllm-medusa train` made in a few seconds into ``folder``; knows the texts."""
+    records = folder.with_suffix(".jsonl")
+    line = {"generated": [[prompt, texts.shape[1]]], "temperature": 0.0}
+    with records.open("w") as file:
+        for number, ids in enumerate(texts.tolist()):
+            file.write(json.dumps({"index": number, "token_ids": ids, **line}) + "\n")
+    options = TrainOptions(
+        model=target,
+        files=TextFiles(data=records, output=folder, heldout_share=0.0),
+        heads=HeadOptions(
+            kind="eagle3",
+            num_heads=depth,
+            aux_layers=tuple(layers),
+            draft_vocab=draft_vocab,
+            save_dtype="float32",
+        ),
+        training=StepOptions(epochs=70, batch_tokens=len(texts) * texts.shape[1]),
+        machine=TrainMachine(device="cpu", precision="float32"),
     )
-    labels = places[logits.argmax(-1)][:, 1:]  # after the token of each entry
-    tokens, length = texts[:, 1:], texts.shape[1] - 1
-    optimiser = torch.optim.AdamW(drafter.parameters(), lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=steps)
-    generator = torch.Generator().manual_seed(0)
-    query, key = torch.arange(length)[:, None], torch.arange(length)
-    loss = torch.zeros(())
-    for _ in range(steps):
-        rows = torch.randperm(len(texts), generator=generator)[:batch]
-        states, past, loss = drafter.fc(features[rows, :-1]), [], torch.zeros(())
-        for s in range(depth):
-            masks = [key <= query - s, *(key == query - s + j for j in range(1, s + 1))]
-            masks[0] = masks[0] | (key == 0)  # what begins before the text has something to see
-            normed, hidden, cache = drafter.step(tokens[rows], states, past, torch.cat(masks, 1))
-            past.append(cache)
-            wanted = labels[rows].masked_fill(key < s, -1)
-            loss = loss + 0.8**s * F.cross_entropy(
-                drafter.lm_head(normed).flatten(0, 1), wanted.flatten(), ignore_index=-1
-            )
-            states = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
-        optimiser.step()
-        schedule.step()
-    return float(loss.detach())
-
-
-def new_drafter(model: Any, layers: Sequence[int], target_ids: Tensor, seed: int = 0) -> Eagle3:
-    """An untrained one for a transformers target."""
-    torch.manual_seed(seed)
-    return Eagle3(model.get_input_embeddings().weight, target_ids, layers)
-
-
-def commonest(texts: Tensor, vocab: int, size: int) -> Tensor:
-    """The ``size`` commonest tokens, ascending."""
-    counts = torch.bincount(texts.flatten(), minlength=vocab)
-    return counts.argsort(descending=True, stable=True)[:size].sort().values
+    run_training(options)
+    return Eagle3.load(folder, model)

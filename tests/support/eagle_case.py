@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.eagle import Eagle3, commonest, new_drafter, train
+from support.eagle import Eagle3, trained_drafter
 from support.engines import Prompt, random_prompts
 from support.models import STOPS, VOCAB, save_model
 
@@ -28,18 +28,16 @@ class Case:
 
 
 def make_case(folder: Path) -> Case:
-    """Train the drafter, in a second."""
+    """Train the drafter, in seconds."""
     target = save_model(folder / "target", "Llama", eos_token_id=list(STOPS), num_hidden_layers=4)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     prompts = random_prompts(LEARNT, VOCAB, shortest=8, longest=8)
     texts = model.generate(
         torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
     )
-    drafter = new_drafter(model, LAYERS, commonest(texts[:, 8:], VOCAB, 200))
-    train(drafter, model, texts, steps=70, depth=2)
-    return Case(
-        target, model, drafter, drafter.save(folder / "drafter"), prompts, texts[:, 8:].tolist()
-    )
+    made = folder / "drafter"
+    drafter = trained_drafter(target, model, texts, 8, LAYERS, made, draft_vocab=200, depth=2)
+    return Case(target, model, drafter, str(made), prompts, texts[:, 8:].tolist())
 
 
 def asked(case: Case, tree: Any, **options: Any) -> dict[str, Any]:

@@ -96,6 +96,13 @@ def read_heads(files: CheckpointFiles) -> tuple[CheckpointFiles, Layout, HeadsIn
             f"{files.label} holds Hydra heads, and Medusa's are asked for. Engines, calibrate, "
             "tree and inspect take both kinds"
         )
+    if "fc.weight" in {name.rsplit("model.", 1)[-1] for name in files.files}:
+        raise HeadsError(
+            f"{files.label} holds an EAGLE drafter, and heads are asked for. Engines take it as "
+            '{"method": "eagle3", "model": ..., "tree": "dynamic"} ("eagle" for EAGLE-1 and 2) and '
+            "inspect describes it; calibrate and tree do not, since its trees follow its own "
+            "probabilities at every step"
+        )
     layout = read_layout(files.files, files.config, files.label)
     return files, layout, _describe(files, layout)
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.losses import (
     CHUNK,
     IGNORED,
+    AnyHeads,
     HeadLosses,
     LMHead,
     draft_labels,
@@ -37,12 +37,13 @@ def token_ranks(logits: Tensor, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def label_ranks(
-    heads: MedusaHeads,
+    heads: AnyHeads,
     hidden_states: Tensor,  # [N, H]
     labels: Tensor,  # int64 [N, K] target ids, IGNORED where none
     lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     *,
     path: Tensor | None = None,  # as for `head_losses`
+    states: Tensor | None = None,  # ``x`` of it, [N, K, H]
     chunk: int = CHUNK,  # positions whose logits exist at a time, [chunk, K, V_draft]
 ) -> Tensor:
     """Place of each label among its head's guesses, best is 0: int64 [N, K].
@@ -56,7 +57,10 @@ def label_ranks(
     for rows in range(0, len(hidden_states), chunk):
         own = drafts[rows : rows + chunk]  # [n, K]
         above = None if path is None else path[rows : rows + chunk]
-        x = heads(hidden_states[rows : rows + chunk], None, above)
+        if states is None:
+            x = heads(hidden_states[rows : rows + chunk], None, above)
+        else:
+            x = states[rows : rows + chunk]
         if heads.lm_head_weight is None and lm_head is not None:
             logits = lm_head(x.flatten(0, 1)).unflatten(0, x.shape[:2])  # over the draft vocabulary
         else:
@@ -88,16 +92,18 @@ class Measurement:
     @torch.no_grad()
     def measure(
         self,
-        heads: MedusaHeads,
+        heads: AnyHeads,
         states: Tensor,
         labels: Tensor,
         lm_head: LMHead | None = None,
         path: Tensor | None = None,
+        x: Tensor | None = None,
     ) -> None:
         """Take in a batch of states [N, H]; see `label_ranks`."""
         ones = torch.ones(labels.shape[1], device=labels.device)
-        found = head_losses(heads, states, labels, ones, lm_head, path=path)
-        self.add(found, label_ranks(heads, states, labels, lm_head, path=path), labels)
+        found = head_losses(heads, states, labels, ones, lm_head, path=path, x=x)
+        ranks = label_ranks(heads, states, labels, lm_head, path=path, states=x)
+        self.add(found, ranks, labels)
 
     def add(self, found: HeadLosses, ranks: Tensor, labels: Tensor) -> None:
         """Take in a batch: its losses of hard labels, ranks and labels int64 [N, K]."""

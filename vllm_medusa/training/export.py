@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from vllm_medusa.heads.checkpoint import save_heads
-from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.heads.eagle_files import save_drafter
+from vllm_medusa.heads.eagle_model import EagleDrafter
+from vllm_medusa.training.losses import AnyHeads
 
 
 @torch.no_grad()
-def round_to(heads: MedusaHeads, dtype: torch.dtype) -> None:
+def round_to(heads: AnyHeads, dtype: torch.dtype) -> None:
     """Round every weight to ``dtype``, in place: what is measured then is what will be stored."""
     for parameter in heads.parameters():
         parameter.copy_(parameter.to(dtype))
@@ -21,7 +23,7 @@ def round_to(heads: MedusaHeads, dtype: torch.dtype) -> None:
 
 def save_trained(
     output: Path,
-    heads: MedusaHeads,  # which end on the CPU in ``dtype``
+    heads: AnyHeads,  # which end on the CPU in ``dtype``
     source: str | Path,  # the target's folder or hub name
     *,
     dtype: torch.dtype,
@@ -34,13 +36,13 @@ def save_trained(
     name = str(source)
     if Path(source).is_absolute():  # a path of this machine says nothing elsewhere
         name = Path(source).name
-    save_heads(
-        output,
-        heads,
-        {
-            "base_model_name_or_path": name,
-            "target": dict(target),
-            "training": dict(training),
-            "provenance": [dict(provenance)],
-        },
-    )
+    config = {
+        "base_model_name_or_path": name,
+        "target": dict(target),
+        "training": dict(training),
+        "provenance": [dict(provenance)],
+    }
+    if isinstance(heads, EagleDrafter):
+        save_drafter(output, heads, config)
+    else:
+        save_heads(output, heads, config)

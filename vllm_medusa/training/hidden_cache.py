@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ from torch import Tensor
 
 from vllm_medusa.files import digest_json, free_bytes, new_path, try_lock, write_json
 from vllm_medusa.training.batches import pad
-from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Piece, Texts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,12 +41,27 @@ class CacheError(ValueError):
     """Hidden states that can't be kept or computed."""
 
 
+class StateSource(Protocol):
+    """What computes states: a `Target`, or what gives wider ones of it."""
+
+    @property
+    def hidden_size(self) -> int:
+        """How wide they are."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids have to be."""
+
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Of ids int64 [B, L], padded on the right: [B, L, width]."""
+
+
 class HiddenStates:
     """The states of all rows of some texts, from files or from the target."""
 
     def __init__(
         self,
-        target: Target,
+        target: StateSource,
         texts: Texts,
         folder: Path,  # where the folder of this cache goes
         key: Mapping[str, Any],  # tells the target and how it computes from any other, plain JSON

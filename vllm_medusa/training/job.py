@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from vllm_medusa.heads.eagle_model import choose_layers
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.records import digest_of
-from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates
+from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates, StateSource
 from vllm_medusa.training.initial_heads import frequent_tokens, new_heads
-from vllm_medusa.training.inputs import Inputs, require_labels
+from vllm_medusa.training.inputs import DataError, Inputs, require_labels
 from vllm_medusa.training.options import HeadOptions, TrainOptions
 from vllm_medusa.training.recipe import Recipe
 from vllm_medusa.training.state import TrainingRun
@@ -36,6 +37,7 @@ class Job:
         texts: the records to train on, laid out.
         heldout: those to measure on; maybe none.
         dtype: what the target computes in.
+        layers: of the target, whose inputs an EAGLE-3 drafter reads; none for heads.
         cache_dtype: what the states of the text to train on are kept in.
         recipe: how the heads are trained alone.
         settings: everything that the heads depend on, plain JSON.
@@ -54,6 +56,7 @@ class Job:
 
         Raises:
             DataError: texts without a label for some head.
+            HeadsError: layers that the target doesn't have.
 
         """
         self.options, self.inputs, self.workers = options, inputs, workers
@@ -64,6 +67,12 @@ class Job:
         require_labels(self.texts, count, files.name(heldout=False))
         if self.heldout is not None:
             require_labels(self.heldout, count, f"held-out records of {files.name(heldout=True)}")
+        self.layers: tuple[int, ...] = ()
+        if options.heads.kind == "eagle3":
+            depth = inputs.fingerprint["num_layers"]
+            if depth is None:
+                raise DataError(f"{inputs.source} doesn't say how many layers it has.")
+            self.layers = choose_layers(options.heads.aux_layers, depth)
         device, wanted = workers.device, options.cache.cache_dtype
         self.dtype = _target_dtype(options.machine.dtype, inputs.dtype, device)
         self.cache_dtype = self.dtype if wanted == "auto" else DTYPES[wanted]
@@ -72,6 +81,7 @@ class Job:
             bf16=_use_bf16(options.machine.precision, device),
             hidden_size=inputs.fingerprint["hidden_size"],
             num_labels=self.texts.num_labels,
+            drafter=bool(self.layers),
         )
         self._state_key = {  # what hidden states depend on
             "target": inputs.fingerprint,
@@ -87,7 +97,7 @@ class Job:
                 "train": digest_of(inputs.train),
                 "heldout": digest_of(inputs.heldout) if inputs.heldout else None,
             },
-            "heads": _shape(options.heads),
+            "heads": _shape(options.heads, self.layers),
             "recipe": asdict(self.recipe),
             "dtype": str(self.dtype),
             "quantization": options.machine.quantization,
@@ -126,10 +136,7 @@ class Job:
 
     def new_heads(self, target: Target) -> MedusaHeads:
         """Heads as the options want them, untrained."""
-        options, token_map = self.options.heads, None
-        if options.draft_vocab is not None and options.draft_vocab < target.vocab_size:
-            records = self.inputs.train
-            token_map = frequent_tokens(records, options.draft_vocab, target.vocab_size)
+        options, token_map = self.options.heads, self.token_map(target)
         return new_heads(
             target,
             options.num_heads,
@@ -139,16 +146,29 @@ class Job:
             kind=options.kind,
         )
 
+    def token_map(self, target: Target) -> torch.Tensor | None:
+        """The draft vocabulary that is asked for, int64 [V_draft]; None: all of the target's."""
+        size = self.options.heads.draft_vocab
+        if size is None or size >= target.vocab_size:
+            return None
+        return frequent_tokens(self.inputs.train, size, target.vocab_size)
+
     def states(
         self,
-        target: Target,
+        target: StateSource,
         texts: Texts,
         folder: Path,
         dtype: torch.dtype,
         max_bytes: int,
+        *,
+        heldout: bool | None = None,
         **key: Any,
     ) -> HiddenStates:
-        """States of `texts` or `heldout`; ``key``: what isn't as it was asked for."""
+        """States of `texts` or `heldout`; ``key``: what isn't as it was asked for.
+
+        ``heldout`` says which, where they are laid out in another way.
+        """
+        is_heldout = texts is self.heldout if heldout is None else heldout
         return HiddenStates(
             target,
             texts,
@@ -156,8 +176,32 @@ class Job:
             self._state_key | key,
             dtype=dtype,
             max_bytes=max_bytes,
-            file=self.options.files.name(heldout=texts is self.heldout),
+            file=self.options.files.name(heldout=is_heldout),
         )
+
+    def sources(
+        self, target: StateSource, heldout: Texts | None, texts: Texts, run: TrainingRun, **key: Any
+    ) -> list[HiddenStates]:
+        """Plan the states of held-out text, if there is any, and of the text to train on."""
+        folder, left = self.options.cache.cache or run.work, self.cache_bytes
+        found: list[HiddenStates] = []
+        for part in (heldout, texts):
+            if part is not None:
+                place = folder, self.cache_dtype, left
+                found.append(self.states(target, part, *place, heldout=part is heldout, **key))
+                left -= found[-1].cached_bytes
+        return found
+
+    def end(self, run: TrainingRun, sources: Sequence[HiddenStates]) -> None:
+        """Remove what only this run needed."""
+        for states in sources:
+            states.release()
+        self.workers.wait()
+        if self.workers.main:
+            for states in sources:
+                if not self.options.cache.keep_cache:
+                    states.remove()
+            run.finish()
 
     def build(self, *sources: HiddenStates) -> None:
         """Compute the states that lack, after a look at the disk."""
@@ -187,10 +231,11 @@ class Job:
         return lambda step, steps, entry: self.progress.at(stage, step, steps, _line(entry))
 
 
-def _shape(options: HeadOptions) -> dict[str, Any]:
-    """The heads' shape; runs begun when there were Medusa's only go on."""
-    shape = asdict(options)
-    return shape if options.kind != "medusa" else {k: v for k, v in shape.items() if k != "kind"}
+def _shape(options: HeadOptions, layers: Sequence[int]) -> dict[str, Any]:
+    """The heads' shape; runs begun when there were fewer kinds go on."""
+    shape = asdict(options) | {"aux_layers": list(layers)}
+    news = {"medusa": ("kind", "aux_layers"), "hydra": ("aux_layers",)}.get(options.kind, ())
+    return {key: value for key, value in shape.items() if key not in news}
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -29,12 +29,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vllm_medusa.heads.eagle_model import EagleDrafter
 from vllm_medusa.heads.model import MedusaHeads
 
 IGNORED = -100  # a label that doesn't count
 CHUNK = 256  # positions whose logits are there at a time
 
 LMHead = Callable[[Tensor], Tensor]  # [N, H] -> logits [N, V or V_draft]
+AnyHeads = MedusaHeads | EagleDrafter  # the latter's steps are K heads
 
 
 def label_mask(generated: Sequence[tuple[int, int]], length: int, num_heads: int) -> Tensor:
@@ -75,7 +77,7 @@ def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:
     return decay ** torch.arange(1, num_heads + 1, dtype=torch.float32)
 
 
-def draft_labels(labels: Tensor, heads: MedusaHeads, outside: int) -> Tensor:
+def draft_labels(labels: Tensor, heads: AnyHeads, outside: int) -> Tensor:
     """Target ids to draft ids, any shape; ``outside`` for tokens that the draft vocabulary lacks.
 
     Labels below 0, which are no tokens, stay as they are.
@@ -97,7 +99,7 @@ class HeadLosses:
 
 
 def head_losses(
-    heads: MedusaHeads,
+    heads: AnyHeads,
     hidden_states: Tensor,  # [N, H], what the target's LM head sees; texts one behind the other
     labels: Tensor,  # int64 [N, K] target ids, IGNORED where none; the first K heads are used
     weights: Tensor,  # [K], the factor of each head's sum
@@ -107,6 +109,7 @@ def head_losses(
     teacher_states: Tensor | None = None,  # [N, H], soft labels are made of; None: hidden_states
     teacher_lm_head: LMHead | None = None,  # over the whole vocabulary, for soft labels
     path: Tensor | None = None,  # int64 [N, K], the tokens after each row, for Hydra heads
+    x: Tensor | None = None,  # [N, K, H], what the heads make of the states, if that is known
     chunk: int = CHUNK,  # positions at a time: 4 * chunk * V floats, twice that if soft
 ) -> HeadLosses:
     """Each head's cross-entropy, and their weighted sum with its gradient.
@@ -134,7 +137,8 @@ def head_losses(
     weight, bias = heads.lm_head_weight, heads.lm_head_bias
     if weight is None and lm_head is None:
         raise ValueError("heads that store no LM head need lm_head, the target's")
-    x = heads(hidden_states, count, path)  # [N, K, H]
+    if x is None:
+        x = heads(hidden_states, count, path)  # [N, K, H]
     loss, sums = _ChunkedLosses.apply(
         x, weight, bias, drafts, valid, weights.float(), lm_head, teacher, chunk
     )

@@ -14,32 +14,19 @@ from vllm_medusa.training.state import TrainingRun
 
 def train_medusa1(job: Job) -> None:
     """Train heads and write them; goes on where the run was killed."""
-    options, workers = job.options, job.workers
     with job.open() as run:
         if run.complete:
             return
         origin = job.provenance()
         target = job.load_target()
-        bytes_left, sources = job.cache_bytes, []
-        for texts in (job.heldout, job.texts):
-            if texts is not None:
-                folder = options.cache.cache or run.work
-                sources.append(job.states(target, texts, folder, job.cache_dtype, bytes_left))
-                bytes_left -= sources[-1].cached_bytes
+        sources = job.sources(target, job.heldout, job.texts, run)
         job.build(*sources)
         heads = job.new_heads(target)
         measured = None if job.heldout is None else sources[0]
-        trainer = Medusa1(target, heads, sources[-1], measured, job.recipe, run, workers)
+        trainer = Medusa1(target, heads, sources[-1], measured, job.recipe, run, job.workers)
         trainer.train(job.report("training"))
         _save(job, trainer, run, origin)
-        for states in sources:
-            states.release()
-        workers.wait()
-        if workers.main:
-            for states in sources:
-                if not options.cache.keep_cache:
-                    states.remove()
-            run.finish()
+        job.end(run, sources)
 
 
 def _save(job: Job, trainer: Medusa1, run: TrainingRun, origin: dict[str, Any]) -> None:

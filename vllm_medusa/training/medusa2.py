@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 class Medusa2(Trainer):
     """The joint stage: only the adapter and the heads are given to the optimiser."""
 
+    heads: MedusaHeads
     measures_ends = True
 
     def __init__(

@@ -148,12 +148,13 @@ class TextFiles(Options):
 class HeadOptions(Options):
     """The heads' shape."""
 
-    kind: Literal["medusa", "hydra"] = option(
-        "medusa: heads don't see each other; hydra: each sees the tokens before its own",
+    kind: Literal["medusa", "hydra", "eagle3"] = option(
+        "medusa: heads don't see each other; hydra: each sees the tokens before its own; eagle3: a "
+        "drafter with a decoder layer, as vLLM's eagle3 loads it",
         "--heads",
         default="medusa",
     )
-    num_heads: Positive = option(default=5)
+    num_heads: Positive = option("of eagle3: tokens ahead that it is trained for", default=5)
     num_layers: Positive = option("residual layers a head", default=1)
     lm_heads: Literal["shared", "own"] = option(
         "shared: all heads use the target's LM head; own: each trains a copy of it",
@@ -161,6 +162,12 @@ class HeadOptions(Options):
     )
     draft_vocab: Positive | None = option(
         "predict only the N most frequent tokens", default=None, metavar="N"
+    )
+    aux_layers: tuple[FromZero, ...] = option(
+        "of eagle3: three of the target's layers, whose inputs it reads",
+        default=(),
+        metavar="N",
+        shown="2, the middle, the last but two",
     )
     save_dtype: Literal["bfloat16", "float16", "float32"] = option(default="bfloat16")
 
@@ -327,6 +334,13 @@ class TrainOptions(Options):
         """See `Options.check`."""
         if self.heads.kind == "hydra":
             self._check_hydra()
+        elif self.heads.kind == "eagle3":
+            self._check_eagle3()
+        if self.heads.aux_layers and self.heads.kind != "eagle3":
+            raise ValueError(
+                f"--aux-layers is an option of --heads eagle3; the heads are {self.heads.kind}. "
+                "Leave it out."
+            )
         if self.method == "medusa-1":
             if joint := command_line(self.joint):
                 raise ValueError(
@@ -359,3 +373,19 @@ class TrainOptions(Options):
                 f"--draft-vocab {self.heads.draft_vocab} is for Medusa heads: Hydra's score all "
                 "tokens. Leave it out."
             )
+
+    def _check_eagle3(self) -> None:
+        heads = self.heads
+        if self.method != "medusa-1":
+            raise ValueError(
+                f"--heads eagle3 leaves the target as it is; the method is {self.method}. Leave it "
+                "out, or train Medusa heads with it."
+            )
+        for name, value, usual, why in (
+            ("--num-layers", heads.num_layers, 1, "has one decoder layer"),
+            ("--lm-heads", heads.lm_heads, "shared", "always trains an LM head of its own"),
+        ):
+            if value != usual:
+                raise ValueError(
+                    f"{name} {value} is for Medusa and Hydra heads: EAGLE-3 {why}. Leave it out."
+                )

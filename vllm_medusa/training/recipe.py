@@ -44,17 +44,27 @@ class Recipe:
     measured_rows: int = 16384  # at most so many held-out positions are measured
 
     @classmethod
-    def of(cls, options: StepOptions, *, bf16: bool, hidden_size: int, num_labels: int) -> Recipe:
-        """Fill in what isn't given, for a target's width and the labels of head 0 in the texts."""
+    def of(
+        cls,
+        options: StepOptions,
+        *,
+        bf16: bool,
+        hidden_size: int,
+        num_labels: int,
+        drafter: bool = False,
+    ) -> Recipe:
+        """Fill in what isn't given, for a target's width and the labels of head 0 in the texts.
+
+        ``drafter``: an EAGLE-3 drafter is trained, in place of heads.
+        """
+        rate = (usual_drafter_rate if drafter else usual_rate)(hidden_size)
         return cls(
             **_shared(options),
             epochs=options.epochs,
             batch_rows=options.batch_tokens or usual_batch(num_labels * options.epochs),
             accumulate=options.accumulate,
             bf16=bf16,
-            optimisation=_optimisation(
-                options, options.learning_rate or usual_rate(hidden_size), WARMUP_STEPS
-            ),
+            optimisation=_optimisation(options, options.learning_rate or rate, WARMUP_STEPS),
         )
 
 
@@ -66,6 +76,11 @@ def usual_rate(hidden_size: int) -> float:
     in the same steps.
     """
     return min(5e-3, max(1e-3, 1.28 / hidden_size))
+
+
+def usual_drafter_rate(hidden_size: int) -> float:
+    """The same for EAGLE-3, a whole decoder layer: 1e-4 for a width of 4096, up to 2e-3."""
+    return min(2e-3, max(1e-4, 0.512 / hidden_size))
 
 
 def usual_batch(rows: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -67,6 +67,14 @@ class Texts:
             span_record=table[:, 0],
             span_position=table[:, 1],
             first_row=_starts(table[:, 2]),
+        )
+
+    @classmethod
+    def whole(cls, records: Sequence[Record]) -> Texts:
+        """Lay out ``records`` with all rows up to the last that is generated: prompts too."""
+        ends = [max((end for _, end in record.generated), default=0) for record in records]
+        return cls.of(
+            [replace(r, generated=((0, end),)) for r, end in zip(records, ends, strict=True)]
         )
 
     @property

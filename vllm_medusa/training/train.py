@@ -12,6 +12,7 @@ from vllm_medusa.files import read_json
 from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import write_records
+from vllm_medusa.training.eagle3_run import train_eagle3
 from vllm_medusa.training.inputs import Inputs
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.medusa1_run import train_medusa1
@@ -98,7 +99,8 @@ def train(
                 )
             shape = replace(options.heads, num_heads=info.num_heads, num_layers=info.num_layers)
             options = replace(options, heads=shape)
-        METHODS[options.method](Job(options, inputs, workers, progress, command))
+        method = train_eagle3 if options.heads.kind == "eagle3" else METHODS[options.method]
+        method(Job(options, inputs, workers, progress, command))
         if workers.main and files.heldout is None and inputs.heldout:
             write_records(files.output / "training" / "heldout.jsonl", inputs.heldout)
         told = read_json(files.output / "config.json")["medusa"]["training"]

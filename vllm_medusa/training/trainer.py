@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import JobFailed
-from vllm_medusa.training.losses import head_weights
+from vllm_medusa.training.losses import AnyHeads, head_weights
 from vllm_medusa.training.optimisation import clip_gradients, set_rate
 from vllm_medusa.training.recipe import JointRecipe, Recipe
 from vllm_medusa.training.state import TrainingRun
@@ -41,13 +40,14 @@ class Trainer(ABC):
 
     """
 
+    heads: AnyHeads
     steps: int
     optimizer: torch.optim.AdamW
     measures_ends = False  # before the first step and after the last, too
 
     def __init__(
         self,
-        heads: MedusaHeads,
+        heads: AnyHeads,
         recipe: Recipe | JointRecipe,
         run: TrainingRun,
         workers: Workers,

@@ -1,0 +1,225 @@
+"""EAGLE-3's drafter is trained on what serving will ask of it, and a cut run ends the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.eagle import Eagle3 as Dense
+from support.eagle import features_of
+from support.models import save_model
+
+from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.eagle import inspect_eagle
+from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, choose_layers
+from vllm_medusa.heads.model import HeadsError
+from vllm_medusa.training import eagle3
+from vllm_medusa.training.auxiliary import AuxiliaryStates
+from vllm_medusa.training.options import (
+    CacheOptions,
+    HeadOptions,
+    StepOptions,
+    TextFiles,
+    TrainMachine,
+    TrainOptions,
+)
+from vllm_medusa.training.target import Target
+from vllm_medusa.training.texts import Texts
+from vllm_medusa.training.train import train
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("target"), "Llama")
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Random texts of different lengths, each with two spans that the target wrote."""
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path_factory.mktemp("data") / "records.jsonl"
+    with path.open("w") as file:
+        for index in range(12):
+            ids = torch.randint(3, 512, (30 + index,), generator=generator).tolist()
+            line = {"index": index, "token_ids": ids, "generated": [[6, 14], [17, len(ids) - 2]]}
+            file.write(json.dumps(line | {"temperature": 0.7}) + "\n")
+    return path
+
+
+def options(target: str, records: Path, output: Path, **steps: Any) -> TrainOptions:
+    return TrainOptions(
+        model=target,
+        files=TextFiles(data=records, output=output, heldout_share=0.2),
+        heads=HeadOptions(kind="eagle3", num_heads=K, draft_vocab=300),
+        training=StepOptions(epochs=4, batch_tokens=80, measure_every=5, **steps),
+        machine=TrainMachine(device="cpu", precision="float32"),
+    )
+
+
+class Stop:
+    """Progress that interrupts a training at some step."""
+
+    def __init__(self, at: int) -> None:
+        self.cut = at
+
+    def at(self, stage: str, step: int, *_: Any) -> None:
+        if stage == "training" and step == self.cut:
+            raise KeyboardInterrupt
+
+    def note(self, _: str) -> None:
+        pass
+
+    warn = note
+
+
+def log_of(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "training/log.jsonl").read_text().splitlines()]
+
+
+def losses_of(output: Path) -> list[float]:
+    return [line["loss"] for line in log_of(output) if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def trained(target, records, tmp_path_factory):
+    output = tmp_path_factory.mktemp("trained") / "drafter"
+    train(options(target, records, output))
+    return output
+
+
+def test_each_step_below_each_row_is_a_dense_pass_of_its_path():
+    torch.manual_seed(0)
+    shape = EagleShape(64, 512, (0, 1, 2), 4, 2, 32, 128, 10000.0, 1e-6, 1024)
+    mine = EagleDrafter(shape, K, torch.arange(0, 512, 2))
+    for parameter in mine.parameters():
+        torch.nn.init.normal_(parameter, float(parameter.dim() == 1), 0.2)
+    mine.embedding = torch.randn(512, 64)
+    dense = Dense(mine.embedding, torch.arange(0, 512, 2), shape.layers)
+    dense.load_state_dict(mine.state_dict(), strict=False)
+    text, features, length = torch.randint(512, (14,)), torch.randn(14, 192), 10
+    path = torch.stack([text[1 + step : 1 + step + length] for step in range(K)], 1)
+    padded = torch.cat([features[:length], torch.full((3, 192), 9.0)])
+    with torch.no_grad():
+        x = mine(padded[None], torch.nn.functional.pad(path, (0, 0, 0, 3))[None])
+        for row in (0, 4, 9):
+            for step in range(K):
+                below = text[row + 2 : row + 2 + step].tolist()
+                wanted, _ = dense.dense(text[1 : row + 2], features[: row + 1], below)
+                found = mine.compute_logits(x[0, row, step])
+                torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        # a piece of a text, which begins later, stands where it stood
+        first = torch.tensor([5, 5])
+        moved = mine(features[None, :4].expand(2, -1, -1), path[None, :4].expand(2, -1, -1), first)
+        torch.testing.assert_close(moved[0], mine(features[None, :4], path[None, :4])[0])
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2), (1, 2), (2,)])
+def test_states_are_inputs_of_layers(target, layers):
+    loaded = Target.load(target)
+    ids = torch.randint(3, 512, (2, 9))
+    with torch.no_grad():
+        found = AuxiliaryStates(loaded, layers).hidden_states(ids, torch.ones_like(ids))
+    wanted, logits = features_of(loaded.model, ids, layers)
+    torch.testing.assert_close(found[..., :-64], wanted)
+    torch.testing.assert_close(loaded.lm_head(found[..., -64:]), logits)
+
+
+def test_layers_are_chosen_and_checked():
+    chosen = {depth: choose_layers((), depth) for depth in (2, 3, 4, 6, 32)}
+    assert chosen == {2: (0, 1, 2), 3: (1, 2, 3), 4: (1, 2, 3), 6: (1, 3, 4), 32: (2, 16, 29)}
+    assert choose_layers((9, 3, 1), 12) == (1, 3, 9)
+    for asked, depth in (((1, 1, 2), 4), ((1, 2), 4), ((2, 3, 5), 4), ((), 1)):
+        with pytest.raises(HeadsError, match="--aux-layers"):
+            choose_layers(asked, depth)
+
+
+def test_a_cut_run_ends_with_the_same_weights(target, records, trained, tmp_path):
+    asked = options(target, records, tmp_path / "cut")
+    for cut in (3, 8):  # before any state was written, and between two
+        with pytest.raises(KeyboardInterrupt):
+            train(asked, Stop(cut))
+    train(asked)
+    mine, whole = (load_file(f / "model.safetensors") for f in (tmp_path / "cut", trained))
+    assert mine.keys() == whole.keys()
+    assert all(torch.equal(mine[name], whole[name]) for name in mine)
+    assert log_of(tmp_path / "cut") == log_of(trained)
+    losses = losses_of(trained)
+    assert losses[-1] < 0.95 * losses[0]
+    assert not (trained / "training/work").exists()
+
+
+def test_what_is_written_says_what_it_is(target, trained):
+    config = json.loads((trained / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    heldout = config["medusa"]["training"]["heldout"]
+    assert len(heldout["top"]) == K and heldout["labels"] > 0
+    found = inspect_eagle(trained, target)
+    assert (found.method, found.draft_vocab_size, found.fits) == ("eagle3", 300, True)
+    with pytest.raises(HeadsError, match="an EAGLE drafter, and heads are asked for"):
+        peek_heads(trained)  # as calibrate and tree do
+
+
+def test_micro_batches_and_computed_states_change_nothing(target, records, trained, tmp_path):
+    train(options(target, records, tmp_path / "micro", accumulate=3))
+    computed = options(target, records, tmp_path / "computed")
+    train(replace(computed, cache=CacheOptions(cache_gb=0.0)))
+    for name in ("micro", "computed"):
+        assert losses_of(tmp_path / name) == pytest.approx(losses_of(trained), rel=1e-4)
+
+
+def test_labels_are_those_of_heads_also_where_texts_are_cut(target, records, tmp_path, monkeypatch):
+    """What counts is what the target wrote; that it comes in pieces changes no label."""
+    seen: dict[int, list[torch.Tensor]] = {}
+    trainers = []
+    start = eagle3.Eagle3.train
+
+    def keep(self: Any, *args: Any) -> None:
+        trainers.append(self)
+        start(self, *args)
+
+    monkeypatch.setattr(eagle3.Eagle3, "train", keep)
+    monkeypatch.setattr(eagle3, "PIECE_ROWS", 16)
+    asked = options(target, records, tmp_path / "pieces")
+    train(replace(asked, training=replace(asked.training, epochs=1)))
+    (trainer,) = trainers
+    assert max(map(len, trainer.pieces)) == 16 < trainer.order.batch_rows
+    for piece in trainer.pieces:
+        labels = trainer._labels(piece)
+        rows = torch.nonzero(labels >= 0)
+        record = trainer.train_states.texts.record_of(piece)
+        found = labels[labels >= 0]
+        pairs = torch.cat([rows[:, :1] + piece.start, rows[:, 1:], found[:, None]], 1)
+        seen.setdefault(record, []).append(pairs)
+    heads = Texts.of(trainer._records[id(trainer.train_states)])
+    for record, parts in seen.items():
+        wanted = []
+        for piece in heads.pieces(1000):
+            if heads.record_of(piece) == record:
+                labels = torch.from_numpy(heads.labels(piece, K, soft=False))
+                rows = torch.nonzero(labels >= 0)
+                at = rows[:, :1] + int(heads.span_position[piece.span])
+                wanted.append(torch.cat([at, rows[:, 1:], labels[labels >= 0][:, None]], 1))
+        assert torch.equal(torch.cat(parts), torch.cat(wanted))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"method": "medusa-2"}, "--heads eagle3 leaves the target as it is"),
+        ({"heads": {"num_layers": 2}}, "--num-layers 2 is for Medusa and Hydra"),
+        ({"heads": {"lm_heads": "own"}}, "--lm-heads own is for Medusa and Hydra"),
+        ({"heads": {"kind": "hydra", "aux_layers": (1, 2, 3)}}, "option of --heads eagle3"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(target, records, tmp_path, changes, reason):
+    asked = options(target, records, tmp_path)
+    shape = {"kind": "eagle3"} | changes.get("heads", {})
+    with pytest.raises(ValueError, match=reason):
+        replace(asked, **(changes | {"heads": HeadOptions(**shape)}))

@@ -1,0 +1,284 @@
+"""EAGLE-3's drafter in plain torch (https://arxiv.org/abs/2503.01840): for training, and its files.
+
+An entry is made of the target's hidden states at a position (three layers' inputs, brought to the
+target's width by ``fc``) and of the token after it; one decoder layer attends over the entries. A
+norm and an LM head of its own, over a part of the vocabulary, give the token after that. Below the
+last such entry the drafter goes on with the states that its own layer gave: a chain of guesses.
+
+`EagleDrafter` computes all chains of a text at once: row i has the exact entry i and below it the
+chain that begins there, whose step s takes the text's token i + s + 1, stands at position i + s and
+attends to the exact entries up to i and to the chain so far. That is what serving does (EAGLE-3
+calls it training-time test), so the K steps of a row are trained and measured as K heads are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vllm_medusa.heads.eagle import LAYER_IDS, default_layers
+from vllm_medusa.heads.model import HeadsError
+
+_WIDTH_OF_HEAD = 64  # where a target's config says nothing
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """The sizes of an EAGLE-3 drafter."""
+
+    hidden_size: int  # H, the target's
+    vocab_size: int  # V, the target's
+    layers: tuple[int, ...]  # of the target, whose inputs are read, ascending
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_position_embeddings: int
+
+    @classmethod
+    def of(
+        cls, config: Any, layers: Sequence[int], hidden_size: int, vocab_size: int
+    ) -> EagleShape:
+        """One layer like those of a target whose transformers config (of its text) is given."""
+        heads = getattr(config, "num_attention_heads", None) or max(
+            1, hidden_size // _WIDTH_OF_HEAD
+        )
+        rope = getattr(config, "rope_parameters", None)
+        theta = rope.get("rope_theta") if isinstance(rope, dict) else None
+        dim = getattr(config, "head_dim", None) or hidden_size // heads
+        return cls(
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            layers=tuple(layers),
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=dim + dim % 2,
+            intermediate_size=getattr(config, "intermediate_size", None) or 3 * hidden_size,
+            rope_theta=float(theta or 10000.0),
+            rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+            max_position_embeddings=int(getattr(config, "max_position_embeddings", None) or 2048),
+        )
+
+    def config(self, draft_vocab_size: int) -> dict[str, Any]:
+        """The ``config.json`` from which vLLM builds the drafter."""
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": draft_vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "hidden_act": "silu",
+            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
+            "rope_theta": self.rope_theta,  # its name before transformers 5
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            LAYER_IDS: list(self.layers),
+        }
+
+
+def choose_layers(asked: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """The layers of a target whose inputs a new drafter reads, ascending.
+
+    ``asked`` are taken if there are any; else vLLM's default, on targets too shallow for it others.
+
+    Raises:
+        HeadsError: Not three different ones of the target's.
+
+    """
+    usual = default_layers(num_layers)
+    if asked:
+        layers = tuple(sorted(asked))
+    elif len(set(usual)) == 3 and min(usual) > 0:
+        layers = tuple(sorted(usual))
+    elif num_layers >= 4:
+        layers = (num_layers // 4, num_layers // 2, 3 * num_layers // 4)
+    else:
+        layers = tuple(range(num_layers - 2, num_layers + 1))
+    if len(set(layers)) != 3 or len(layers) != 3 or layers[0] < 0 or layers[-1] > num_layers:
+        shown = ", ".join(map(str, layers))
+        raise HeadsError(
+            f"EAGLE-3 reads the inputs of three different layers of the target, from 0 (the "
+            f"embeddings) to {num_layers} (the last layer's output); these are {shown}. Name "
+            "others with --aux-layers"
+        )
+    return layers
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps)
+
+
+class _Layer(nn.Module):
+    """The decoder layer: its input are the norms of an embedding and of a state, side by side."""
+
+    def __init__(self, shape: EagleShape) -> None:
+        super().__init__()
+        hidden, dim = shape.hidden_size, shape.head_dim
+        self.shape = shape
+        self.input_layernorm = _Norm(hidden, shape.rms_norm_eps)
+        self.hidden_norm = _Norm(hidden, shape.rms_norm_eps)
+        self.post_attention_layernorm = _Norm(hidden, shape.rms_norm_eps)
+        rows, key_rows = shape.num_attention_heads * dim, shape.num_key_value_heads * dim
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False)
+
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": linear(2 * hidden, rows),
+                "k_proj": linear(2 * hidden, key_rows),
+                "v_proj": linear(2 * hidden, key_rows),
+                "o_proj": linear(rows, hidden),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": linear(hidden, shape.intermediate_size),
+                "up_proj": linear(hidden, shape.intermediate_size),
+                "down_proj": linear(shape.intermediate_size, hidden),
+            }
+        )
+
+    def keys(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, heads, L, D], keys and values [B, key heads, L, D] of inputs [B, L, 2H]."""
+        query, key, value = (
+            self.self_attn[name](x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        theta = self.shape.rope_theta
+        return _rotated(query, positions, theta), _rotated(key, positions, theta), value
+
+    def after(self, mixed: Tensor, states: Tensor) -> Tensor:
+        """The layer's output [B, L, H], of what attention gave [B, heads, L, D]."""
+        states = states + self.self_attn["o_proj"](mixed.transpose(1, 2).flatten(2))
+        x, mlp = self.post_attention_layernorm(states), self.mlp
+        return states + mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+
+
+class EagleDrafter(nn.Module):
+    """A drafter that computes K steps of every chain of a text.
+
+    Attributes:
+        num_heads: K, as it is of heads.
+        vocab_size: the target's.
+        token_map: int64 [V_draft], the target's id of each draft token, ascending; None: all.
+        embedding: the target's [>= V, H]; bound, not stored.
+
+    """
+
+    token_map: Tensor | None
+    lm_head_bias: None = None
+    shared_lm_head = False
+
+    def __init__(self, shape: EagleShape, steps: int, token_map: Tensor | None = None) -> None:
+        super().__init__()
+        hidden = shape.hidden_size
+        self.shape, self.num_heads, self.vocab_size = shape, steps, shape.vocab_size
+        self.draft_vocab_size = shape.vocab_size if token_map is None else len(token_map)
+        self.fc = nn.Linear(len(shape.layers) * hidden, hidden, bias=False)
+        self.midlayer = _Layer(shape)
+        self.norm = _Norm(hidden, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, self.draft_vocab_size, bias=False)
+        self.register_buffer("token_map", token_map)
+        self.embedding: Tensor | None = None
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The LM head as heads have theirs, one for all steps: [1, V_draft, H]."""
+        return self.lm_head.weight[None]
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Normed states [.., H] to logits over the draft vocabulary."""
+        return self.lm_head(x)
+
+    def forward(self, features: Tensor, path: Tensor, first: int | Tensor = 0) -> Tensor:
+        """Normed states [B, L, K, H] of every row's chain.
+
+        Args:
+            features: [B, L, 3H], the target's hidden states; shorter texts padded on the right.
+            path: int64 [B, L, K], the tokens after each row.
+            first: the position of row 0 in its text; int64 [B] where it differs.
+
+        """
+        assert self.embedding is not None, "bind the target's embedding"
+        layer, (_, length, steps) = self.midlayer, path.shape
+        rows = torch.arange(length, device=features.device)
+        if isinstance(first, Tensor):
+            rows = rows + first[:, None, None]  # [B, 1, L], beside heads
+        else:
+            rows = rows + first
+        states, found = self.fc(features), []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(steps):
+            embeds = F.embedding(path[..., step], self.embedding).float()
+            x = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(states)], -1)
+            query, key, value = layer.keys(x, rows + step)
+            keys.append(key)
+            values.append(value)
+            states = layer.after(_attend(query, keys, values), states)
+            found.append(self.norm(states))
+        return torch.stack(found, 2)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is stored, by SafeAILab's names."""
+        found = {name: parameter.detach() for name, parameter in self.named_parameters()}
+        if self.token_map is not None:
+            ids = self.token_map
+            known = torch.zeros(self.vocab_size, dtype=torch.bool, device=ids.device)
+            found["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+            found["t2d"] = known.index_fill(0, ids, True)
+        return found
+
+
+def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of a step: over the exact entries up to each row, and over the row's own chain.
+
+    query [B, heads, L, D]; keys and values [B, key heads, L, D] of the steps so far.
+    """
+    if len(keys) == 1:
+        return F.scaled_dot_product_attention(
+            query, keys[0], values[0], is_causal=True, enable_gqa=True
+        )
+    length, dim = query.shape[-2:]
+    groups = keys[0].shape[1]
+    query = query.unflatten(1, (groups, -1)) * dim**-0.5  # [B, key heads, group, L, D]
+    exact = query @ keys[0].unsqueeze(2).transpose(-1, -2)  # [.., L, L]
+    ahead = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    exact = exact.masked_fill(ahead, -torch.inf)
+    chain = torch.stack([(query * key.unsqueeze(2)).sum(-1) for key in keys[1:]], -1)
+    weights = torch.cat([exact, chain], -1).float().softmax(-1).to(values[0].dtype)
+    mixed = weights[..., :length] @ values[0].unsqueeze(2)
+    for step, value in enumerate(values[1:]):
+        mixed = mixed + weights[..., length + step, None] * value.unsqueeze(2)
+    return mixed.flatten(1, 2)
+
+
+def _rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """RoPE over halves: x [B, heads, L, D], positions [L] or [B, 1, L]."""
+    half = x.shape[-1] // 2
+    scale = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions[..., None] * scale
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
