@@ -30,7 +30,7 @@ from vllm_medusa.tree.topology import MAX_NODES
 
 # What adapt's own options set in train's, and what else it needs as it has it.
 _GIVEN_TO_ADAPT = (
-    *("method", "seed", "dtype", "heldout_share"),
+    *("kind", "method", "seed", "dtype", "heldout_share"),
     *("num_heads", "num_layers", "epochs", "learning_rate"),
 )
 _SET_BY_ADAPT = ("data", "heldout", "output", "overwrite", "save")
@@ -61,8 +61,14 @@ class TextsOptions(Options):
 class TrainingOptions(Options):
     """How heads are trained, as far as it is not left to `train`."""
 
-    method: Literal["medusa-1", "medusa-2"] = option(default="medusa-1")
-    num_heads: Positive = option("heads", default=HeadOptions.num_heads)
+    drafter: Literal["medusa", "hydra", "eagle3"] = option(
+        "heads that don't see each other, heads that do, or a drafter with a decoder layer",
+        default="medusa",
+    )
+    method: Literal["medusa-1", "medusa-2"] = option("of medusa", default="medusa-1")
+    num_heads: Positive = option(
+        "heads; of eagle3 the tokens ahead it is trained for", default=HeadOptions.num_heads
+    )
     num_layers: Positive = option("residual layers of each head", default=HeadOptions.num_layers)
     epochs: Positive = option("passes over the texts", default=StepOptions.epochs)
     learning_rate: Above | None = option("the heads' peak", default=None)
@@ -127,7 +133,7 @@ def training_of(options: AdaptOptions) -> TrainOptions:
         model=options.target,
         method=own.method,
         files=TextFiles(data=Path("data"), heldout=Path("heldout"), output=Path("output")),
-        heads=HeadOptions(num_heads=own.num_heads, num_layers=own.num_layers),
+        heads=HeadOptions(kind=own.drafter, num_heads=own.num_heads, num_layers=own.num_layers),
         training=StepOptions(epochs=own.epochs, learning_rate=own.learning_rate, seed=options.seed),
         machine=TrainMachine(dtype=options.dtype),
     )
@@ -144,6 +150,8 @@ def check_training(options: AdaptOptions, training: TrainOptions) -> None:
     for name in (*_GIVEN_TO_ADAPT, *_SET_BY_ADAPT):
         if given[name] != own[name]:
             remedy = "give it to adapt itself" if name in _GIVEN_TO_ADAPT else "leave it out"
+            if name == "kind":
+                name, remedy = "heads", "give --drafter to adapt itself"
             raise ValueError(
                 f"--train-args has --{name.replace('_', '-')}, which adapt decides: {remedy}."
             )

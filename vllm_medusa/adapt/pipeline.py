@@ -1,4 +1,7 @@
-"""The eight stages of adapt, each reading what earlier ones left."""
+"""The eight stages of adapt, each reading what earlier ones left.
+
+An EAGLE-3 drafter grows its trees by itself: it is compared as it was trained, the fifth stage.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ from vllm_medusa.training.options import (
 )
 from vllm_medusa.training.train import train
 
-STAGES = 8
+STAGES, DRAFTER_STAGES = 8, 5
 RECORDS, RELIABILITY, PICTURE = "records.jsonl", "calibration.png", "tree.png"
 HEADS = ("config.json", "model.safetensors")
 CALIBRATED = (*HEADS, "calibration.safetensors")
@@ -45,7 +48,10 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     dtype, texts, measuring = options.dtype, options.texts, options.measuring
     joint = training.method == "medusa-2"
     weights = {"target": plan.target["sha256"]}
-    served = ServedOptions(target=options.target, dtype=dtype)
+    kind = training.heads.kind
+    served = ServedOptions(
+        target=options.target, dtype=dtype, drafter=kind, aux_layers=training.heads.aux_layers
+    )
     work.run(Stage("check", check_served, lambda here: served, weights))
     written = work.run(_distilling(plan))
     split = work.run(
@@ -82,6 +88,34 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
         )
     )
     target = str(trained / "heads" / "target") if joint else options.target
+    asked = measuring.num_draft_tokens
+    budgets = (asked,) if asked else tuple(sorted(set(measuring.budgets)))
+
+    def comparison(of: Path) -> Stage:
+        return Stage(
+            "compare",
+            compare,
+            lambda here: CompareOptions(
+                target=target,
+                heads=str(of / "heads"),
+                data=split / FILES[2],
+                budgets=budgets,
+                temperature=texts.temperature,
+                max_tokens=measuring.measure_tokens,
+                limit=measuring.measure_prompts,
+                rounds=measuring.rounds,
+                seed=options.seed,
+                engine=EngineOptions(dtype=dtype, engine_args=options.engine_args),
+                output=here / FIGURES,
+            ),
+            {"heads": of.name, "target": trained.name, "texts": split.name},
+            [FIGURES],
+            "compare",
+        )
+
+    if kind == "eagle3":
+        work.run(comparison(trained))
+        return
     calibrated = work.run(
         Stage(
             "calibrate",
@@ -113,31 +147,8 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             partial(_copy, calibrated, CALIBRATED),
         )
 
-    asked = measuring.num_draft_tokens
-    budgets = (asked,) if asked else tuple(sorted(set(measuring.budgets)))
     tried = work.run(tree("tree", max(budgets)))
-    measured = work.run(
-        Stage(
-            "compare",
-            compare,
-            lambda here: CompareOptions(
-                target=target,
-                heads=str(tried / "heads"),
-                data=split / FILES[2],
-                budgets=budgets,
-                temperature=texts.temperature,
-                max_tokens=measuring.measure_tokens,
-                limit=measuring.measure_prompts,
-                rounds=measuring.rounds,
-                seed=options.seed,
-                engine=EngineOptions(dtype=dtype, engine_args=options.engine_args),
-                output=here / FIGURES,
-            ),
-            {"heads": tried.name, "target": trained.name, "texts": split.name},
-            [FIGURES],
-            "compare",
-        )
-    )
+    measured = work.run(comparison(tried))
     work.run(tree("final-tree", asked or read_json(measured / FIGURES)["fastest"]))
 
 

@@ -19,6 +19,8 @@ from vllm_medusa.offline.machine import machine_in_words
 PAGE, FIGURES = "report.md", "compare.json"
 FORMAT_VERSION = 1
 _HEADS = ("config.json", "model.safetensors", "calibration.safetensors")
+_NAMES = {"medusa": "Medusa heads", "hydra": "Hydra heads", "eagle3": "An EAGLE-3 drafter"}
+_CALIBRATION = "![calibration](calibration.png)\n"
 _TWO_TARGETS = """\
 The texts to train and calibrate on, from which the tree and the expected tau come, were written \
 by the original target, not by the one trained with these heads, which was measured and is served.
@@ -31,7 +33,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
     from vllm_medusa.heads.provenance import provenance
 
     options = plan.options
-    medusa = read_json(stages["final-tree"].folder / "heads" / "config.json")["medusa"]
+    medusa = read_json(_final(stages) / "config.json")["medusa"]
     measured = read_json(stages["compare"].folder / FIGURES)
     counts = read_json(stages["split"].folder / COUNTS)
     asked = options.measuring.num_draft_tokens
@@ -39,6 +41,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
         "format_version": FORMAT_VERSION,
         "key": plan.key,
         "target": {"name": options.target, **plan.target},
+        "drafter": options.training.drafter,
         "method": options.training.method,
         "prompts": {
             "file": options.files.prompts.name,
@@ -54,9 +57,9 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
         "temperature": options.texts.temperature,
         "training": medusa.get("training"),
         "calibration": medusa.get("calibration"),
-        "tree": medusa["tree"],
-        "expected": _expected(stages["tree"].folder / "heads" / "config.json", measured),
-        "num_draft_tokens": len(medusa["tree"]),
+        "tree": medusa.get("tree"),
+        "expected": _expected(stages, measured),
+        "num_draft_tokens": len(medusa["tree"]) if "tree" in medusa else measured["fastest"],
         "num_draft_tokens_fixed": asked is not None,
         "num_draft_tokens_asked": asked,
         "measured": measured,
@@ -72,12 +75,13 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
     """Write the output folder, all of it or nothing."""
     from vllm_medusa.heads.checkpoint import update_config
 
-    final, trained = stages["final-tree"].folder, stages["train"].folder / "heads"
+    final, trained = _final(stages), stages["train"].folder / "heads"
     figures = document["measured"]
     names = ("dtype", "temperature", "batch", "machine", "fastest", "rows", "automatic")
     with new_folder(plan.options.files.output, overwrite=True) as part:
         for name in _HEADS:
-            shutil.copyfile(final / "heads" / name, part / name)
+            if (final / name).is_file():  # drafters are not calibrated
+                shutil.copyfile(final / name, part / name)
         update_config(
             part,
             measured={name: figures.get(name) for name in names},
@@ -87,11 +91,10 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
             shutil.copytree(trained / "target", part / "target")
         draw_accuracies(document, part / "accuracy.png")
         draw_budgets(document, part / "budgets.png")
-        for picture in (
-            final / "tree.png",
-            stages["calibrate"].folder / "calibration.png",
-            trained / "training" / "curves.png",
-        ):
+        pictures = [trained / "training" / "curves.png"]
+        if "calibrate" in stages:
+            pictures += [final.parent / "tree.png", stages["calibrate"].folder / "calibration.png"]
+        for picture in pictures:
             shutil.copyfile(picture, part / picture.name)
         (part / PAGE).write_text(markdown(plan.options, document), encoding="utf-8")
         write_json(part / REPORT, document)
@@ -100,7 +103,9 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
 def conclusion(document: dict[str, Any]) -> str:
     """What was measured and what follows, in a few sentences."""
     nodes, asked = document["num_draft_tokens"], document["num_draft_tokens_asked"]
-    if asked is None:
+    if document["tree"] is None:
+        tree = f'The drafter grows its trees itself; "budget": {nodes} holds them to that size.'
+    elif asked is None:
         tree = f"The first {nodes} nodes of the tree became the heads' own."
     elif nodes < asked:
         tree = (
@@ -118,6 +123,9 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
     provenance, output = document["provenance"], options.files.output
     joint = document["method"] == "medusa-2"
     served = f"{output}/target" if joint else options.target
+    grown = document["tree"] is not None
+    kind = document["drafter"]
+    how = document["method"].capitalize() if kind == "medusa" else _NAMES[kind]
     unseen = (
         "neither trained nor calibrated on"
         if prompts["disjoint"]
@@ -126,7 +134,7 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
     eager = bool(measured["engine_args"].get("enforce_eager"))
     versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
     return f"""\
-# Medusa heads for {target["name"]}
+# {_NAMES[document["drafter"]]} for {target["name"]}
 
 {conclusion(document)}
 
@@ -145,18 +153,17 @@ tau: tokens per verification step. Ratio: throughput over plain vLLM's, the medi
 both engines took turns on the same machine.{" Both ran eagerly, without torch.compile." * eager}
 
 {_TWO_TARGETS * joint}\
-![ratio and tau by budget](budgets.png) ![the tree](tree.png)
+![ratio and tau by budget](budgets.png){" ![the tree](tree.png)" * grown}
 
 ## What the heads know
 
 {_accuracies(document)}
 
 ![held-out accuracy](accuracy.png) ![training](curves.png)
-![calibration](calibration.png)
-
+{_CALIBRATION * grown}
 ## How they were made
 
-{document["method"].capitalize()}, seed {document["seed"]}, {measured["dtype"]}; \
+{how}, seed {document["seed"]}, {measured["dtype"]}; \
 {prompts["trained"]} prompts of {prompts["file"]} (SHA-256 {prompts["sha256"][:12]}) to train on \
 ({prompts["trained_tokens"]} tokens of the target's), {prompts["calibrated"]} to calibrate on, \
 {prompts["measured"]} to measure on. Target weights {target["sha256"][:12]}.
@@ -209,9 +216,17 @@ def _accuracies(document: dict[str, Any]) -> str:
     )
 
 
-def _expected(config: Path, measured: dict[str, Any]) -> dict[str, float | None]:
+def _final(stages: Mapping[str, Finished]) -> Path:
+    """The folder of the heads that are published."""
+    return (stages["final-tree"] if "final-tree" in stages else stages["train"]).folder / "heads"
+
+
+def _expected(stages: Mapping[str, Finished], measured: dict[str, Any]) -> dict[str, float | None]:
     """What `tree` expected of each measured size: tokens per step, held out where it could be."""
-    source = read_json(config)["medusa"].get("tree_source", {})
+    source = {}
+    if "tree" in stages:
+        config = read_json(stages["tree"].folder / "heads" / "config.json")
+        source = config["medusa"].get("tree_source", {})
     walked = source.get("tokens_per_step") or []
     heldout = source.get("tokens_per_step_heldout") or []
     found: dict[str, float | None] = {}

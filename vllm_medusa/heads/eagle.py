@@ -79,6 +79,16 @@ def inspect_eagle(
     return found
 
 
+def drafter_method(source: str | Path | None) -> str | None:
+    """The method of an EAGLE drafter in a local folder; None: anything else, a hub name too."""
+    if source is None or not Path(source).expanduser().is_dir():
+        return None
+    try:
+        return inspect_eagle(source).method
+    except (HeadsError, OSError):
+        return None
+
+
 def named_layers(config: Mapping[str, Any]) -> list[int] | None:
     """The target's layers that a drafter's config names; None: it names none. By vLLM's rule."""
     extra = config.get("eagle_config")

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from vllm_medusa.config import OWN_TREE, TreeConfig
+from vllm_medusa.config import OWN_TREE, EagleConfig, TreeConfig
 from vllm_medusa.files import refuse_to_replace, write_json
 from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.defaults import engine_arguments
@@ -65,7 +66,8 @@ def compare(
     output = options.output
     if output is not None:
         refuse_to_replace(output, "figures", is_document)
-    tree, budgets = budgets_of(options)
+    drafter = drafter_method(options.heads) is not None
+    tree, budgets = (None, drafter_budgets(options)) if drafter else budgets_of(options)
     prompts, temperature = prompts_of(options, progress)
     engine_args = engine_arguments(
         options.target,
@@ -105,9 +107,13 @@ def compare(
         return EngineProcess(settings, sampling)
 
     def beside(plain: EngineProcess, budget: int | None) -> dict[str, Any]:
-        config = medusa_config(options.heads, None, None, budget)
-        if budget is not None:
-            config["tree"] = tree or OWN_TREE
+        if drafter:  # it grows each tree anew, as large as it may be
+            size = None if budget is None else str(budget)
+            config = medusa_config(options.heads, options.tree, budget=size)
+        else:
+            config = medusa_config(options.heads, None, None, budget)
+            if budget is not None:
+                config["tree"] = tree or OWN_TREE
         done, groups = count(1), options.rounds * -(-len(prompts) // options.batch)
         name = _name(budget)
         what = f"plain and {name} in turn"
@@ -143,6 +149,15 @@ def budgets_of(options: CompareOptions) -> tuple[list[list[int]] | None, list[in
     tree = TreeConfig.resolve(wanted, info.tree, info.num_heads, info.draft_vocab_size)
     budgets = sorted({min(budget, tree.num_draft_tokens) for budget in options.budgets})
     return (None if wanted is None else tree.to_lists()), budgets
+
+
+def drafter_budgets(options: CompareOptions) -> list[int]:
+    """The budgets that an EAGLE drafter's trees allow, ascending."""
+    config = medusa_config(options.heads, options.tree)
+    most = EagleConfig.from_speculative_config(
+        {key: value for key, value in config.items() if key != "method"}
+    ).grown.num_draft_tokens
+    return sorted({min(budget, most) for budget in options.budgets})
 
 
 def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> tuple[list[Prompt], float]:

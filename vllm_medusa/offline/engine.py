@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.offline.batch import Delta, RequestRefused
@@ -48,8 +49,16 @@ def medusa_config(
 ) -> dict[str, Any]:
     """The ``speculative_config`` of a Medusa engine, from what a command line can hold.
 
-    Without ``heads`` they are in the target's own checkpoint.
+    Without ``heads`` they are in the target's own checkpoint. A local folder with an EAGLE drafter
+    will do too: its trees are dynamic unless ``tree`` says otherwise.
     """
+    method = None
+    if heads is not None and Path(heads).expanduser().is_dir():
+        from vllm_medusa.heads.eagle import drafter_method  # torch is slow
+
+        method = drafter_method(heads)
+    if method is not None:
+        tree = tree or "dynamic"
     options = {
         "model": heads,
         "tree": _json_or_text(tree),
@@ -57,7 +66,7 @@ def medusa_config(
         "num_speculative_tokens": num_speculative_tokens,
         "budget": int(budget) if budget and budget.isdecimal() else _json_or_text(budget),
     }
-    return {"method": "medusa"} | {k: v for k, v in options.items() if v is not None}
+    return {"method": method or "medusa"} | {k: v for k, v in options.items() if v is not None}
 
 
 _MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}

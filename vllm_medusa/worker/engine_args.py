@@ -116,7 +116,8 @@ def _add_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
                 default=None,
                 help="Medusa heads (folder, file or hub name) for tree speculation; the same as "
                 '--speculative-config \'{"method": "medusa", "model": HEADS}\', whose other keys '
-                "(tree, budget, lookup, acceptance, num_speculative_tokens) may be given too.",
+                "(tree, budget, lookup, acceptance, num_speculative_tokens) may be given too. Or "
+                'the folder of an EAGLE drafter, with "tree": "dynamic".',
             )
         return parser
 
@@ -157,4 +158,10 @@ def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
                 f"--speculative-model {heads} asks for Medusa heads, but {flag} is {value!r}. "
                 f"Drop {flag}, or give that method's draft with --spec-model."
             )
-    return {**config, "model": heads} | ({} if methods["--spec-method"] else {"method": METHOD})
+    from vllm_medusa.heads.eagle import drafter_method  # torch is slow
+
+    if any(methods.values()):  # the command line names it
+        return {**config, "model": heads} | ({} if methods["--spec-method"] else {"method": METHOD})
+    method = drafter_method(heads)
+    own = {"method": METHOD} if method is None else {"method": method, "tree": "dynamic"}
+    return {**own, **config, "model": heads}

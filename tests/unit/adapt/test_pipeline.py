@@ -14,6 +14,7 @@ from vllm_medusa.adapt.options import (
     AdaptOptions,
     MeasuringOptions,
     TextsOptions,
+    TrainingOptions,
     training_of,
 )
 from vllm_medusa.adapt.pipeline import CALIBRATED, HEADS, run_stages
@@ -172,6 +173,16 @@ def test_later_stages_get_what_earlier_ones_left(adapt):
     assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets)
     assert asked["final-tree"].num_draft_tokens == 8
     assert asked["distill"].engine.engine_args == {"enforce_eager": True}
+
+
+def test_a_drafter_is_compared_as_it_was_trained(adapt):
+    folders = adapt.run(training=TrainingOptions(drafter="eagle3"))
+    assert list(folders) == ["check", "distill", "split", "train", "compare"]
+    assert len(folders) == pipeline.DRAFTER_STAGES
+    assert adapt.asked["check"].drafter == adapt.asked["train"].heads.kind == "eagle3"
+    assert adapt.asked["compare"].heads == str(folders["train"] / "heads")
+    assert list(adapt.run(training=TrainingOptions(drafter="hydra"))) == ALL
+    assert adapt.asked["train"].heads.kind == "hydra"
 
 
 def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, monkeypatch):

@@ -11,6 +11,9 @@ from safetensors.torch import load_file, save_file
 from support.eagle import Eagle1, Eagle3
 
 from vllm_medusa.cli import main
+from vllm_medusa.offline.comparison import drafter_budgets
+from vllm_medusa.offline.engine import medusa_config
+from vllm_medusa.offline.options import CompareOptions, GenerateMedusa
 
 TARGET = {"hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 4}
 
@@ -51,3 +54,19 @@ def test_eagle_1(tmp_path: Path, capsys: Any) -> None:
     drafter = Eagle1(model).save(tmp_path / "e")
     code, out = inspect(capsys, drafter, "--target", target(tmp_path / "t"))
     assert code == 0 and '"method": "eagle")' in out and "layers" not in out
+
+
+def test_commands_take_its_folder_for_what_it_is(tmp_path: Path) -> None:
+    """`generate`, `compare` and the like, by `--speculative-model`."""
+    drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")
+    own = {"method": "eagle3", "model": drafter, "tree": "dynamic"}
+    assert medusa_config(drafter) == own
+    assert medusa_config(drafter, "chain", budget="4") == own | {"tree": "chain", "budget": 4}
+    assert medusa_config(str(tmp_path))["method"] == "medusa"
+    GenerateMedusa(speculative_model=drafter, tree='{"width": 4}')
+    with pytest.raises(ValueError, match="width"):
+        GenerateMedusa(speculative_model=drafter, tree="mc_sim_7b_63")
+    options = CompareOptions(
+        target="t", heads=drafter, data=tmp_path, budgets=(80, 4, 60), tree='{"depth": 1}'
+    )
+    assert drafter_budgets(options) == [4, 10]

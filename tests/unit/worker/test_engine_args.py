@@ -8,6 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
+from support.eagle import Eagle3
 from support.hydra import random_hydra
 from support.models import save_random_heads
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
@@ -279,3 +280,11 @@ def test_hydra_heads_expand_a_beam_and_are_refused_on_several_ranks(config, tmp_
     assert EngineOptions.of(config(asked | {"tree": {"chain": 3}})).tree == TokenTree.chain(3)
     with pytest.raises(ValueError, match=r"tensor_parallel_size is 2.*Hydra's.*Use 1"):
         config(asked, tensor_parallel_size=2)
+
+
+def test_the_folder_of_an_eagle_drafter_is_taken_for_one(parse, tmp_path):
+    drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (0, 1, 2)).save(tmp_path)
+    own = {"method": "eagle3", "tree": "dynamic", "model": drafter}
+    assert parse("--speculative-model", drafter).speculative_config == own
+    given = parse("--speculative-model", drafter, "--speculative-config", '{"tree": "chain"}')
+    assert given.speculative_config == own | {"tree": "chain"}
