@@ -80,6 +80,13 @@ USED = {  # attributes that are read, set or shadowed: how their class mentions 
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"): {
         "num_speculative_tokens=num_spec_tokens", "draft_tokens[:, num_spec_tokens:] = -1",
     },
+    ("vllm.v1.worker.gpu.spec_decode.speculator", "DraftModelSpeculator"): {
+        "all_attn_layers[layer_name].is_draft_layer = True", "self.block_tables = block_tables",
+        "self.attn_groups, self.attn_cg_support, _ = init_attn_backend(",
+    },
+    ("vllm.v1.worker.gpu.block_table", "BlockTables"): {
+        "self.input_block_tables: list[torch.Tensor] = ", "self.block_sizes = block_sizes",
+    },
     ("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager"): {
         "speculative_config.num_speculative_tokens_per_batch_size",
     },
@@ -104,6 +111,7 @@ OVERRIDES = {
     "TreeAttentionBackend": {"get_impl_cls", "get_builder_cls"},
     "TreeAttentionImpl": {"__init__", "forward"},
     "TreeSpeculator": {"__init__", "load_draft_model", "set_attn", "propose", "capture"},
+    "EagleTreeDrafter": {"__init__", "load_model", "dummy_run"},  # on V1
     "TreeModelState": {
         "add_request", "initialize_kv_cache", "prepare_attn", "prepare_inputs",
         "prepare_dummy_inputs", "custom_sampler", "postprocess_state",

@@ -282,9 +282,11 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
     )
     beam = beam_of(EngineOptions.of(config).tree)
     scratch = scratch_of(beam)
-    for name in ("tensor_parallel_size", "data_parallel_size"):
-        if getattr(parallel, name) > 1:
-            yield f"{name} is {getattr(parallel, name)}; EAGLE's trees run in one process. Use 1."
+    if parallel.data_parallel_size > 1:
+        yield (
+            f"data_parallel_size is {parallel.data_parallel_size}; EAGLE's trees have not been "
+            "tried with replicas. Use 1."
+        )
     if model.enable_prompt_embeds:
         yield "prompt embeddings have no token ids, which EAGLE reads. Switch them off."
     if model.is_multimodal_model or model.uses_mrope:

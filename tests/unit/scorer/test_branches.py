@@ -1,11 +1,17 @@
 """One level of a drafter's trees: the rows of its nodes are those of the whole tree."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from support.paged_batches import make_case as make_paged
+from support.paged_batches import tree
 from support.paged_trees import make_case
 
-from vllm_medusa.scorer.branches import build_branches
+from vllm_medusa.scorer.branches import PagedBranches, build_branches
 from vllm_medusa.scorer.cpu import tree_attention
+from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
+from vllm_medusa.tree.packing import unpack_ancestors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,3 +34,27 @@ def test_rows_of_the_newest_level(bases: list[int], dtype: torch.dtype) -> None:
     others[:, -1, 1:-1] ^= True  # a node sees those it must not, and not its own ancestors
     wrong = (attend(others).float() - newest.float()).abs().amax((1, 2))
     assert (wrong.view(-1, queries) > 0.01).tolist() == [[False] * 3 + [True]] * len(bases)
+
+
+def test_levels_of_the_paged_form() -> None:
+    """Each of three levels is what the whole tree's rows are; its bits stay where they were."""
+    size, queries, requests = 66, 22, 2
+    case = make_paged([tree(size, 40), tree(size, 3)], heads=(2, 1))
+    seen = unpack_ancestors(case.batch.ancestor_bits, size)
+    expected = case.expected()[0].unflatten(0, (requests, size))
+    query = case.query.unflatten(0, (requests, size))
+    branches, places = PagedBranches.allocate(3, size + 6, "cpu"), set()
+    cu = torch.arange(0, 3 * queries, queries, dtype=torch.int32)
+    for end in range(queries, size + 1, queries):
+        rows = slice(end - queries, end)
+        lengths = (case.batch.seq_lens - size + end).int()
+        batch = branches.batch(seen[:, rows, :end], cu, lengths, case.batch.block_table, queries)
+        level = replace(case, query=query[:, rows].flatten(0, 1), batch=batch)
+        out, _ = level.run(paged_tree_attention_torch, torch.float64)
+        torch.testing.assert_close(out.unflatten(0, (requests, queries)), expected[:, rows])
+        places.add((batch.ancestor_bits.data_ptr(), batch.depths.data_ptr()))
+        if end > queries:
+            wrong = level.with_batch(rows_before=0)
+            out, _ = wrong.run(paged_tree_attention_torch, torch.float64)
+            assert not torch.allclose(out.unflatten(0, (requests, queries)), expected[:, rows])
+    assert len(places) == 1

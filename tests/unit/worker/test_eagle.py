@@ -102,7 +102,7 @@ def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
         ({"num_speculative_tokens": 256}, "num_speculative_tokens is 256"),
         ({"lookup": True}, "unknown key 'lookup'"),
         ({"method": "eagle"}, "or for another method"),
-        ({"vllm": {"tensor_parallel_size": 2}}, "tensor_parallel_size is 2"),
+        ({"vllm": {"data_parallel_size": 2}}, "data_parallel_size is 2"),
         ({"vllm": {"enable_lora": True}}, "LoRA adapters"),
         ({"vllm": {"async_scheduling": True}}, "async scheduling"),
         ({"vllm": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}, "has 640 rows, and a step"),
