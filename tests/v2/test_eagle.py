@@ -33,7 +33,7 @@ if ON_V2:
 
     from vllm_medusa.worker import cuda_attention
 
-TOKENS = 10
+TOKENS = 8
 PROMPTS = random_prompts(2, VOCAB, shortest=30, longest=36, seed=7)  # one comes in two chunks
 PARAMS = [greedy(TOKENS), greedy(TOKENS, temperature=0.9, seed=5)]
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 40, "block_size": 32, "max_num_seqs": 4}
@@ -101,3 +101,20 @@ def test_control_siblings_seen(
     monkeypatch.setattr(cuda_attention, "paged_tree_attention", wrong)
     with pytest.raises(AssertionError, match="not close"):
         dense(case, llm, plain)
+
+
+def test_warm_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before graphs are captured it attends in parts too, and leaves the cache alone."""
+    core: Any = llm.llm_engine.engine_core
+    speculator = core.engine_core.model_executor.driver_worker.worker.model_runner.speculator
+    layers = speculator.vllm_config.compilation_config.static_forward_context
+    cache = layers[speculator.drafter.groups[0].layer_names[0]].kv_cache
+    attend, before, seen = cuda_attention.paged_tree_attention, cache.clone(), set()
+
+    def spy(query: Any, keys: Any, values: Any, batch: Any, *args: Any, **named: Any) -> Any:
+        seen.add((batch.rows_before > 0, batch.num_splits > 1))
+        return attend(query, keys, values, batch, *args, **named)
+
+    monkeypatch.setattr(cuda_attention, "paged_tree_attention", spy)
+    speculator.warm_up()
+    assert (True, True) in seen and cache.equal(before)

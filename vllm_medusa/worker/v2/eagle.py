@@ -84,8 +84,20 @@ class EagleTreeSpeculator(TreeSpeculator):
         block_size = self.block_tables.block_sizes[self._group]
         self.drafter.bind(self.attn_groups[self._group], block_size)
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Nothing: vLLM's dummy runs, which follow, draft as any step does."""
+        """Compile what levels of trees need: into how many parts keys go follows from lengths.
+
+        Nobody's entries are written, and no context is read.
+        """
+        nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+        states = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
+        table = self.block_tables.input_block_tables[self._group][:1]
+        longest = self.max_model_len
+        while longest:
+            roots = Roots(states, states, nothing, longest, table)
+            self.drafter.grow(roots, nothing, self.trees.num_nodes, nothing)
+            longest //= 2
 
     def drafts_from(
         self,
