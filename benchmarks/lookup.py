@@ -8,7 +8,7 @@ What stands behind +- is the standard error from prompt to prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,14 @@ def arms(options: LookupOptions) -> list[Arm]:
 
 def run(options: LookupOptions, progress: Progress) -> Iterator[Row]:
     """A row for each arm, temperature and file of prompts."""
+    yield from rows(arms(options), options, progress)
+
+
+def rows(chosen: Sequence[Arm], options: LookupOptions, progress: Progress) -> Iterator[Row]:
+    """Decode all texts with each arm."""
     texts = {path.stem: replace(options, prompt_file=path).read_prompts() for path in options.texts}
     wanted = answers(PLAIN, options, texts)
-    for arm in arms(options):
+    for arm in chosen:
         progress.note(arm.name)
         for (temperature, name), results in answers(arm, options, texts).items():
             what: dict[str, Any] = {

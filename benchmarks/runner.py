@@ -36,6 +36,7 @@ CASES = {  # name -> what it measures; each is the `CASE` of the module of its n
     "soak": "a server under thousands of requests of all kinds: answers, memory",
     "tau": "tokens per step of dynamic and of static trees of equal size",
     "lookup": "tokens per step of heads, of lookup and of both in one tree",
+    "drafters": "tokens per step of several heads and EAGLE drafters, trees and chains",
     "typical": "typical acceptance: tokens per step against what becomes of the text",
     "grammar": "steps that drafts save requests which follow a JSON schema",
     "profile": "where a decode step's time goes",

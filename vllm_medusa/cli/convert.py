@@ -18,7 +18,11 @@ formats:
   v1            the reference's medusa_lm_head.pt: biases, an LM head for each head
   v2            the residual blocks alone; the target's LM head is used
   tgi           Text Generation Inference
-  tensorrt-llm  TensorRT-LLM"""
+  tensorrt-llm  TensorRT-LLM
+of EAGLE-3 drafters (also native):
+  safeailab     the reference's pytorch_model.bin
+  specforge     SpecForge and SGLang; --target helps with the layers' numbers
+  speculators   vLLM's speculators library"""
 
 
 def run(options: ConvertOptions, progress: ConsoleProgress) -> int:
@@ -28,10 +32,14 @@ def run(options: ConvertOptions, progress: ConsoleProgress) -> int:
 
     done = convert(options, provenance=provenance(invocation()))
     info = done.info
-    print(
-        f"{done.file}: {info.num_heads} heads of {info.num_layers} layers as {options.to} "
-        f"(from {info.format}), {done.bytes / 1e6:.1f} MB"
-    )
+    size = f"{done.bytes / 1e6:.1f} MB"
+    if info is None:
+        print(f"{done.file}: an EAGLE-3 drafter as {options.to}, {size}")
+    else:
+        print(
+            f"{done.file}: {info.num_heads} heads of {info.num_layers} layers as {options.to} "
+            f"(from {info.format}), {size}"
+        )
     if options.base is not None:
         print(f"{options.base}: the model they were trained with")
     for note in done.notes:

@@ -15,12 +15,13 @@ from torch import Tensor
 from vllm_medusa.convert.heads import Output
 from vllm_medusa.files import new_path, refuse_strangers
 from vllm_medusa.heads.checkpoint import config_text
+from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.heads.files import CheckpointFiles, digest_heads, find_checkpoint
 from vllm_medusa.heads.info import open_heads
 from vllm_medusa.heads.model import HeadsError
 
 # What a conversion writes, so what it may replace if the weights are heads.
-_WEIGHTS = ("model.safetensors", "medusa_lm_head.*")
+_WEIGHTS = ("model.safetensors", "medusa_lm_head.*", "pytorch_model.bin")
 _OBSERVATIONS = "calibration.safetensors"  # lies beside heads that were calibrated
 _OURS = ("config.json", _OBSERVATIONS, *_WEIGHTS)
 
@@ -61,6 +62,8 @@ def _check_heads(file: Path) -> None:
     try:
         _, _, info = open_heads(file)
     except HeadsError as error:
+        if drafter_method(file.parent) is not None:
+            return
         raise HeadsError(
             f"{file} holds no Medusa heads that can be read, and --overwrite replaces nothing "
             "else: give another output, or move it away"

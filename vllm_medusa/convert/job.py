@@ -9,15 +9,22 @@ from typing import Any
 
 from vllm_medusa.convert import reference, vllm
 from vllm_medusa.convert.backbone import write_base
+from vllm_medusa.convert.eagle import DRAFTER_FORMATS, Drafter
 from vllm_medusa.convert.folder import check_apart, check_output, copy_calibration, write_output
 from vllm_medusa.convert.heads import Heads, Output
 from vllm_medusa.convert.options import ConvertOptions
 from vllm_medusa.convert.target import TargetWeights
 from vllm_medusa.files import new_folder
-from vllm_medusa.heads.files import CheckpointFiles, download_whole
+from vllm_medusa.heads.checkpoint import FORMAT_VERSION
+from vllm_medusa.heads.files import (
+    CheckpointFiles,
+    download_whole,
+    find_checkpoint,
+    find_target,
+)
 from vllm_medusa.heads.fingerprint import match_target, target_fingerprint
 from vllm_medusa.heads.formats import Layout
-from vllm_medusa.heads.info import HeadsInfo, check_vocab, open_heads, read_token_map
+from vllm_medusa.heads.info import HeadsInfo, check_vocab, read_heads, read_token_map
 from vllm_medusa.heads.model import HeadsError
 
 FORMATS: dict[str, Callable[[Heads, TargetWeights | None], Output]] = {
@@ -34,7 +41,7 @@ FORMATS: dict[str, Callable[[Heads, TargetWeights | None], Output]] = {
 class Conversion:
     """What was converted, and what a user should know of it."""
 
-    info: HeadsInfo  # of the source
+    info: HeadsInfo | None  # of the source; None: an EAGLE-3 drafter
     file: Path
     bytes: int
     notes: tuple[str, ...]
@@ -53,13 +60,22 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
 
     """
     source, output, base = options.source, options.output, options.base
-    files, layout, info = open_heads(source, options.revision)
+    files = find_checkpoint(source, options.revision)
+    is_drafter = "fc.weight" in {name.rsplit("model.", 1)[-1] for name in files.files}
+    if options.to not in (DRAFTER_FORMATS if is_drafter else FORMATS):
+        what, others = ("EAGLE drafters", DRAFTER_FORMATS) if is_drafter else ("heads", FORMATS)
+        raise HeadsError(
+            f"{source} can't be written as {options.to}: {what} can be {', '.join(others)}"
+        )
     folder = _folder_of(source)
     whole = None if Path(source).expanduser() != folder else folder
     for path in (output, base):
         if path is not None:
             replace_it = options.overwrite and path is output
             check_output(path, whole, overwrite=replace_it, sources=[folder, options.target])
+    if is_drafter:
+        return _convert_drafter(options, files, provenance)
+    files, layout, info = read_heads(files)
     if base is not None:
         check_apart(output, base)
     if base is not None and not info.includes_base:
@@ -89,6 +105,25 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
         if folder is not None:
             copy_calibration(folder, files, part)
     return Conversion(info, output / made.file, size, made.notes, warnings)
+
+
+def _convert_drafter(
+    options: ConvertOptions, files: CheckpointFiles, provenance: Mapping[str, Any] | None
+) -> Conversion:
+    """Write an EAGLE-3 drafter in another layout."""
+    if options.base is not None:
+        raise HeadsError(f"{options.source} holds a drafter only: there is no base to write")
+    target = None if options.target is None else find_target(options.target).config
+    drafter = Drafter.read(files, target)
+    medusa = dict(drafter.config.get("medusa") or {"format_version": FORMAT_VERSION})
+    if provenance is not None:
+        entries = medusa.get("provenance")
+        medusa["provenance"] = [*(entries if isinstance(entries, list) else []), dict(provenance)]
+    drafter = replace(drafter, config=drafter.config | {"medusa": medusa})
+    made = DRAFTER_FORMATS[options.to](drafter)
+    with new_folder(options.output, overwrite=options.overwrite) as part:
+        size = write_output(part, made)
+    return Conversion(None, options.output / made.file, size, made.notes, ())
 
 
 def _identified(

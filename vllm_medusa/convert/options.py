@@ -12,7 +12,17 @@ class ConvertOptions(Options):
     """Options of `vllm_medusa.convert.job.convert` and of `vllm-medusa convert`."""
 
     source: Source = option("the heads: a folder, a file or a hub name", positional=True)
-    to: Literal["native", "vllm", "v1", "v2", "tgi", "tensorrt-llm"] = option("the format to write")
+    to: Literal[
+        "native",
+        "vllm",
+        "v1",
+        "v2",
+        "tgi",
+        "tensorrt-llm",
+        "safeailab",
+        "specforge",
+        "speculators",
+    ] = option("the format to write; the last three, and native, of EAGLE-3 drafters")
     output: Path = option("the folder to write", "-o")
     target: Source | None = option(
         "the model of these heads, for a copy of its LM head, its sizes and its fingerprint",

@@ -52,7 +52,8 @@ def inspect_eagle(
 
     """
     files = find_checkpoint(source, revision)
-    config, names = files.config, {name.rsplit("model.", 1)[-1]: name for name in files.files}
+    config = flat_config(files.config)
+    names = {name.rsplit("model.", 1)[-1]: name for name in files.files}
     sizes = [config.get("hidden_size"), config.get("vocab_size")]
     if "fc.weight" not in names or not all(isinstance(size, int) for size in sizes):
         raise HeadsError(f"{source}: no EAGLE drafter, which has an fc.weight and a config")
@@ -77,6 +78,18 @@ def inspect_eagle(
     if target is not None:
         found.checks.extend(_against(found, shape[1], target))
     return found
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A drafter's config with what speculators keeps apart in one place, as vLLM reads it."""
+    inner = config.get("transformer_layer_config")
+    if not isinstance(inner, Mapping):
+        return dict(config)
+    left_out = {"transformer_layer_config", "architectures", "speculators_config"}
+    left_out |= {"speculators_model_type", "speculators_version"}
+    outer = {key: value for key, value in config.items() if key not in left_out}
+    outer = {key: value for key, value in outer.items() if value is not None}
+    return {**inner, "norm_before_residual": True, **outer}
 
 
 def drafter_method(source: str | Path | None) -> str | None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from support.conversion import convert
 from support.random_heads import HIDDEN, VOCAB, random_heads, write, write_sharded
 
+from vllm_medusa.convert.eagle import DRAFTER_FORMATS
 from vllm_medusa.convert.job import FORMATS
 from vllm_medusa.convert.options import ConvertOptions
 from vllm_medusa.files import FileRefused, new_folder
@@ -40,7 +41,8 @@ def identical(a, b):
 
 
 def test_the_command_offers_every_format():
-    assert set(next(o.choices for o in described(ConvertOptions) if o.name == "to")) == set(FORMATS)
+    offered = set(next(o.choices for o in described(ConvertOptions) if o.name == "to"))
+    assert offered == {*FORMATS, *DRAFTER_FORMATS}
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)
