@@ -290,6 +290,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         """KV slots that drafts can have without a running request being preempted for them.
 
         Each request may need a block for itself and one more for the ragged end of its drafts.
+        What vLLM reserves behind them (an EAGLE drafter's scratch) it has since its prefill.
         """
         groups = len(self.kv_cache_config.kv_cache_groups)
         blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() // groups
