@@ -6,9 +6,11 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from support.budgets import budget_of, fickle
 from support.demo import HEADS, TARGET, VOCAB, demo_prompts, tokenizer
 from support.engines import engine, medusa
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
@@ -20,8 +22,12 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_medusa.worker import grammar_scheduler
+from vllm_medusa.budget.choose import NodeBudget
+from vllm_medusa.worker import grammar as grammars
+from vllm_medusa.worker import grammar_scheduler, practice
 from vllm_medusa.worker.grammar import fill_masks
+from vllm_medusa.worker.spent import Chance
+from vllm_medusa.worker.v1.topologies import depth_of
 
 pytestmark = pytest.mark.engine
 
@@ -55,7 +61,9 @@ GRAMMARS = {
     "regex": StructuredOutputsParams(regex=r"[a-z]{3,9}\.[0-9]{2,6} (yes|no)"),
     "json": StructuredOutputsParams(json=json.dumps(SCHEMA)),
     "call": StructuredOutputsParams(json=json.dumps(CALL)),
-    "rules": StructuredOutputsParams(grammar='root ::= "SELECT " [a-z]+ (", " [a-z]+)* " FROM t"'),
+    "rules": StructuredOutputsParams(
+        grammar='root ::= "SELECT DISTINCT (name), " [a-z]+ (", " [a-z]+)* " FROM t"'
+    ),
     "tag": StructuredOutputsParams(structural_tag=json.dumps(TAG)),
 }
 
@@ -131,7 +139,7 @@ def assert_valid(results: list[Outcome]) -> None:
         elif name == "call":
             assert json.loads(text)["function"] in ("search", "open_file", "run_tests")
         elif name == "rules":
-            assert re.fullmatch(r"SELECT [a-z]+(, [a-z]+)* FROM t", text)
+            assert re.fullmatch(r"SELECT DISTINCT \(name\), [a-z]+(, [a-z]+)* FROM t", text)
 
 
 @pytest.mark.parametrize("name", [name for name in cases() if name not in FOLLOWED])
@@ -210,6 +218,43 @@ def test_grammars_on_dynamic_trees(
     small = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "enable_chunked_prefill": True}
     with engine(TARGET, config, skip_tokenizer_init=False, **small) as llm:
         assert run_grammars(llm, plain, prompts, [*FOLLOWED, "sampled"]) > 1.3
+
+
+def test_grammars_force_drafts_without_heads(
+    plain: dict[str, list[Outcome]],
+    prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Whether heads run, and what is verified, changes with every step; runs go below the heads."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(practice, "SECONDS", 0.0)
+    monkeypatch.setattr(NodeBudget, "copying", True)
+    monkeypatch.setattr(grammars, "LEAST", 0.1)  # the demo model often takes shorter tokens
+    monkeypatch.setattr(Chance, "value", 0.85)
+    config = {"method": "medusa", "model": HEADS, "budget": "auto"}
+    with engine(TARGET, config, skip_tokenizer_init=False, max_num_seqs=16) as llm:
+        scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
+        deepest, forced = 0, 0
+        offer, force = scheduler.offer, scheduler.force
+
+        def offered(req_ids: Any, drafts: Any, chosen: Any) -> None:
+            nonlocal deepest
+            deepest = max(deepest, *(depth_of(o.parents) for o in scheduler._offers.values()), 0)
+            offer(req_ids, drafts, chosen)
+
+        def forcing(req_ids: Sequence[str]) -> Any:
+            nonlocal forced
+            runs = force(req_ids)
+            forced += sum(len(run.token_ids) for run in runs.values())
+            return runs
+
+        monkeypatch.setattr(scheduler, "offer", offered)
+        monkeypatch.setattr(scheduler, "force", forcing)
+        fickle(monkeypatch, llm, drafting=0.4)
+        assert run_grammars(llm, plain, prompts, [*FOLLOWED, "sampled"]) > 1.2
+        assert deepest > scheduler._drafted_depth and forced > 50
+        assert budget_of(llm).outlook.copies
 
 
 class UntilColon(BaseThinkingReasoningParser):

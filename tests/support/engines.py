@@ -129,10 +129,16 @@ def generate(
     assert_counted(added(before, counts(llm)), results)
     config = llm.llm_engine.vllm_config
     if is_medusa(config.speculative_config):
-        depth = EngineOptions.of(config).depth
+        options = EngineOptions.of(config)
+        depth = options.depth
         assert positions(llm) == depth
         told = [output.spec_decode_metrics for result in results for output in result.outputs]
-        assert {len(each.histogram) for each in told if each is not None} <= {1 + depth}
+        lengths = {1 + depth}
+        if any(
+            each.structured_outputs for each in (params if isinstance(params, list) else [params])
+        ):
+            lengths.add(1 + options.tree.num_draft_tokens)  # runs that a grammar forces
+        assert {len(each.histogram) for each in told if each is not None} <= lengths
     return results
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from vllm_medusa.budget.cost import Floats, StepCost
 from vllm_medusa.budget.outlook import LIMITS, Outlook
+from vllm_medusa.budget.surcharge import Surcharge
 from vllm_medusa.budget.tries import Tries
 
 _FRESH = 50.0  # ms of steps for which a forecast holds: thinking takes its time from the model
@@ -27,6 +28,7 @@ _OFTEN, _AGAIN = 16, 100.0  # times that a kind of step is learned from, then on
 _KINDS = 4096  # of steps that are told apart
 _KEEP = 0.005  # of a step's time by which another number of nodes has to be better
 START, _STOP = 1.015, 1.0  # drafts against plain steps: where drafting starts, and where it ends
+_COPYING = 1.1  # copied drafts against plain steps, where looking for them takes time
 _UNSEEN = 0.2  # of a gain that may come from nodes beyond the limit, whatever is known of them
 _CAUTION = 0.5  # standard deviations that the first drafts' steps may be dearer than known
 
@@ -44,6 +46,7 @@ class Forecast:
         plain: tokens a millisecond without heads: plain steps, or such as verify what was copied.
         unused: share of steps before which heads ran, and no draft could be verified.
         heads: time of a step in which as many heads run as the best needs, against one without.
+        copying: ``plain`` is that of steps that verify what was copied.
 
     """
 
@@ -55,6 +58,7 @@ class Forecast:
     plain: float
     unused: float = 0.0
     heads: float = 1.0
+    copying: bool = False
 
     @property
     def nodes(self) -> int:
@@ -100,6 +104,7 @@ class NodeBudget:
         self.drafting = False  # whether drafts pay, as of the last forecast
         self.expected_ratio = 1.0  # speed with drafts against plain steps, by that forecast
         self.tries = Tries()
+        self.surcharge = Surcharge()
         self._surprises = 0
         self._heads = 0.0  # share of the heads that runs while drafts pay
         self._wanted: int | None = None  # nodes of a try, for the next step that has drafts
@@ -128,7 +133,8 @@ class NodeBudget:
         if wanted:
             return min(wanted, len(gain) - 1)
         heads = self._heads if self.drafting else 0.0
-        ms = self.cost.ms(requests + np.arange(len(gain)), requests, heads)
+        nodes = np.arange(len(gain))
+        ms = self.cost.ms(requests + nodes, requests, heads) + self.surcharge.node * nodes
         price = self._best_rate(requests, free_rows) * ms
         worth = gain - price
         best = int(worth.argmax())
@@ -175,6 +181,15 @@ class NodeBudget:
         """Share of the heads that run for so many nodes a request, 0 to 1."""
         return np.minimum(limits, self.num_heads) / max(self.num_heads, 1)
 
+    def ms(self, rows: Any, requests: int, heads: Any) -> Any:
+        """Expected time of a step, or of [n], with what it takes beside."""
+        return self.cost.ms(rows, requests, heads) + self.surcharge.ms(rows, requests, heads)
+
+    @property
+    def copying(self) -> bool:
+        """Whether drafts that no head is needed for pay, as of the last forecast."""
+        return self._known is not None and self._known[1].copying
+
     def observe(self, rows: int, requests: int, heads: float, ms: float) -> None:
         """Learn what a step took; see `StepCost.observe`."""
         usual = self.cost.ms(rows, requests, heads)
@@ -198,25 +213,27 @@ class NodeBudget:
         if self._known and self._known[0] == key and self._now - self._known_at < _FRESH:
             return self._known[1]
         sizes = self.cost.sizes(requests + 1, requests + most) - requests
-        plain = self._without_heads(requests, sizes)
+        plain, copying = self._without_heads(requests, sizes)
         sizes, limits, gain = self._choices(requests, sizes)
         heads = self.share_of(limits)
-        rates = (requests + gain) / self.cost.ms(requests + sizes, requests, heads)
+        rates = (requests + gain) / self.ms(requests + sizes, requests, heads)
         dearer = 1.0
         if len(rates):
-            with_heads = self.cost.ms(requests, requests, heads[rates.argmax()])
-            dearer = with_heads / self.cost.ms(requests, requests, 0.0)
-        self._known = key, Forecast(requests, sizes, limits, gain, rates, plain, heads=dearer)
+            with_heads = self.ms(requests, requests, heads[rates.argmax()])
+            dearer = with_heads / self.ms(requests, requests, 0.0)
+        forecast = Forecast(requests, sizes, limits, gain, rates, plain, heads=dearer)
+        self._known = key, replace(forecast, copying=copying)
         self._known_at = self._now
         return self._known[1]
 
-    def _without_heads(self, requests: int, sizes: npt.NDArray[np.int64]) -> float:
-        """Tokens a millisecond at best if no head runs."""
-        plain = float(requests / self.cost.ms(requests, requests, 0.0))
+    def _without_heads(self, requests: int, sizes: npt.NDArray[np.int64]) -> tuple[float, bool]:
+        """Tokens a millisecond at best if no head runs, and whether copied drafts are verified."""
+        plain = float(requests / self.ms(requests, requests, 0.0))
         if not self.outlook.copies or not len(sizes):
-            return plain
+            return plain, False
         tokens = requests + self.outlook.gain(requests, sizes, 0)
-        return max(plain, float((tokens / self.cost.ms(requests + sizes, requests, 0.0)).max()))
+        best = float((tokens / self.ms(requests + sizes, requests, 0.0)).max())
+        return max(plain, best), best > _COPYING * plain
 
     def _best_rate(self, requests: int, free_rows: int) -> float:
         """Of the latest forecast, which may be a step old."""
@@ -265,9 +282,9 @@ class NodeBudget:
         if self.drafting:  # other sizes and none at all, in turn
             doubts = np.where((sizes > 0) == (self.tries.turn % 2 == 1), doubts, 0.0)
         doubts[now] = 0.0
-        lost = self.cost.ms(requests + sizes, requests, heads) - tokens / rate
+        lost = self.ms(requests + sizes, requests, heads) - tokens / rate
         if not self.drafting:  # heads run in a step before it
-            lost += self.cost.ms(np.full_like(sizes, requests), requests, heads) - requests / rate
+            lost += self.ms(np.full_like(sizes, requests), requests, heads) - requests / rate
         tried = self.tries.pick(rates / rate, doubts, lost)
         if tried is None:
             return limit

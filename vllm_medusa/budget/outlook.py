@@ -40,6 +40,7 @@ _IDLE = 0.1  # a request's step without drafts ages what is known by so many wit
 _LEAST = 8.0  # requests' steps that are never forgotten without news
 _TRUST = 4.0  # accepted tokens that the survivals' own word is worth
 _BOUNDS = (0.2, 2.0)  # of the correction
+_NOTHING = 1e-3  # nodes, or fewer, that were copied
 _SPREAD = 0.5  # of what a single request's drafts bring, relative
 
 
@@ -275,7 +276,7 @@ class Outlook:
     @property
     def copies(self) -> bool:
         """Whether anything was copied of late."""
-        return bool(self._seen[:, _COPIED].any())
+        return bool(self._count[:, _COPIED].sum() > _NOTHING)
 
     @property
     def ratio(self) -> Floats:

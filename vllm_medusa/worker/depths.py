@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import Request
 
+from vllm_medusa.worker.compat import uses_v2_runner
 from vllm_medusa.worker.options import EngineOptions
 
 
@@ -23,9 +24,15 @@ class DepthScheduler(Scheduler):
         options = EngineOptions.of(self.vllm_config)
         self._depth = options.depth
         self._drafted_depth = min(options.depth, options.tree.max_depth)  # without lookup
+        # Runs that a grammar forces may be deeper, where a step takes trees of any depth.
+        self._depth_of_runs = self._drafted_depth
+        if options.budget is not None and not uses_v2_runner(self.vllm_config.parallel_config):
+            self._depth_of_runs = options.tree.num_draft_tokens
 
     def add_request(self, request: Request) -> None:
         """Take in a request whose steps are counted by depth, if they are counted."""
         super().add_request(request)
         if request.spec_decode_metrics is not None:
-            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._depth)
+            runs = self._depth_of_runs if request.use_structured_output else 0
+            depth = max(self._depth, runs)
+            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(depth)

@@ -15,11 +15,16 @@ from torch import Tensor
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 _NAME = "draft"  # of a request, for vLLM's errors
+_KNOWN = 4096  # sets of tokens whose texts were compared
 _FEW = 16  # allowed tokens all of which are drafted
-_LONGEST = 0.85  # chance of the tokens that no other of the few begins with
+FORCED, LIKELY = 1, 3  # the only token allowed, and the likeliest of a few
+LEAST = 0.4  # survival of what is drafted without heads
 _SURE = 0.05  # survival from which on the allowed tokens are looked at
 
+Row = npt.NDArray[np.int32]  # [ceil(V / 32)]
 Spell = Callable[[Sequence[int]], Sequence[str | None]]  # token ids to their texts
+_NO_RUN = (None, 0)
+Option = tuple[int, int | None, float]  # token, node of the drafts and chance of a child
 
 
 @dataclass
@@ -29,11 +34,18 @@ class Candidates:
     token_ids: list[int]
     parents: list[int]  # of each: its parent's node, 0 for the root
     survival: list[float] = field(default_factory=list)  # of each, if trees are dynamic
+    # of each, if a grammar chose: whether it is of the run that needs no heads, see `forced_run`
+    forced: list[int] = field(default_factory=list)
 
     def first(self, num_drafts: int) -> Candidates:
         """The best ``num_drafts`` of them."""
         most = slice(num_drafts)
-        return Candidates(self.token_ids[most], self.parents[most], self.survival[most])
+        return Candidates(
+            self.token_ids[most],
+            self.parents[most],
+            self.survival[most],
+            self.forced[most],
+        )
 
     def subset(self, kept: Sequence[int]) -> Candidates:
         """Only the nodes ``kept``; of each its parent comes before it."""
@@ -42,6 +54,7 @@ class Candidates:
             [self.token_ids[node - 1] for node in kept],
             [place[self.parents[node - 1]] for node in kept],
             [self.survival[node - 1] for node in kept] if self.survival else [],
+            [self.forced[node - 1] for node in kept] if self.forced else [],
         )
 
     def path(self, node: int) -> list[int]:
@@ -67,7 +80,9 @@ def choose(
     max_depth: int,
     mask: Tensor,  # int32 [1, ceil(V / 32)], to write into
     vocab_size: int,
-    spell: Spell,
+    spelling: Spelling,
+    longest: float,  # see `Spelling.chances`
+    deepest: int = 0,  # node of a forced run, which may be deeper than any other
 ) -> Candidates:
     """The drafts that the grammar allows, and those that it all but forces, best first.
 
@@ -78,8 +93,8 @@ def choose(
     children, row = children_of(drafts.parents), mask.numpy()[0]
     found = Candidates([], [], [])
 
-    def options(node: int | None, survival: float) -> list[tuple[int, int | None, float]]:
-        """Token, node of ``drafts`` and chance of each child that a node can have."""
+    def options(node: int | None, survival: float) -> tuple[list[Option], int | None, int]:
+        """The children that a node can have, and the token that follows without heads."""
         below = [] if node is None else children[node]
         known = {drafts.token_ids[child - 1]: child for child in below}
         chances = {t: given[child] / max(given[node or 0], 1e-9) for t, child in known.items()}
@@ -88,28 +103,36 @@ def choose(
                 (token, child, chances[token])
                 for token, child in known.items()
                 if grammar.validate_tokens([token])
-            ]
+            ], *_NO_RUN
         grammar.fill_bitmask(mask, 0)
         few = few_tokens(row, vocab_size)
         if few is None:
-            return [(t, child, chances[t]) for t, child in known.items() if allows(row, t)]
-        chance = among_few(few, [chances.get(token, 0.0) for token in few], spell)
-        return [(t, known.get(t), p) for t, p in zip(few, chance, strict=True)]
+            return [
+                (t, child, chances[t]) for t, child in known.items() if allows(row, t)
+            ], *_NO_RUN
+        prior = spelling.chances(few, longest)
+        chance = among_few(prior, [chances.get(token, 0.0) for token in few])
+        several = [(t, known.get(t), p) for t, p in zip(few, chance, strict=True)]
+        return several, likeliest(few, prior)[0], kind_of(few)
 
-    def descend(node: int | None, new: int, survival: float, depth: int) -> None:
-        for token, child, chance in options(node, survival):
+    def descend(node: int | None, new: int, survival: float, depth: int, run: float) -> None:
+        several, forced, kind = options(node, survival)
+        for token, child, chance in several:
+            goes_on_run = run >= LEAST and token == forced
+            found.forced.append(kind if goes_on_run else 0)
             found.token_ids.append(token)
             found.parents.append(new)
             found.survival.append(survival * min(chance, 1.0))
             place, worth = len(found.parents), found.survival[-1]
             goes_on = worth >= _SURE or (child is not None and children[child])
-            if depth < max_depth and goes_on and grammar.accept_tokens(_NAME, [token]):
+            lowest = max(max_depth, deepest) if goes_on_run else max_depth
+            if depth < lowest and goes_on and grammar.accept_tokens(_NAME, [token]):
                 if not grammar.is_terminated():
-                    descend(child, place, worth, depth + 1)
+                    descend(child, place, worth, depth + 1, worth if goes_on_run else 0.0)
                 grammar.rollback(1)
 
     if max_depth > 0 and not grammar.is_terminated():
-        descend(0, 0, 1.0, 1)
+        descend(0, 0, 1.0, 1, 1.0)
     order = sorted(range(1, 1 + len(found.parents)), key=lambda node: -found.survival[node - 1])
     return found.subset(order)
 
@@ -122,29 +145,111 @@ def few_tokens(mask: npt.NDArray[np.int32], vocab_size: int) -> list[int] | None
     words = np.flatnonzero(mask)
     if len(words) > _FEW:
         return None
-    bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(len(words), 32)
-    which, bit = np.nonzero(bits)
-    tokens = [token for token in (32 * words[which] + bit).tolist() if token < vocab_size]
+    tokens: list[int] = []
+    for word in words.tolist():
+        bits = int(mask[word]) & 0xFFFFFFFF
+        while bits:
+            tokens.append(32 * word + (bits & -bits).bit_length() - 1)
+            bits &= bits - 1
+    tokens = [token for token in tokens if token < vocab_size]
     return tokens if len(tokens) <= _FEW else None
 
 
-def among_few(tokens: Sequence[int], chances: Sequence[float], spell: Spell) -> list[float]:
-    """Chances of the only tokens allowed, by the heads' own where they know any.
+def forced_run(
+    grammar: StructuredOutputGrammar,
+    max_depth: int,
+    mask: Tensor,
+    vocab_size: int,
+    spelling: Spelling,
+    longest: float,
+) -> tuple[Candidates, list[Row]]:
+    """What the grammar all but forces, a chain: drafts that no head is needed for.
 
-    A model that writes a forced text takes the longest token of it as a rule.
+    The first of them stands for what could be, however likely it is; its survival tells. With
+    them come the masks of the root and of each draft.
+
+    Args:
+        grammar: of a request, where it is.
+        max_depth: of the chain.
+        mask: int32 [1, ceil(V / 32)], to write into.
+        vocab_size: V.
+        spelling: of its tokens.
+        longest: see `Spelling.chances`.
+
     """
-    if len(tokens) == 1:
-        return [1.0]
-    texts = [text or "" for text in spell(tokens)]  # None: no token has the id
-    longest = [
-        not any(other != text and other.startswith(text) for other in texts) for text in texts
-    ]
-    many, rest = sum(longest), len(texts) - sum(longest)
-    share = _LONGEST if rest else 1.0
-    prior = [share / many if whole else (1 - share) / rest for whole in longest]
+    run, row, worth = Candidates([], [], []), mask.numpy()[0], 1.0
+    known: list[Row] = []  # of the root and the nodes
+    while not grammar.is_terminated():
+        grammar.fill_bitmask(mask, 0)
+        depth = len(run.token_ids)
+        known.append(row.copy())
+        few = few_tokens(row, vocab_size) if depth < max_depth and worth >= LEAST else None
+        if few is None:
+            break
+        token, chance = likeliest(few, spelling.chances(few, longest))
+        worth *= chance
+        if (depth and worth < LEAST) or not grammar.accept_tokens(_NAME, [token]):
+            break
+        run.token_ids.append(token)
+        run.parents.append(depth)
+        run.survival.append(worth)
+        run.forced.append(kind_of(few))
+    if len(known) <= len(run.token_ids):  # its last token is the end
+        known.append(np.full_like(row, -1))
+    if run.token_ids:
+        grammar.rollback(len(run.token_ids))
+    return run, known
+
+
+def kind_of(few: Sequence[int]) -> int:
+    """What the likeliest of a few tokens is."""
+    return FORCED if len(few) == 1 else LIKELY
+
+
+def likeliest(few: Sequence[int], prior: Sequence[float]) -> tuple[int, float]:
+    """The token of a few that a run goes on with, and its chance."""
+    best = max(prior)
+    return few[prior.index(best)], best
+
+
+class Spelling:
+    """What the texts of a few tokens say of their chances."""
+
+    def __init__(self, spell: Spell) -> None:
+        self._spell = spell
+        self._known: dict[tuple[int, ...], list[bool]] = {}
+
+    def chances(self, tokens: Sequence[int], longest: float) -> list[float]:
+        """Chances of the only tokens allowed as far as their texts tell.
+
+        A model that writes a forced text takes the longest token of it as a rule: with the chance
+        ``longest`` the next token is one that no other of the few begins with.
+        """
+        if len(tokens) == 1:
+            return [1.0]
+        wholes = self._wholes(tuple(tokens))
+        many, rest = sum(wholes), len(wholes) - sum(wholes)
+        share = longest if rest else 1.0
+        return [share / many if whole else (1 - share) / rest for whole in wholes]
+
+    def _wholes(self, tokens: tuple[int, ...]) -> list[bool]:
+        """Which of them no other one begins with."""
+        if (known := self._known.get(tokens)) is not None:
+            return known
+        if len(self._known) >= _KNOWN:
+            self._known.clear()
+        texts = [text or "" for text in self._spell(tokens)]  # None: no token has the id
+        found = self._known[tokens] = [
+            not any(other != text and other.startswith(text) for other in texts) for text in texts
+        ]
+        return found
+
+
+def among_few(prior: Sequence[float], chances: Sequence[float]) -> list[float]:
+    """Chances of the only tokens allowed: by their texts and by heads, where these know any."""
     total = sum(chances)
-    if total <= 0.0:
-        return prior
+    if total <= 0.0 or len(prior) == 1:
+        return list(prior)
     return [(p + chance / total) / 2 for p, chance in zip(prior, chances, strict=True)]
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -24,10 +26,19 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
 from vllm_medusa.worker.depths import DepthScheduler
-from vllm_medusa.worker.grammar import Candidates, choose, fill_masks
+from vllm_medusa.worker.grammar import (
+    LIKELY,
+    Candidates,
+    Row,
+    Spelling,
+    choose,
+    fill_masks,
+    forced_run,
+)
+from vllm_medusa.worker.requests import GREEDY_BELOW
+from vllm_medusa.worker.spent import Chance, Spent, followed
 
 _SHARE = 0.1  # of a step's time that its drafts' masks may take
-_NEWS = 0.1  # weight of the latest step in what they are known to take
 
 
 @dataclass
@@ -49,6 +60,7 @@ class Offer:
     token_ids: list[int]
     parents: list[int]
     constrained: bool  # the grammar has begun
+    masks: Sequence[Row] = ()  # of the drafts, if they are known already
 
 
 def tree_parents(scheduler_output: SchedulerOutput) -> Mapping[str, list[int]]:
@@ -64,6 +76,12 @@ class GrammarScheduler(DepthScheduler, Scheduler):
         self._offers: dict[str, Offer] = {}
         self._fill_time = self._step_time = 0.0  # seconds, of a node's mask and of a step
         self._started = 0.0  # seconds, the step
+        alone = self.vllm_config.parallel_config.world_size == 1
+        ahead = self.scheduler_config.async_scheduling
+        self.spent = Spent(masks_count=alone and not ahead)
+        self._runs: dict[str, list[tuple[int, int]]] = {}  # tokens and kinds, see `forced_run`
+        self._chances = (Chance(), Chance())  # of greedy requests, and of others
+        self._roots: dict[str, Row] = {}  # masks of this step's roots, as far as they are known
         self._masks: Tensor | None = None  # int32 [rows of a step or more, ceil(V / 32)]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -81,10 +99,13 @@ class GrammarScheduler(DepthScheduler, Scheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
         """Take a step's time, if masks are to be weighed against it; the rest is vLLM's."""
+        self._roots.clear()
+        if self._runs:
+            self._learn_runs(args[0])
         result = super().update_from_output(scheduler_output, *args)
         if scheduler_output.has_structured_output_requests:
             took = time.perf_counter() - self._started
-            self._step_time = _followed(self._step_time, took)
+            self._step_time = followed(self._step_time, took)
         return result
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
@@ -127,6 +148,7 @@ class GrammarScheduler(DepthScheduler, Scheduler):
         chosen: dict[str, Candidates] = {}
         given: Mapping[str, Candidates] = getattr(draft_token_ids, "candidates", {})
         most = self._affordable(len(given))
+        begun = time.perf_counter()
         for req_id, candidates in given.items():
             request = self.requests.get(req_id)
             self._offers.pop(req_id, None)
@@ -139,8 +161,38 @@ class GrammarScheduler(DepthScheduler, Scheduler):
                 drafts = self._reasoning(request, candidates)
             else:  # no rule was given after all
                 drafts = candidates
+            self._keep_run(req_id, drafts)
             chosen[req_id] = drafts = drafts.first(most)
             self._offers[req_id] = Offer(drafts.token_ids, drafts.parents, constrained)
+        if given:
+            self.spent.on_choosing(len(given), time.perf_counter() - begun)
+        return chosen
+
+    def force(self, req_ids: Sequence[str]) -> dict[str, Candidates]:
+        """What grammars all but force of requests that no head drafted for."""
+        chosen: dict[str, Candidates] = {}
+        vocab = self.vllm_config.model_config.get_vocab_size()
+        if not req_ids:
+            return chosen
+        mask = self._buffer(1)[:1]
+        for req_id in req_ids:
+            request = self.requests.get(req_id)
+            self._offers.pop(req_id, None)
+            if request is None or request.is_finished() or request.is_prefill_chunk:
+                continue
+            if self._is_constrained(request):
+                depth = min(self._depth_of_runs, self._useful_depth(request))
+                run, (self._roots[req_id], *masks) = forced_run(
+                    _grammar(request),
+                    depth,
+                    mask,
+                    vocab,
+                    self._spelling,
+                    self._longest(request).value,
+                )
+                chosen[req_id] = run
+                self._keep_run(req_id, run)
+                self._offers[req_id] = Offer(run.token_ids, run.parents, True, masks)
         return chosen
 
     def offer(
@@ -159,14 +211,14 @@ class GrammarScheduler(DepthScheduler, Scheduler):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Each node's mask is the grammar's state after its own path."""
         trees = tree_parents(scheduler_output)
-        if not trees:
+        if not trees and not self._roots:
             return super().get_grammar_bitmask(scheduler_output)
         drafts = scheduler_output.scheduled_spec_decode_tokens
         stock = copy.copy(scheduler_output)  # those of trees are left to us
         stock.scheduled_spec_decode_tokens = {
             req_id: tokens for req_id, tokens in drafts.items() if req_id not in trees
         }
-        plain = super().get_grammar_bitmask(stock)
+        plain = self._root_masks(stock)
         if plain is None:
             return None
         masks = self._buffer(len(plain.grammar_bitmask) + sum(map(len, trees.values())))
@@ -180,16 +232,48 @@ class GrammarScheduler(DepthScheduler, Scheduler):
                 tokens = drafts[req_id]
                 if self._offers[req_id].constrained:
                     begun = time.perf_counter()
-                    grammar = _grammar(self.requests[req_id])
-                    fill_masks(grammar, masks, end, tokens, trees[req_id])
-                    each = (time.perf_counter() - begun) / max(len(tokens), 1)
-                    self._fill_time = _followed(self._fill_time, each)
+                    known_masks = self._offers[req_id].masks
+                    if known_masks and min(tokens, default=0) >= 0:
+                        rows[end + 1 : end + 1 + len(tokens)] = known_masks[: len(tokens)]
+                    else:
+                        grammar = _grammar(self.requests[req_id])
+                        fill_masks(grammar, masks, end, tokens, trees[req_id])
+                    took = time.perf_counter() - begun
+                    self._fill_time = followed(self._fill_time, took / max(len(tokens), 1))
+                    self.spent.on_masks(len(tokens), took)
                 else:
                     rows[end + 1 : end + 1 + len(tokens)] = -1
                 acceptable[place] = len(strip_speculative_padding(tokens))
                 end += len(tokens)
             end += known
         return GrammarOutput(plain.structured_output_request_ids, rows[:end], acceptable)
+
+    def _root_masks(self, stock: SchedulerOutput) -> GrammarOutput | None:
+        """As vLLM makes masks; those of roots that are known already are not made again."""
+        manager, known = self.structured_output_manager, self._roots
+        if not known or stock.scheduled_spec_decode_tokens:
+            return super().get_grammar_bitmask(stock)
+        rows = {
+            id(_grammar(self.requests[name])): known[name]
+            for name in known
+            if name in self.requests
+        }
+        make = manager._fill_bitmasks
+
+        def fill(batch: Iterable[tuple[StructuredOutputGrammar, int, bool]]) -> None:
+            for grammar, index, applies in batch:
+                row = rows.get(id(grammar))
+                if row is None or not applies:
+                    make(((grammar, index, applies),))
+                else:
+                    assert manager._grammar_bitmask is not None
+                    manager._grammar_bitmask[index] = torch.from_numpy(row)
+
+        manager._fill_bitmasks = fill  # type: ignore[method-assign]
+        try:
+            return super().get_grammar_bitmask(stock)
+        finally:
+            del manager._fill_bitmasks
 
     def _affordable(self, requests: int) -> int:
         """Drafts of each of so many requests whose masks take a small part of a step."""
@@ -216,10 +300,44 @@ class GrammarScheduler(DepthScheduler, Scheduler):
 
     def _allowed(self, request: Request, drafts: Candidates) -> Candidates:
         """What the grammar allows, as deep as heads draft and the request has a use for."""
-        depth = min(self._drafted_depth, request.max_tokens - request.num_output_tokens - 1)
-        spell = self.structured_output_manager.tokenizer.convert_ids_to_tokens
-        vocab = self.vllm_config.model_config.get_vocab_size()
-        return choose(_grammar(request), drafts, depth, self._buffer(1)[:1], vocab, spell)
+        useful = self._useful_depth(request)
+        vocab, grammar = self.vllm_config.model_config.get_vocab_size(), _grammar(request)
+        depth, deepest = min(self._drafted_depth, useful), min(self._depth_of_runs, useful)
+        mask = self._buffer(1)[:1]
+        longest = self._longest(request).value
+        return choose(grammar, drafts, depth, mask, vocab, self._spelling, longest, deepest)
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self.structured_output_manager.tokenizer.convert_ids_to_tokens)
+
+    def _longest(self, request: Request) -> Chance:
+        """How often a request like this one takes the longest token of a few."""
+        params = request.sampling_params
+        return self._chances[params is None or params.temperature >= GREEDY_BELOW]
+
+    def _keep_run(self, req_id: str, drafts: Candidates) -> None:
+        pairs = zip(drafts.token_ids, drafts.forced, strict=False)
+        self._runs[req_id] = [pair for pair in pairs if pair[1]]
+
+    def _learn_runs(self, output: Any) -> None:
+        """See how far the requests went the way that their grammars forced."""
+        for req_id, run in self._runs.items():
+            request, index = self.requests.get(req_id), output.req_id_to_index.get(req_id)
+            if request is None or index is None:
+                continue
+            chance = self._longest(request)
+            for token, (guess, kind) in zip(output.sampled_token_ids[index], run, strict=False):
+                if kind == LIKELY:
+                    chance.observe(token == guess)
+                if token != guess:
+                    break
+        self._runs = {}
+
+    def _useful_depth(self, request: Request) -> int:
+        """How deep a draft can be and still give a token that the request keeps."""
+        left = request.max_tokens - request.num_output_tokens
+        return max(0, min(left, self.max_model_len - request.num_tokens) - 1)
 
     def _reasoning(self, request: Request, drafts: Candidates) -> Candidates:
         """The drafts with which the reasoning goes on; where it may end, the step does too."""
@@ -244,11 +362,6 @@ class GrammarScheduler(DepthScheduler, Scheduler):
 
 class GrammarAsyncScheduler(GrammarScheduler, AsyncScheduler):
     """Schedules a step ahead, as vLLM does."""
-
-
-def _followed(known: float, value: float) -> float:
-    """A mean that follows its values; 0: nothing is known."""
-    return known + _NEWS * (value - known) if known else value
 
 
 def _grammar(request: Request) -> StructuredOutputGrammar:

@@ -38,6 +38,7 @@ from vllm_medusa.lookup.merge import BY_CHAIN
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.compat import uses_v2_runner
 from vllm_medusa.worker.grammar_scheduler import GrammarAsyncScheduler, GrammarScheduler
 from vllm_medusa.worker.options import EngineOptions, absolute
 from vllm_medusa.worker.report import StepReport
@@ -48,6 +49,7 @@ _KEEP_IDLE = 10.0  # seconds, when there is nothing to do: nobody says when an e
 _WORTH_KEEPING = 50  # steps
 _LOG_EVERY = 1e4  # ms of decoding
 _PREFILL_STEPS = 32  # of which share has a prefill
+_TURNS = 4  # steps from one request whose forced run is looked at to the next
 
 
 def worth_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
@@ -111,6 +113,9 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         self._most = options.tree.num_draft_tokens  # of a request
         self._num_heads = options.tree.max_depth
         self._copies = options.lookup
+        self._forced = False  # drafts that wait, or were looked at, were forced by grammars alone
+        self._turn = 0  # of the requests whose runs are looked at where they don't pay
+        self._looked = options.lookup  # for drafts that no head is needed for, in the last step
         self._max_rows = options.max_rows
         # what step costs are of, and where they are kept
         self.costs_of = costs_of(self.vllm_config) | {"rows": str(self.most_rows())}
@@ -118,6 +123,8 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         self._kept_at, self._kept_steps = time.perf_counter(), 0
         fixed = isinstance(options.budget, int)
         self.budget = None if fixed else self._learned()
+        # runs that grammars force are drafted in steps without heads too
+        self._forces = not fixed and not uses_v2_runner(self.vllm_config.parallel_config)
         self.dynamic_sd_lookup = _Counts(self)  # type: ignore[assignment]
         self._seen = _Seen()
         self._report = StepReport()
@@ -138,6 +145,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             self._learn_cost(self._last, 1e3 * (now - self._last.started))
             self._last = None
             self._keep_costs_at_times(now)
+        self.spent.begin()
         output = super().schedule(*args, **kwargs)
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         self._blocked = bool(self.waiting) and (
@@ -168,7 +176,10 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             if self._proposed_by and nodes:
                 self._report.copied += self._accepted_copies(scheduler_output, model_runner_output)
         if step is not None and self._survival and self.budget is not None:
+            began = time.perf_counter()
             self._learn_acceptance(self.budget, step, model_runner_output)
+            if self._forced:
+                self.spent.on_forcing(0, time.perf_counter() - began)
         result = super().update_from_output(scheduler_output, model_runner_output)
         if step is not None and step.requests:
             self._drafted = step.limit
@@ -200,15 +211,21 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         """Cut the drafts to what the next step verifies."""
         req_ids, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
         survival = getattr(draft_token_ids, "survival", None) or [[] for _ in drafts]
+        began, self._forced = time.perf_counter(), False
+        free, has_prefill = self._next_rows()
         chosen = self.choose(draft_token_ids)
+        unknown: set[str] = set()
+        self._looked = self._copies
+        if self._forces:
+            unknown = self._force(draft_token_ids, chosen, room=free > 0 and not has_prefill)
         if chosen:
             places = [index for index, req_id in enumerate(req_ids) if req_id in chosen]
             drafts, survival = list(drafts), list(survival)
             for index in places:
                 own = chosen[req_ids[index]]
                 drafts[index], survival[index] = own.token_ids, own.survival
-        self._proposed_by = getattr(draft_token_ids, "proposed_by", None) or {}
-        free, has_prefill = self._next_rows()
+        self._proposed_by = dict(getattr(draft_token_ids, "proposed_by", None) or {})
+        self._proposed_by |= {req_id: own.forced for req_id, own in chosen.items() if own.forced}
         if any(drafts):
             worth: Sequence[Sequence[float] | Floats] = survival
             total = free
@@ -231,8 +248,46 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             counts = share(worth, total)
             drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
         self._report.chosen = sum(map(len, drafts))
-        self._survival = dict(zip(req_ids, survival, strict=True))
+        self._survival = {
+            req_id: values
+            for req_id, values in zip(req_ids, survival, strict=True)
+            if req_id not in unknown
+        }
         self.offer(req_ids, drafts, chosen)
+        if self._forced:
+            copying = self.budget is not None and self.budget.copying
+            requests = len(chosen) if copying else 0
+            self.spent.on_forcing(requests, time.perf_counter() - began)
+
+    def _force(
+        self, draft_token_ids: DraftTokenIds, chosen: dict[str, Any], *, room: bool
+    ) -> set[str]:
+        """Add what grammars force to ``chosen`` if no head drafted; which were left out.
+
+        Where such runs don't pay, a request now and then tells what they would bring.
+        """
+        assert self.budget is not None
+        follow = [
+            req_id
+            for req_id in draft_token_ids.req_ids
+            if (request := self.requests.get(req_id)) is not None and request.use_structured_output
+        ]
+        if not follow:
+            self._looked |= self.budget.outlook.copies
+            return set()
+        if chosen:
+            self._looked = True
+            return set(follow) - set(chosen)
+        asked: list[str] = []
+        if room and self.budget.copying:
+            asked = follow
+        elif room:
+            self._turn += 1
+            asked = [follow[self._turn // _TURNS % len(follow)]] if self._turn % _TURNS == 0 else []
+        chosen |= self.force(asked)
+        self._looked |= bool(asked)
+        self._forced = bool(asked)
+        return set(follow) - set(asked)
 
     def shutdown(self) -> None:
         """Keep what was learned; the rest is vLLM's."""
@@ -307,11 +362,13 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             if self._seen.enough:
                 compat.logger.info("%s", self._seen)
                 self._seen = _Seen()
-        self.budget.observe(step.rows, step.requests, heads, ms)
+        self.budget.observe(step.rows, step.requests, heads, ms - 1e3 * self.spent.seconds)
 
     def expect_kinds(self, budget: NodeBudget) -> None:
         """Tell the budget what kinds of requests run: drafts of some are worth more."""
         kinds = [self._kind(request.request_id) for request in self.running]
+        follow = sum(kind > 1 for kind in kinds)
+        budget.surcharge = self.spent.surcharge(follow / max(len(kinds), 1))
         if kinds != self._kinds:
             self._kinds = kinds
             budget.expect(kinds)
@@ -338,7 +395,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
                 self._of_copies.get(req_id, 0),
             )
             for req_id, values in self._survival.items()
-            if (values or self._copies)
+            if (values or self._looked)
             and (index := output.req_id_to_index.get(req_id)) is not None
             and output.sampled_token_ids[index]
         ]
@@ -346,7 +403,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         if not rows:
             return
         survival = np.zeros((len(rows), max(1, *(len(values) for values, *_ in rows))))
-        copied = np.zeros(survival.shape, np.bool_) if self._copies else None
+        copied = np.zeros(survival.shape, np.bool_) if self._looked else None
         for row, (values, *_, by, _) in enumerate(rows):
             survival[row, : len(values)] = values
             if copied is not None and by is not None:

@@ -12,13 +12,18 @@ from support.demo import VOCAB, tokenizer
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_medusa.worker.grammar import (
+    FORCED,
+    LEAST,
     Candidates,
+    Spelling,
     allows,
     among_few,
     choose,
     few_tokens,
     fill_masks,
+    forced_run,
 )
+from vllm_medusa.worker.spent import Chance
 
 SCHEMA = {
     "type": "object",
@@ -102,7 +107,8 @@ def test_only_allowed_drafts_are_chosen(schema, seed):
         5,
         xgr.allocate_token_bitmask(1, VOCAB),
         VOCAB,
-        tokenizer().convert_ids_to_tokens,
+        Spelling(tokenizer().convert_ids_to_tokens),
+        0.85,
     )
     found = {tuple(chosen.path(node)) for node in range(1, 1 + len(chosen.parents))}
     assert len(found) == len(chosen.parents)
@@ -118,28 +124,69 @@ def test_only_allowed_drafts_are_chosen(schema, seed):
 def test_what_is_forced_is_drafted_without_heads(compiler):
     """To the end token, below which there is nothing."""
     compiled = compiler.compile_regex("return self")
-    spell, row = tokenizer().convert_ids_to_tokens, xgr.allocate_token_bitmask(1, VOCAB)
-    chosen = choose(at(compiled, []), Candidates([], []), 9, row, VOCAB, spell)
+    spelling = Spelling(tokenizer().convert_ids_to_tokens)
+    more = xgr.allocate_token_bitmask(1, VOCAB), VOCAB, spelling, 0.85
+    chosen = choose(at(compiled, []), Candidates([], []), 9, *more)
     best, node = [], 0
     while node in chosen.parents:
         node = 1 + chosen.parents.index(node)  # its surest child
         best.append(chosen.token_ids[node - 1])
     assert tokenizer().decode(best) == "return self</s>"
     assert best[-1] == tokenizer().eos_token_id
-    assert choose(at(compiled, best), Candidates([5], [0]), 9, row, VOCAB, spell).token_ids == []
-    assert choose(at(compiled, best[:-1]), Candidates([], []), 9, row, VOCAB, spell) == Candidates(
-        best[-1:], [0], [1.0]
+    assert choose(at(compiled, best), Candidates([5], [0]), 9, *more).token_ids == []
+    assert choose(at(compiled, best[:-1]), Candidates([], []), 9, *more) == Candidates(
+        best[-1:], [0], [1.0], [FORCED]
     )
+    deep = choose(at(compiled, []), Candidates([], []), 1, *more, 2)  # heads are less deep
+    run = [token for token, kind in zip(deep.token_ids, deep.forced, strict=True) if kind]
+    assert run == best[:2]
+
+
+@pytest.mark.parametrize("begun", [0, 3, 6])
+@pytest.mark.parametrize(("longest", "depth"), [(0.85, 9), (0.85, 1), (0.45, 9), (0.1, 9)])
+def test_a_forced_run_is_the_surest_path_and_brings_its_masks(schema, begun, longest, depth):
+    text = tokenizer().encode(TEXT, add_special_tokens=False)[:begun]
+    grammar, row = at(schema, text), xgr.allocate_token_bitmask(1, VOCAB)
+    spelling = Spelling(tokenizer().convert_ids_to_tokens)
+    run, masks = forced_run(grammar, depth, row, VOCAB, spelling, longest)
+    assert torch.equal(mask_of(grammar), mask_of(at(schema, text)))  # it is where it was
+    assert len(masks) == 1 + len(run.token_ids) <= 1 + depth
+    for end, mask in enumerate(masks):
+        there = at(schema, text + run.token_ids[:end])
+        assert torch.equal(torch.from_numpy(mask), mask_of(there))
+    assert run.survival == sorted(run.survival, reverse=True)
+    assert all(worth >= LEAST for worth in run.survival[1:])
+    whole = choose(grammar, Candidates([], []), depth, row, VOCAB, spelling, longest)
+    flagged = [token for token, kind in zip(whole.token_ids, whole.forced, strict=True) if kind]
+    assert flagged == run.token_ids
+
+
+def test_a_forced_run_ends_with_the_grammar(compiler):
+    row, spelling = (
+        xgr.allocate_token_bitmask(1, VOCAB),
+        Spelling(tokenizer().convert_ids_to_tokens),
+    )
+    grammar = at(compiler.compile_regex("return self"), [])
+    run, masks = forced_run(grammar, 9, row, VOCAB, spelling, 0.99)
+    assert tokenizer().decode(run.token_ids) == "return self</s>"
+    assert (masks[-1] == -1).all() and len(masks) == 1 + len(run.token_ids)
 
 
 def test_chances_among_few_tokens():
-    def spell(tokens):
-        return ["ab", "a", "x"][: len(tokens)]
+    spelling = Spelling(lambda tokens: ["ab", "a", "x"][: len(tokens)])
+    assert spelling.chances([4], 0.5) == [1.0]
+    prior = spelling.chances([4, 5, 6], 0.8)
+    assert prior == pytest.approx([0.4, 0.2, 0.4])
+    assert among_few(prior, [0.0, 0.0, 0.0]) == prior
+    assert among_few(prior, [0.0, 0.0, 0.3])[2] > prior[2]
 
-    assert among_few([4], [0.0], spell) == [1.0]
-    longest, part, other = among_few([4, 5, 6], [0.0, 0.0, 0.0], spell)
-    assert longest == other > part > 0 and longest + part + other == pytest.approx(1)
-    assert among_few([4, 5, 6], [0.0, 0.0, 0.3], spell)[2] > other
+
+def test_chance_of_the_longest_is_learned():
+    chance = Chance()
+    first = chance.value
+    for turn in range(400):
+        chance.observe(turn % 4 == 0)
+    assert first > 0.8 and chance.value == pytest.approx(0.25, abs=0.02)
 
 
 def test_few_tokens_are_found():
