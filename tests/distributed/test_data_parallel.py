@@ -15,7 +15,7 @@ from support.reference import differing
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-COUNT = 16
+COUNT = 8
 
 
 def test_two_replicas(plain: Plain, chaotic_llama: str, random_heads: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ TREE: Any = sized("mc_sim_7b_63", {"dense": [2, 2]})
 NODES = sized(64, 7)
 START_S = sized(300.0, 900.0)
 DOWN_S = 90.0  # vLLM gives workers 5 s to end by themselves, 4 s after SIGTERM, then kills them
-COUNT = sized(32, 4)
+COUNT = sized(24, 4)
 
 
 @dataclass(frozen=True)
