@@ -28,7 +28,7 @@ _OFTEN, _AGAIN = 16, 100.0  # times that a kind of step is learned from, then on
 _KINDS = 4096  # of steps that are told apart
 _KEEP = 0.005  # of a step's time by which another number of nodes has to be better
 START, _STOP = 1.015, 1.0  # drafts against plain steps: where drafting starts, and where it ends
-_COPYING = 1.1  # copied drafts against plain steps, where looking for them takes time
+_COPYING = 1.5  # copied drafts against plain steps, where looking for them takes time
 _UNSEEN = 0.2  # of a gain that may come from nodes beyond the limit, whatever is known of them
 _CAUTION = 0.5  # standard deviations that the first drafts' steps may be dearer than known
 
