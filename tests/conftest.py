@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +67,11 @@ def random_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
     from support.models import save_random_heads
 
     return save_random_heads(tmp_path_factory.mktemp("heads"))
+
+
+@pytest.fixture(scope="session")
+def eagle_case(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`support.eagle_case.Case`, trained once."""
+    from support.eagle_case import make_case
+
+    return make_case(tmp_path_factory.mktemp("eagle"))

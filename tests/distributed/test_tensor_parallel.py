@@ -8,13 +8,12 @@ controls let one rank differ to show that the comparison would tell.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.budgets import budget_of, fickle
 from support.demo import HEADS, TARGET, demo_prompts
 from support.eagle_case import TOKENS as LEARNT_TOKENS
-from support.eagle_case import asked, make_case
+from support.eagle_case import Case, asked
 from support.engines import complete, engine, greedy, medusa
 from support.plain import (
     COMMON,
@@ -153,9 +152,9 @@ def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(len(made.nodes) > 1 for made in got.trees) > len(prompts)
 
 
-def test_an_eagle_drafter(tmp_path: Path) -> None:
+def test_an_eagle_drafter(eagle_case: Case) -> None:
     """Its guesses come from gathered logits, as the target's verdicts do."""
-    case, count = make_case(tmp_path), sized(12, 4)
+    case, count = eagle_case, sized(12, 4)
     tree = asked(case, {"width": 3, "depth": 3}, budget=9)
     with engine(case.target, tree, worker_cls=WORKER, tensor_parallel_size=2) as llm:
         got = run(llm, case.prompts[:count], greedy(LEARNT_TOKENS))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.eagle import Eagle1
-from support.eagle_case import LAYERS, TOKENS, Case, asked, make_case
+from support.eagle_case import LAYERS, TOKENS, Case, asked
 from support.eagle_steps import assert_dense, recorded_trees
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
@@ -30,8 +30,8 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("eagle"))
+def case(eagle_case: Case) -> Case:
+    return eagle_case
 
 
 def drafts_of(owner: type, patch: Patch) -> dict[tuple[int, ...], list[list[int]]]:

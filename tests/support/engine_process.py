@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -145,8 +146,13 @@ async def replicas(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine import coordinator, utils
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    # vLLM spawns its processes on CPUs, each of which imports it; here one has, for all of them
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"])
+    utils.get_mp_context = coordinator.get_mp_context = lambda: context
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**job["engine"]))
 
     async def complete(index: int, prompt: list[int], params: dict[str, Any]) -> list[Any]:

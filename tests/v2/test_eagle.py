@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.eagle_case import Case, asked, make_case
+from support.eagle_case import Case, asked
 from support.eagle_steps import assert_dense, recorded_trees
 from support.engines import Completion, complete, engine, greedy, random_prompts
 from support.models import VOCAB
@@ -40,8 +40,8 @@ SMALL: dict[str, Any] = {"max_num_batched_tokens": 40, "block_size": 32, "max_nu
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("eagle"))
+def case(eagle_case: Case) -> Case:
+    return eagle_case
 
 
 @pytest.fixture(scope="module")

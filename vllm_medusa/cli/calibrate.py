@@ -10,6 +10,7 @@ from rich.table import Table
 from vllm_medusa.calibration.options import CalibrateOptions
 from vllm_medusa.cli.command import Command, invocation
 from vllm_medusa.cli.console import ConsoleProgress, stdout_console
+from vllm_medusa.offline.prompts import require_file
 
 if TYPE_CHECKING:
     from vllm_medusa.calibration.calibrate import Calibrated
@@ -30,6 +31,7 @@ for greedy serving. Other text is taken, with a warning, and tells less."""
 
 def run(options: CalibrateOptions, progress: ConsoleProgress) -> int:
     """Calibrate, and print what was seen."""
+    require_file(options.data, "records")  # before torch is imported
     from vllm_medusa.calibration.calibrate import calibrate
 
     found = calibrate(options, progress, invocation())

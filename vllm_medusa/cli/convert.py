@@ -51,7 +51,7 @@ def run(options: ConvertOptions, progress: ConsoleProgress) -> int:
 
 COMMAND = Command(
     "convert",
-    "heads from any known format to any other",
+    "heads, or an EAGLE-3 drafter, from any known format to any other",
     ConvertOptions,
     run,
     _DESCRIPTION,

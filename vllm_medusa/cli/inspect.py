@@ -198,7 +198,7 @@ def _short(value: object) -> str:
 
 COMMAND = Command(
     "inspect",
-    "what a checkpoint of heads is, and whether it fits a target",
+    "what a checkpoint of heads or of a drafter is, and whether it fits a target",
     InspectOptions,
     run,
     _DESCRIPTION,

@@ -88,7 +88,7 @@ def _number(value: float | None, form: str) -> str:
 
 COMMAND = Command(
     "train",
-    "train heads for a target; resumable",
+    "train heads, or an EAGLE-3 drafter, for a target; resumable",
     TrainOptions,
     run,
     _DESCRIPTION,

@@ -217,9 +217,10 @@ def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
         if (folder / candidate).is_file():
             return _from_file(folder / candidate, fetch, label)
     if failure is not None:
+        said = " ".join(str(failure).split())
         raise HeadsError(
             f"heads {label!r}: not a local folder, and the hub did not give them "
-            f"({type(failure).__name__}: {failure}). Check the name and the connection, or "
+            f"({type(failure).__name__}: {said}). Check the name and the connection, or "
             "download them and give the folder"
         ) from failure
     present = sorted(entry.name for entry in folder.iterdir()) if folder else []

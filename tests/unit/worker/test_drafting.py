@@ -135,10 +135,9 @@ def test_heads_outlive_a_sleep_of_level_2(monkeypatch):
 
     monkeypatch.setattr(MedusaDrafter, "load_model", load)
     monkeypatch.setattr(speculator, "tree_model_state", lambda *_: object)
-    owner = SimpleNamespace(
-        drafter=MedusaDrafter.__new__(MedusaDrafter), vllm_config=None, trees=None
-    )
-    draft = speculator.TreeSpeculator.load_draft_model(owner, SimpleNamespace(), set())
+    owner = speculator.TreeSpeculator.__new__(speculator.TreeSpeculator)
+    vars(owner).update(drafter=MedusaDrafter.__new__(MedusaDrafter), vllm_config=None, trees=None)
+    draft = owner.load_draft_model(SimpleNamespace(), set())
 
     def lose_weights(level):
         for tensor in heads.state_dict().values():
