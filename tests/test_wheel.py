@@ -60,4 +60,5 @@ print(len(vllm_medusa.preset_names()), vllm_medusa.load_preset("mc_sim_7b_63").n
     assert Path(file).is_relative_to(tmp_path)
     assert "vllm_medusa.plugin:register" in plugins
     assert presets.split()[1] == "63"
-    assert "heads from any known format" in run("-m", "vllm_medusa.cli", "--help")
+    said = " ".join(run("-m", "vllm_medusa.cli", "--help").split())
+    assert "heads, or an EAGLE-3 drafter, from any known format" in said
