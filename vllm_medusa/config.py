@@ -321,6 +321,10 @@ class EagleConfig(_Options):
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
         '{"max_rows": N}: tokens of a step at most, drafts included',
     )
+    lookup: bool = Field(
+        default=False,
+        description="true or false: copy from a request's own prompt and output too",
+    )
 
     @field_validator("model", mode="before")
     @classmethod
@@ -335,6 +339,12 @@ class EagleConfig(_Options):
     @model_validator(mode="after")
     def _sound(self) -> EagleConfig:
         tree = self.tree
+        if self.lookup and tree == "chain":
+            raise MedusaConfigError(
+                f'{self.label} lookup is True, which needs dynamic trees, but tree is "chain". '
+                'Take {"width": 1, "depth": 5}, whose one branch copies may join, or leave '
+                '"lookup" out.'
+            )
         if isinstance(tree, dict):
             bounds = {"width": 64, "depth": 32}
             right = set(tree) <= set(bounds) and all(1 <= n <= bounds[k] for k, n in tree.items())
@@ -356,7 +366,8 @@ class EagleConfig(_Options):
             most = min(most or MAX_NODES - 1, self.budget)
         width = given.get("width", WIDTH)
         beam = Beam(width, width, given.get("depth", DEPTH))
-        return DynamicTree(beam, min(1 + (most or DRAFTS), beam.num_nodes))
+        num_nodes = 1 + (most or DRAFTS)  # copies may be more than the drafter has
+        return DynamicTree(beam, num_nodes if self.lookup else min(num_nodes, beam.num_nodes))
 
     @classmethod
     def from_speculative_config(cls, config: Mapping[str, Any]) -> EagleConfig:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.eagle import Eagle1
@@ -14,9 +15,10 @@ from support.eagle_steps import assert_dense, recorded_trees
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.planted import planted
+from support.planted_copies import PlantedCopies
 from support.reference import differing
-from support.runner import sized
-from support.spies import mean_accepted, recorded_steps
+from support.runner import ON_V2, sized
+from support.spies import mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -78,6 +80,7 @@ def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
 
 
 # Shared beginnings for the prefix cache, and prompts longer than a step.
+DEPTH = 4
 LONG = [
     [*shared, *own]
     for shared in random_prompts(2, VOCAB, shortest=97, longest=110, seed=5)
@@ -127,8 +130,11 @@ def test_eagle_1(case: Case, plain: Any) -> None:
 
 @pytest.fixture(scope="module")
 def llm(case: Case, plain: Any) -> Iterator[LLM]:
-    """Few blocks of 32, steps of 96 tokens: prefills in chunks, requests are preempted."""
-    tree = asked(case, {"width": 3, "depth": 4}, num_speculative_tokens=12, budget=12)
+    """Few blocks of 32, steps of 96 tokens: prefills in chunks, requests are preempted.
+
+    With lookup, which finds nothing to copy in chaotic texts.
+    """
+    tree = asked(case, {"width": 3, "depth": DEPTH}, budget=12, lookup=not ON_V2)
     with engine(
         case.target,
         tree,
@@ -200,3 +206,52 @@ def test_would_be_seen(
             run(case, llm, plain, every=4, some=slice(3))
     if breaks is other_layers:
         llm.apply_model(lambda model: model.set_aux_hidden_state_layers(LAYERS))
+
+
+def run_copying(case: Case, llm: LLM, plain: Any, patch: Patch, shift: int = 0) -> list[int]:
+    """Have lookup find what comes, for half of the prompts; drafts accepted of each tree."""
+    some = slice(0, None, 2)
+    prompts, expected = LONG[some], plain[some]
+    texts = [[*p, *c.token_ids] for p, c in zip(prompts, expected, strict=True)]
+    PlantedCopies(texts, shift).plant(patch)
+    with recorded_steps() as steps, recorded_trees(every=1 + 8 * shift) as trees:
+        got = complete(llm, prompts, PARAMS[some])
+    assert differing(expected, got) == []
+    assert sum(assert_dense(grown, case.drafter, case.model) for grown in trees) > 20
+    return [row.accepted for row in tree_rows(steps)]
+
+
+def test_copies_reach_below_its_levels(
+    case: Case, llm: LLM, plain: Any, monkeypatch: Patch
+) -> None:
+    """What is accepted of them goes through it as all else does; one token off, little is."""
+    before = metric(llm, "lookup_accepted_tokens")
+    with monkeypatch.context() as patch:
+        accepted = run_copying(case, llm, plain, patch)
+    assert max(accepted) > 2 * DEPTH and np.mean(accepted) > 2
+    assert metric(llm, "lookup_accepted_tokens") - before > sum(accepted) // 2
+    with monkeypatch.context() as patch:
+        wrong = run_copying(case, llm, plain, patch, shift=1)
+    assert np.mean(wrong) < 0.5 * np.mean(accepted)
+
+
+def copies_left_out(patch: Patch) -> None:
+    """No entries are made of accepted tokens deeper than the drafter's levels."""
+    forward = EagleTrees._forward
+
+    def wrong(self: Any, common: Any, *args: Any) -> Any:
+        starts = common.query_start_loc_cpu
+        for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            if len(args) == 3 and DEPTH + 1 < end - start <= 13:
+                common.slot_mapping[start + DEPTH + 1 : end] = -1
+        return forward(self, common, *args)
+
+    patch.setattr(EagleTrees, "_forward", wrong)
+
+
+def test_copies_left_out_would_be_seen(
+    case: Case, llm: LLM, plain: Any, monkeypatch: Patch
+) -> None:
+    copies_left_out(monkeypatch)
+    with pytest.raises(AssertionError, match="not close"):
+        run_copying(case, llm, plain, monkeypatch)

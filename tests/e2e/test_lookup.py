@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from support.budgets import budget_of, fickle
 from support.demo import HEADS, TARGET, demo_prompts
 from support.engines import Completion, complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
+from support.planted_copies import PlantedCopies
 from support.reference import differing, plain_greedy
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
@@ -35,22 +35,6 @@ def mixed(count: int, first: int = 0) -> list[SamplingParams]:
         greedy(TOKENS, **(sampled if place % 3 == 2 else {}), seed=first + place)
         for place in range(count)
     ]
-
-
-class Planted:
-    """In place of what lookup finds: the future of a chaotic text, wrong now and then."""
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        self._rng = random.Random(0)
-        self._after = {tuple(text[i - 6 : i]): text[i:] for text in texts for i in range(6, 1000)}
-        self.shift = 0  # tokens by which it is off
-
-    def match(self, tokens: np.ndarray) -> tuple[int, int]:
-        return (20, len(tokens) - 6) if tuple(tokens[-6:].tolist()) in self._after else (0, 0)
-
-    def continuation(self, tokens: np.ndarray, start: int, count: int, _: int) -> np.ndarray:
-        future = self._after[tuple(tokens[start:].tolist())][self.shift :][:count]
-        return np.array([t if self._rng.random() < 0.98 else 3 for t in future], dtype=np.int64)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +62,7 @@ def run(llm: LLM, expected: Any, patch: Patch, shift: int = 0) -> tuple[float, i
     """Accepted drafts of a step of a request, and the most in one step."""
     prompts, completions = expected
     texts = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
-    planted = Planted(texts)
-    planted.shift = shift
-    patch.setattr(room, "longest_match", planted.match)
-    patch.setattr(room, "continuation", planted.continuation)
+    PlantedCopies(texts, shift).plant(patch)
     fickle(patch, llm, preempting=True)
     with recorded_steps() as steps:
         got = complete(llm, prompts, mixed(len(prompts)))

@@ -22,6 +22,7 @@ from vllm_medusa.worker.options import (
     ASYNC_ON_V1,
     CPU_WORKER,
     KEY,
+    LOOKUP_ON_V2,
     V2_CPU_WORKER,
     V2_CUDA_WORKER,
     EngineOptions,
@@ -58,6 +59,8 @@ def prepare_eagle(
             "LoRA adapters have not been tried with EAGLE's trees. Leave one of them out."
         )
     config = EagleConfig.from_speculative_config(asked)
+    if config.lookup and on_v2:
+        raise MedusaConfigError(LOOKUP_ON_V2)
     tree = config.grown
     options = EngineOptions(
         heads=absolute(config.model),
@@ -65,6 +68,7 @@ def prepare_eagle(
         tree=tree,
         acceptance=config.acceptance,
         budget=config.budget or (tree.num_draft_tokens if config.tree == "chain" else "auto"),
+        lookup=config.lookup,
     )
     if compat.on_cuda():
         choose_triton_attention(engine_args)

@@ -27,7 +27,7 @@ ASYNC_ON_V1 = (
     "it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
 )
 LOOKUP_ON_V2 = (
-    "The Medusa option lookup is True, which vLLM's V2 model runner doesn't have yet: its tokens "
+    "The option lookup is True, which vLLM's V2 model runner doesn't have yet: its tokens "
     'stay on the device. Set VLLM_USE_V2_MODEL_RUNNER=0, or leave "lookup" out.'
 )
 DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"

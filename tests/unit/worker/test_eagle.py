@@ -65,6 +65,7 @@ def config(target: str, drafter: Path) -> Config:
         ({"tree": "dynamic", "budget": 7}, (10, 10, 6), 7, 7),
         ({"tree": {"width": 2, "depth": 2}}, (2, 2, 2), 6, "auto"),
         ({"tree": {"depth": 3}, "num_speculative_tokens": 20}, (10, 10, 3), 20, "auto"),
+        ({"tree": {"width": 2, "depth": 2}, "lookup": True}, (2, 2, 2), 59, "auto"),
         ({"tree": "chain"}, (1, 1, 5), 5, 5),
         ({"tree": "chain", "num_speculative_tokens": 3, "budget": "auto"}, (1, 1, 3), 3, "auto"),
     ],
@@ -76,6 +77,8 @@ def test_what_the_engine_runs_with(
     options, speculative = EngineOptions.of(made), made.speculative_config
     assert options.tree == DynamicTree(Beam(*beam), 1 + most)
     assert (options.budget, options.heads) == (budget, str(drafter))
+    assert options.lookup == asked.get("lookup", False)
+    assert options.depth == (most if options.lookup else min(most, beam[2]))
     scratch = beam[0] * (beam[2] - 1)
     assert made.num_lookahead_tokens == speculative.num_speculative_tokens == max(most, scratch)
     assert is_medusa(speculative) and speculative.method == "eagle3"
@@ -100,7 +103,8 @@ def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
         ({"tree": {"breadth": 3}}, "tree is {'breadth': 3}; give"),
         ({"tree": {"width": 3}, "budget": 0}, "budget is 0"),
         ({"num_speculative_tokens": 256}, "num_speculative_tokens is 256"),
-        ({"lookup": True}, "unknown key 'lookup'"),
+        ({"tree": "chain", "lookup": True}, "lookup is True, which needs dynamic trees"),
+        ({"lookup": 1}, "lookup is 1; give true or false"),
         ({"method": "eagle"}, "or for another method"),
         ({"vllm": {"data_parallel_size": 2}}, "data_parallel_size is 2"),
         ({"vllm": {"enable_lora": True}}, "LoRA adapters"),
@@ -166,6 +170,8 @@ def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.Mon
     monkeypatch.setattr(compat, "uses_v2_runner", lambda _: True)
     with pytest.raises(MedusaConfigError, match="fell back to its V1 model runner"):
         config()
+    with pytest.raises(MedusaConfigError, match="lookup is True, which vLLM's V2"):
+        config(lookup=True)
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 1], [-1, 2], [1, 600]])
