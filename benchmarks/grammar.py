@@ -10,9 +10,10 @@ asks for. Counts hardly depend on the machine (masks may take a tenth of a step'
 nodes), so none has to be quiet.
 
 Times do: with `--rounds` the automatic budget takes turns with plain vLLM on batches that mix all
-schemas.
+schemas; with `--waves 3` a turn has three answers for each place of the batch, which the next
+request takes when one has ended, as in a server.
 
-    python -m benchmarks grammar demo/target demo/heads --rounds 7 --batch 1 16
+    python -m benchmarks grammar demo/target demo/heads --rounds 7 --batch 1 16 --waves 3
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class GrammarOptions(ArmOptions):
     depth: Positive = option("of the chain", default=5)
     max_tokens: Positive = option("of each answer", default=256)
     rounds: FromZero = option("timed, of all schemas mixed; 0: steps are counted", default=0)
+    waves: Positive = option("timed answers for each place of the batch", default=1)
     dtype: Dtype = option(default="float32")
 
 
@@ -113,14 +115,13 @@ def _timed(options: GrammarOptions, medusa: Any, progress: Progress) -> Iterator
             progress.note(f"batch {batch}, T {temperature:g}")
             ratios, wrong, tokens = [], 0, 0
             for number in range(-1, options.rounds):  # the first one doesn't count
-                prompts, params = _mixed(options, batch, temperature)
+                requests = _mixed(options, batch * options.waves, temperature)
                 order = list(engines.items())
                 answers, seconds = {}, {}
                 for arm, llm in order if number % 2 else reversed(order):
                     begun = time.perf_counter()
-                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                    answers[arm] = _serve(llm, requests, batch)
                     seconds[arm] = time.perf_counter() - begun
-                    answers[arm] = [tuple(output.outputs[0].token_ids) for output in outputs]
                 pairs = zip(*answers.values(), strict=True)
                 wrong += sum(ours != plain for ours, plain in pairs)
                 if number >= 0:
@@ -138,14 +139,30 @@ def _timed(options: GrammarOptions, medusa: Any, progress: Progress) -> Iterator
             yield Row(what, numbers | times, right=not wrong, failed=reason)
 
 
-def _mixed(options: GrammarOptions, batch: int, temperature: float) -> tuple[list[str], list[Any]]:
-    """``batch`` requests, of one schema after the other."""
-    names = [list(SCHEMAS)[number % len(SCHEMAS)] for number in range(batch)]
-    params = [
-        _params(options, json.dumps(SCHEMAS[name]), temperature, number)
+def _mixed(options: GrammarOptions, count: int, temperature: float) -> list[tuple[str, Any]]:
+    """``count`` requests, of one schema after the other: prompts and sampling parameters."""
+    names = [list(SCHEMAS)[number % len(SCHEMAS)] for number in range(count)]
+    return [
+        (
+            ASKED.format(schema=name),
+            _params(options, json.dumps(SCHEMAS[name]), temperature, number),
+        )
         for number, name in enumerate(names)
     ]
-    return [ASKED.format(schema=name) for name in names], params
+
+
+def _serve(llm: Any, requests: list[tuple[str, Any]], batch: int) -> list[tuple[int, ...]]:
+    """The requests' tokens; ``batch`` of them run, each that ends makes place for the next."""
+    engine, waiting = llm.llm_engine, list(enumerate(requests))[::-1]
+    tokens: dict[int, tuple[int, ...]] = {}
+    while waiting or engine.has_unfinished_requests():
+        while waiting and engine.get_num_unfinished_requests() < batch:
+            number, (prompt, params) = waiting.pop()
+            engine.add_request(str(number), prompt, params)
+        for output in engine.step():
+            if output.finished:
+                tokens[int(output.request_id)] = tuple(output.outputs[0].token_ids)
+    return [tokens[number] for number in range(len(requests))]
 
 
 def _is_json(text: str) -> bool:
