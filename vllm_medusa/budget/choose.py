@@ -113,8 +113,8 @@ class NodeBudget:
         self._now = 0.0  # ms of all steps
         self._known: tuple[tuple[int, int, int], Forecast] | None = None
         self._known_at = 0.0
-        # rows, requests and heads of a step -> how often and when it was last learned from
-        self._learned: dict[tuple[int, int, float], tuple[int, float]] = {}
+        # rows, requests and heads of a step -> how often it was learned from, when last, its ms
+        self._learned: dict[tuple[int, int, float], tuple[int, float, float]] = {}
 
     def choose(self, gain: npt.ArrayLike, requests: int, free_rows: int) -> int:
         """Draft nodes to verify in all; 0: none.
@@ -192,18 +192,19 @@ class NodeBudget:
 
     def observe(self, rows: int, requests: int, heads: float, ms: float) -> None:
         """Learn what a step took; see `StepCost.observe`."""
-        usual = self.cost.ms(rows, requests, heads)
+        step = rows, requests, heads
+        times, last, usual = self._learned.get(step, (0, 0.0, 0.0))
+        usual = usual or self.cost.ms(*step)
         self._now += ms if 0 < ms < math.inf else usual
-        times, last = self._learned.get((rows, requests, heads), (0, 0.0))
         if times < _OFTEN or self._now - last >= _AGAIN:
             if len(self._learned) > _KINDS:
                 self._learned.clear()
-            self._learned[rows, requests, heads] = times + 1, self._now
             surprises = self.cost.surprises
-            self.cost.observe(rows, requests, heads, ms)
+            self.cost.observe(*step, ms)
+            usual = self.cost.ms(*step)
+            self._learned[step] = times + 1, self._now, usual
             if surprises != self.cost.surprises:
                 self._learned.clear()
-            usual = self.cost.ms(rows, requests, heads)
         self.tries.earn(usual)
 
     def forecast(self, requests: int, free_rows: int) -> Forecast:

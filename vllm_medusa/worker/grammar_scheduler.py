@@ -200,6 +200,11 @@ class GrammarScheduler(DepthScheduler, Scheduler):
     ) -> None:
         """Have the next step verify ``drafts``; those ``chosen`` are not checked as chains."""
         pairs = list(zip(req_ids, drafts, strict=True))
+        if not any(drafts) and not chosen:
+            for request in map(self.requests.get, req_ids):
+                if request is not None and request.spec_token_ids:
+                    request.spec_token_ids = []
+            return
         plain = [[] if req_id in chosen else tokens for req_id, tokens in pairs]
         super().update_draft_token_ids(DraftTokenIds(list(req_ids), plain))
         for req_id, tokens in pairs:

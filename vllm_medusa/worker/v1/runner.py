@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import DraftTokenIds, SamplerOutput
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_medusa.sampler import Verdict
@@ -77,6 +78,24 @@ class MedusaModelRunner(CPUModelRunner):
         self._write_positions(step)
         self._step = step
         return prepared
+
+    def _calc_spec_decode_metadata(
+        self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
+        """As vLLM makes it, but for steps without drafts, in which only last rows count."""
+        if num_draft_tokens.any():
+            return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
+        ends, nothing = torch.from_numpy(cu_num_scheduled_tokens), torch.empty(0, dtype=torch.int32)
+        count = torch.zeros(len(num_draft_tokens), dtype=torch.int32)
+        return SpecDecodeMetadata(
+            draft_token_ids=nothing,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=count,
+            cu_num_sampled_tokens=count,
+            target_logits_indices=nothing,
+            bonus_logits_indices=nothing,
+            logits_indices=ends - 1,
+        )
 
     def _write_positions(self, step: TreeStep) -> None:
         """Slots stay where vLLM put them; RoPE goes by depth, in each of its dimensions."""
@@ -175,12 +194,14 @@ class MedusaModelRunner(CPUModelRunner):
         assert topologies is not None
         drafts: list[list[int]] = [[] for _ in req_ids]
         self._survival = {}
+        if limit < 1:
+            return drafts
         useful = [
             self._useful_depth(req_id) if t else 0
             for req_id, t in zip(req_ids, sampled_token_ids, strict=True)
         ]
         chosen = [index for index, depth in enumerate(useful) if depth > 0]
-        if limit < 1 or not chosen:
+        if not chosen:
             return drafts
         names = [req_ids[index] for index in chosen]
         chosen_later = {name for name in names if follows_grammar(self._params(name))}
