@@ -88,6 +88,11 @@ class Arm:
     speculative_config: Mapping[str, Any] | None = None
 
     @property
+    def copies(self) -> bool:
+        """Whether it looks texts up."""
+        return bool((self.speculative_config or {}).get("lookup"))
+
+    @property
     def learns(self) -> bool:
         """Whether it measures what steps cost, which the plugin keeps on disk."""
         return (self.speculative_config or {}).get("budget") == "auto"
@@ -154,6 +159,8 @@ def settings(arm: Arm, options: ArmOptions) -> EngineSettings:
         "enforce_eager": options.eager,
         "kv_cache_memory_bytes": _KV_BYTES,
     }
+    if arm.copies:  # which are counted
+        arguments["disable_log_stats"] = False
     return EngineSettings(
         str(options.target.absolute()),
         arm.speculative_config,

@@ -48,4 +48,4 @@ def run(options: DraftersOptions, progress: Progress) -> Iterator[Row]:
     yield from lookup.rows(list(arms(options)), options, progress)
 
 
-CASE = replace(lookup.CASE, options=DraftersOptions, run=run)
+CASE = replace(lookup.CASE, options=DraftersOptions, run=run, bars=("tau",), picture=None)

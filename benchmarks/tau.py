@@ -41,6 +41,7 @@ from vllm_medusa.options import Dtype, Positive, option
 from vllm_medusa.training.inputs import find_tokenizer
 
 SEED = 0
+COPIED = "medusa_lookup_accepted_tokens"
 STATIC, RAW, CALIBRATED = "static", "dynamic, raw", "dynamic"
 Counts = list[tuple[int, int]]  # accepted tokens and steps of each prompt
 
@@ -134,16 +135,25 @@ def _kinds(options: TauOptions, folder: Path) -> list[tuple[str, TauOptions]]:
 
 
 def answers(
-    arm: Arm, options: ArmOptions, texts: dict[str, list[Prompt]]
+    arm: Arm,
+    options: ArmOptions,
+    texts: dict[str, list[Prompt]],
+    copied: dict[tuple[float, str], float] | None = None,
 ) -> dict[tuple[float, str], list[Result]]:
-    """By temperature and file, in the order of its prompts."""
+    """By temperature and file, in the order of its prompts.
+
+    ``copied`` takes in how many tokens lookup alone brought.
+    """
     found = {}
     with engine(arm, options, max(options.temperatures)) as process:
         for temperature in options.temperatures:
             process.sampling = sampling(options, temperature)
             for name, prompts in texts.items():
                 seed = SEED if temperature > 0 else None
+                before = process.count(COPIED) if copied is not None else 0.0
                 results, _ = process.run(prompts, options.batch[0], seed)
+                if copied is not None:
+                    copied[temperature, name] = process.count(COPIED) - before
                 if refused := next((result.error for result in results if result.error), None):
                     raise ValueError(refused)
                 found[temperature, name] = sorted(results, key=lambda r: r.prompt.index)

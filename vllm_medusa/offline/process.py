@@ -51,6 +51,15 @@ class EngineProcess:
         self._child.channel.send((list(prompts), concurrency, seed, self.sampling))
         return self._reply()
 
+    def count(self, name: str) -> float:
+        """A counter of the engine's metrics, by the end of its name; all labels together.
+
+        The engine's settings have to keep ``disable_log_stats`` off.
+        """
+        self._child.channel.send(name)
+        found: float = self._reply()
+        return found
+
     def close(self) -> None:
         """End the process."""
         self._child.end()
@@ -72,7 +81,7 @@ class EngineProcess:
 
 
 def serve(channel: Channel) -> None:
-    """Run groups until the channel is closed; the body of the process."""
+    """Run groups and read counters until the channel is closed; the body of the process."""
     from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
@@ -88,10 +97,15 @@ def serve(channel: Channel) -> None:
     channel.send(("ready", str(engine.llm.llm_engine.model_config.dtype).removeprefix("torch.")))
     while True:
         try:
-            prompts, concurrency, seed, engine.sampling = channel.recv()
+            asked = channel.recv()
         except EOFError:
             engine.close()
             return
+        if isinstance(asked, str):
+            metrics = [m for m in engine.llm.get_metrics() if m.name.endswith(asked)]
+            channel.send(("count", float(sum(getattr(m, "value", 0) for m in metrics))))
+            continue
+        prompts, concurrency, seed, engine.sampling = asked
         start = time.perf_counter()
         results = list(run_batch(prompts, engine, concurrency=concurrency, seed=seed))
         seconds = time.perf_counter() - start
