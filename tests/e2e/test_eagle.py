@@ -17,7 +17,7 @@ from support.models import VOCAB
 from support.planted import planted
 from support.planted_copies import PlantedCopies
 from support.reference import differing
-from support.runner import ON_V2, sized
+from support.runner import sized
 from support.spies import mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -134,7 +134,7 @@ def llm(case: Case, plain: Any) -> Iterator[LLM]:
 
     With lookup, which finds nothing to copy in chaotic texts.
     """
-    tree = asked(case, {"width": 3, "depth": DEPTH}, budget=12, lookup=not ON_V2)
+    tree = asked(case, {"width": 3, "depth": DEPTH}, budget=12, lookup=True)
     with engine(
         case.target,
         tree,
@@ -214,6 +214,8 @@ def run_copying(case: Case, llm: LLM, plain: Any, patch: Patch, shift: int = 0) 
     prompts, expected = LONG[some], plain[some]
     texts = [[*p, *c.token_ids] for p, c in zip(prompts, expected, strict=True)]
     PlantedCopies(texts, shift).plant(patch)
+    core: Any = llm.llm_engine.engine_core
+    patch.setattr(core.engine_core.scheduler, "_free_slots", lambda: 1 << 20)  # blocks are few
     with recorded_steps() as steps, recorded_trees(every=1 + 8 * shift) as trees:
         got = complete(llm, prompts, PARAMS[some])
     assert differing(expected, got) == []

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from vllm_medusa.lookup import lookup
+from vllm_medusa.lookup import lookup, on_device
 
 _LAST = 6  # tokens that tell where in a text a request is
 
@@ -29,6 +31,7 @@ class PlantedCopies:
         """From now on this is what lookup finds."""
         patch.setattr(lookup, "longest_match", self._match)
         patch.setattr(lookup, "continuation", self._continuation)
+        patch.setattr(on_device, "continuations", self._of_batch)
 
     def _match(self, tokens: np.ndarray) -> tuple[int, int]:
         known = tuple(tokens[-_LAST:].tolist()) in self._after
@@ -37,3 +40,13 @@ class PlantedCopies:
     def _continuation(self, tokens: np.ndarray, start: int, count: int, _: int) -> np.ndarray:
         future = self._after[tuple(tokens[start:].tolist())][self._shift :][:count]
         return np.array([t if self._rng.random() < 0.98 else 3 for t in future], dtype=np.int64)
+
+    def _of_batch(self, texts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        matched, found = torch.zeros_like(lengths), torch.full((len(texts), count), -1)
+        for row, length in enumerate(lengths.tolist()):
+            tokens = texts[row, :length].numpy()
+            matched[row], start = self._match(tokens)
+            if matched[row]:
+                future = self._continuation(tokens, start, count, 0)
+                found[row, : len(future)] = torch.from_numpy(future)
+        return matched, found

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from vllm_medusa.lookup import chances, on_device
 from vllm_medusa.lookup.chances import Chances
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.merge import BY_BOTH, BY_CHAIN, ROOT, DraftTree, merge
+from vllm_medusa.lookup.on_device import DraftTrees, LookupOnDevice
 from vllm_medusa.lookup.search import LONGEST, SHORTEST, continuation, longest_match
 
 VOCAB = 5
@@ -101,19 +104,19 @@ def test_both_are_one_tree(seed: int) -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_what_is_believed_is_what_comes_true(sampled: bool) -> None:
     """Whatever the prior says; the other kind of request is left alone."""
-    rng, chances = np.random.default_rng(0), Chances()
-    other = chances.survival(2, 9, sampled=not sampled).copy()
+    rng, known = np.random.default_rng(0), Chances()
+    other = known.survival(2, 9, sampled=not sampled).copy()
     true = np.interp(np.arange(LONGEST + 1), [1, 8, LONGEST], [0.9, 0.3, 0.6])
     for _ in range(3000):
         matched = int(rng.integers(2, LONGEST + 1))
         agree = np.minimum(matched + np.arange(6), LONGEST)
         wrong = np.flatnonzero(rng.random(6) > true[agree])
         right = int(wrong[0]) if len(wrong) else 6
-        chances.learn(matched, right, ended=right < 6, sampled=sampled)
+        known.learn(matched, right, ended=right < 6, sampled=sampled)
     for matched in (2, 3, 5, 8, 20, LONGEST):
         expected = true[np.minimum(matched + np.arange(4), LONGEST)].cumprod()
-        assert np.abs(chances.survival(matched, 4, sampled=sampled) - expected).max() < 0.12
-    assert (chances.survival(2, 9, sampled=not sampled) == other).all()
+        assert np.abs(known.survival(matched, 4, sampled=sampled) - expected).max() < 0.12
+    assert (known.survival(2, 9, sampled=not sampled) == other).all()
 
 
 def test_requests_learn_from_what_they_said_next() -> None:
@@ -128,3 +131,67 @@ def test_requests_learn_from_what_they_said_next() -> None:
         lookup.extend("a", text, ROOT, 4, 63, sampled=False)
     after = lookup.chances.survival(3, 3, sampled=False)
     assert after[0] > before[0] and after[1] < 0.6 * before[1]
+
+
+def padded(rows: list[np.ndarray], width: int, fill: float = 0) -> torch.Tensor:
+    return torch.stack(
+        [torch.from_numpy(np.pad(row, (0, width - len(row)), constant_values=fill)) for row in rows]
+    )
+
+
+def test_batches_on_the_device_are_as_requests_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Texts that grow step by step, trees of other tokens, slots that change hands."""
+    for module in (chances, on_device):  # a batch ages what is known at once
+        monkeypatch.setattr(module, "WINDOW", np.inf)
+    rng, nodes, most, batch = np.random.default_rng(3), 10, 12, 5
+    host, device = Lookup(VOCAB), LookupOnDevice(VOCAB, 8, most, "cpu")
+    texts = [rng.integers(0, VOCAB, n) for n in (1, 2, 9, 30, 60)]
+    names, slots = [*"abcde"], torch.tensor([6, 0, 3, 2, 7])
+    sampled = np.array([True, False, False, True, False])
+    copied = 0
+    for step in range(40):
+        if step == 20:  # another request in the slot
+            names[1], texts[1] = "f", rng.integers(0, VOCAB, 25)
+        counts = rng.integers(0, 4, batch)
+        more = [
+            text[-9:][:n] if step % 3 else rng.integers(0, VOCAB, n)
+            for text, n in zip(texts, counts, strict=True)
+        ]
+        said = np.array([len(new) for new in more])
+        texts = [np.concatenate(pair) for pair in zip(texts, more, strict=True)]
+        depth = rng.integers(0, most + 2, batch)
+        trees = [random_tree(rng, int(rng.integers(1, nodes + 1))) for _ in names]
+        for name, text, n in zip(names, texts, said, strict=True):
+            host.learn(name, text[len(text) - n :])
+        wanted = [
+            host.extend(name, text, tree, int(d), most, sampled=bool(s)) if d else tree
+            for name, text, tree, d, s in zip(names, texts, trees, depth, sampled, strict=True)
+        ]
+        lengths = torch.tensor([len(text) for text in texts])
+        shown = padded(texts, 300, VOCAB + 7).to(torch.int32)
+        args = slots, shown, lengths
+        device.learn(*args, torch.from_numpy(said), torch.from_numpy(sampled))
+        own = DraftTrees(
+            padded([tree.token_ids for tree in trees], 1 + most),
+            padded([tree.parents for tree in trees], 1 + most),
+            padded([np.log(tree.survival) for tree in trees], 1 + most, -np.inf).float(),
+            torch.zeros(batch, 1 + most, dtype=torch.int64),
+        )
+        got = device.extend(*args, own, torch.from_numpy(depth), torch.from_numpy(sampled), nodes)
+        for row, tree in enumerate(wanted):
+            count = len(tree.token_ids)
+            assert int(got.log_survival[row].isfinite().sum()) == count
+            np.testing.assert_allclose(
+                got.log_survival[row, :count].exp(), tree.survival, rtol=1e-4
+            )
+            same = DraftTree(
+                *(part[row, :count].numpy() for part in (got.token_ids, got.parents)),
+                tree.survival,
+                got.proposed_by[row, :count].numpy(),
+            )
+            assert paths(same).keys() == paths(tree).keys()
+            assert same.num_copied == tree.num_copied
+            copied += tree.num_copied
+    assert copied > 200

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from support.eagle_case import Case, asked
 from support.eagle_steps import assert_dense, recorded_trees
-from support.engines import Completion, complete, engine, greedy, random_prompts
+from support.engines import Completion, complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.no_waiting import watched
 from support.planted import planted
+from support.planted_copies import PlantedCopies
 from support.reference import differing
 from support.runner import ON_V2, async_scheduling
-from support.spies import mean_accepted, recorded_steps
+from support.spies import mean_accepted, recorded_steps, tree_rows
 from vllm import LLM
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -33,7 +34,7 @@ if ON_V2:
 
     from vllm_medusa.worker import cuda_attention
 
-TOKENS = 8
+TOKENS, DEPTH = 8, 3
 PROMPTS = random_prompts(2, VOCAB, shortest=30, longest=36, seed=7)  # one comes in two chunks
 PARAMS = [greedy(TOKENS), greedy(TOKENS, temperature=0.9, seed=5)]
 SMALL: dict[str, Any] = {"max_num_batched_tokens": 40, "block_size": 32, "max_num_seqs": 4}
@@ -52,7 +53,7 @@ def plain(case: Case) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def llm(case: Case, plain: object) -> Iterator[LLM]:
-    tree = asked(case, {"width": 3, "depth": 3}, budget=7)
+    tree = asked(case, {"width": 3, "depth": DEPTH}, budget=7, lookup=True)
     with triton_attention_on_cpu(), async_scheduling(), engine(case.target, tree, **SMALL) as llm:
         core: Any = llm.llm_engine.engine_core
         assert isinstance(core.engine_core.scheduler, AsyncScheduler)
@@ -74,6 +75,18 @@ def test_nothing_waits_for_the_device(
     calls = watched(monkeypatch)
     run(llm, plain)
     assert min(calls.values()) > 2 and len(calls) == 4
+
+
+def test_copies_reach_below_its_levels(
+    llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [[*p, *c.token_ids] for p, c in zip(PROMPTS, plain, strict=True)]
+    PlantedCopies(texts).plant(monkeypatch)
+    before = metric(llm, "lookup_accepted_tokens")
+    with recorded_steps() as steps:
+        assert differing(plain, complete(llm, PROMPTS, PARAMS)) == []
+    assert max(row.accepted for row in tree_rows(steps)) > DEPTH
+    assert metric(llm, "lookup_accepted_tokens") > before + DEPTH
 
 
 def dense(case: Case, llm: LLM, plain: list[Completion]) -> int:

@@ -14,6 +14,7 @@ SUITE = [  # a file's tests share an engine, so none is torn apart
     "tests/v2/test_dynamic_trees.py",
     "tests/v2/test_eagle.py",
     "tests/e2e/test_eagle.py::test_exact_beside_all_that_happens",
+    "tests/e2e/test_eagle.py::test_copies_reach_below_its_levels",
     "tests/e2e/test_sampling.py::test_all_kinds_in_one_batch",
     "tests/e2e/test_sampling.py::test_bad_words",
     "tests/e2e/test_sampling.py::test_batch_invariance_of_a_seed",

@@ -16,24 +16,24 @@ from vllm_medusa.lookup.search import LONGEST
 Floats = npt.NDArray[np.floating]
 
 _ENDS = np.array([1, 2, 3, 5, 8, 12, 18, 26, LONGEST])  # the longest match of each bucket
-_BUCKET = np.searchsorted(_ENDS, np.arange(LONGEST + 1))
-_PRIOR = np.array(
+BUCKET = np.searchsorted(_ENDS, np.arange(LONGEST + 1))
+PRIOR = np.array(
     [
         [0.2, 0.35, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93],  # greedy
         [0.1, 0.2, 0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8],  # sampled
     ]
 )
-_TRUST = 8.0  # tokens that the prior is worth
-_WINDOW = 256.0  # tokens by which a bucket is known
-_MOST = 0.995
+TRUST = 8.0  # tokens that the prior is worth
+WINDOW = 256.0  # tokens by which a bucket is known
+MOST = 0.995
 
 
 class Chances:
     """Survivals of continuations."""
 
     def __init__(self) -> None:
-        self._right, self._tried = np.zeros_like(_PRIOR), np.zeros_like(_PRIOR)
-        self._chance: Floats = _PRIOR[:, _BUCKET]  # [2, 1 + LONGEST], by tokens that agree
+        self._right, self._tried = np.zeros_like(PRIOR), np.zeros_like(PRIOR)
+        self._chance: Floats = PRIOR[:, BUCKET]  # [2, 1 + LONGEST], by tokens that agree
 
     def survival(self, matched: int, count: int, *, sampled: bool) -> Floats:
         """Chance that the first 1, 2, .. ``count`` tokens behind such a match are right."""
@@ -51,12 +51,12 @@ class Chances:
 
         """
         row, tried = int(sampled), right + ended
-        buckets = _BUCKET[np.minimum(matched + np.arange(tried), LONGEST)]
+        buckets = BUCKET[np.minimum(matched + np.arange(tried), LONGEST)]
         tries = np.bincount(buckets, minlength=len(_ENDS))
         rights = np.bincount(buckets[:right], minlength=len(_ENDS))
-        kept = np.exp(-tries / _WINDOW)
+        kept = np.exp(-tries / WINDOW)
         self._tried[row] = kept * self._tried[row] + tries
         self._right[row] = kept * self._right[row] + rights
-        prior = _PRIOR[row]
-        chance = (self._right[row] + _TRUST * prior) / (self._tried[row] + _TRUST)
-        self._chance[row] = np.minimum(chance, _MOST)[_BUCKET]
+        prior = PRIOR[row]
+        chance = (self._right[row] + TRUST * prior) / (self._tried[row] + TRUST)
+        self._chance[row] = np.minimum(chance, MOST)[BUCKET]

@@ -11,7 +11,7 @@ from vllm_medusa.lookup.chances import Chances
 from vllm_medusa.lookup.merge import DraftTree, merge
 from vllm_medusa.lookup.search import Ints, continuation, longest_match
 
-_LEAST = 0.02  # survival below which a token of a continuation is not offered
+LEAST = 0.02  # survival below which a token of a continuation is not offered
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Lookup:
         copied = continuation(tokens, start, min(depth, most), self._vocab_size)
         survival = self.chances.survival(matched, len(copied), sampled=sampled)
         self._waiting[name] = _Found(copied, matched, sampled)
-        count = int(np.count_nonzero(survival >= _LEAST))
+        count = int(np.count_nonzero(survival >= LEAST))
         return merge(tree, copied[:count], survival[:count], most) if count else tree
 
     def keep(self, alive: Container[str], requests: int) -> None:

@@ -31,6 +31,7 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         self.dynamic_sd_lookup = [0] * (1 + self.max_num_running_reqs)  # type: ignore[assignment]
         self._in_flight: deque[Step | None] = deque()
         self._ended_at = 0.0  # seconds, when the last output came
+        self._even = True
         self._heads_ran = 0  # `Step.limit` of the step whose output came last
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -46,6 +47,12 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         self._step = self._in_flight.popleft()
         told = getattr(model_runner_output, "tree_survival", None)
         self._survival = dict(zip(told[0], worth_of(told[1]), strict=True)) if told else {}
+        copies = getattr(model_runner_output, "tree_copies", None)
+        self._proposed_by, self._told_drafts = {}, {}
+        for name, tokens, by in zip(told[0], *copies, strict=True) if told and copies else ():
+            if by.any():
+                self._proposed_by[name] = by[: len(self._survival[name])].tolist()
+                self._told_drafts[name] = tokens.tolist()
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:

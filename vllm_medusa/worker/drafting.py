@@ -136,8 +136,9 @@ class MedusaDrafter:
         would load the heads. Buffers it keeps, of what the runner calls the draft model too.
         """
         module = nn.Module()
-        if isinstance(self.heads, nn.Module):  # CPUs, which never sleep, pack theirs
-            for name, tensor in [*self.heads.named_parameters(), *self.heads.named_buffers()]:
+        heads = self.heads if self.has_heads else None
+        if isinstance(heads, nn.Module):  # CPUs, which never sleep, pack theirs
+            for name, tensor in [*heads.named_parameters(), *heads.named_buffers()]:
                 module.register_buffer(name.replace(".", "_"), tensor.detach())
         return module
 

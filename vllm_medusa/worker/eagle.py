@@ -22,7 +22,6 @@ from vllm_medusa.worker.options import (
     ASYNC_ON_V1,
     CPU_WORKER,
     KEY,
-    LOOKUP_ON_V2,
     V2_CPU_WORKER,
     V2_CUDA_WORKER,
     EngineOptions,
@@ -59,8 +58,6 @@ def prepare_eagle(
             "LoRA adapters have not been tried with EAGLE's trees. Leave one of them out."
         )
     config = EagleConfig.from_speculative_config(asked)
-    if config.lookup and on_v2:
-        raise MedusaConfigError(LOOKUP_ON_V2)
     tree = config.grown
     options = EngineOptions(
         heads=absolute(config.model),

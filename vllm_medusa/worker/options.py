@@ -26,10 +26,6 @@ ASYNC_ON_V1 = (
     "async scheduling would schedule before the path is accepted on vLLM's V1 model runner. Switch "
     "it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
 )
-LOOKUP_ON_V2 = (
-    "The option lookup is True, which vLLM's V2 model runner doesn't have yet: its tokens "
-    'stay on the device. Set VLLM_USE_V2_MODEL_RUNNER=0, or leave "lookup" out.'
-)
 DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
 CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
@@ -136,8 +132,6 @@ def prepare(
     if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it too, without a remedy
         raise MedusaConfigError(ASYNC_ON_V1)
     config = MedusaConfig.from_speculative_config(merged(engine_args))
-    if config.lookup and on_v2:
-        raise MedusaConfigError(LOOKUP_ON_V2)
     options = resolve(config, model_config)
     _check_ranks(options, parallel_config)
     if compat.on_cuda():

@@ -112,6 +112,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         options = EngineOptions.of(self.vllm_config)
         self._most = options.tree.num_draft_tokens  # of a request
         self._num_heads = options.tree.max_depth
+        self._even = False  # copies come with no more drafts than are said beforehand
         self._copies = options.lookup
         self._forced = False  # drafts that wait, or were looked at, were forced by grammars alone
         self._turn = 0  # of the requests whose runs are looked at where they don't pay
@@ -132,6 +133,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         self._last: Step | None = None  # whose time ends when the next one starts
         self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
         self._proposed_by: dict[str, list[int]] = {}  # see `lookup.merge`, of those with copies
+        self._told_drafts: dict[str, list[int]] = {}  # where the scheduler has placeholders
         self._of_copies: dict[str, int] = {}  # accepted drafts of the step that were copied
         self._drafted = self._most  # `Step.limit` when they were drafted
         self._kinds: list[int] = []  # of the running requests
@@ -412,7 +414,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         self._seen.accepted += sum(accepted)
         drafted = np.array(accepted) - np.array(of_copies)
         seen, right = (verified, drafted) if step.nodes else ((), ())
-        limit = self._drafted if self._num_heads else 0
+        limit = self._drafted if self._num_heads or self._even else 0
         budget.outlook.observe(survival, seen, right, np.array(kinds), limit, copied)
 
     def _accepted_copies(self, scheduler_output: SchedulerOutput, output: Any) -> int:
@@ -423,6 +425,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             if by is None or index is None:
                 continue
             accepted = output.sampled_token_ids[index][:-1]
+            tokens = self._told_drafts.get(req_id, tokens)[: len(tokens)]
             chain = [(token, who) for token, who in zip(tokens, by, strict=False) if who]
             pairs = itertools.takewhile(
                 lambda pair: pair[0][0] == pair[1], zip(chain, accepted, strict=False)

@@ -170,8 +170,6 @@ def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.Mon
     monkeypatch.setattr(compat, "uses_v2_runner", lambda _: True)
     with pytest.raises(MedusaConfigError, match="fell back to its V1 model runner"):
         config()
-    with pytest.raises(MedusaConfigError, match="lookup is True, which vLLM's V2"):
-        config(lookup=True)
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 1], [-1, 2], [1, 600]])

@@ -43,6 +43,7 @@ class RequestOptions:
         self._most_tokens = np.full(max_num_reqs, max_model_len, dtype=np.int64)
         self._by_path = np.zeros(max_num_reqs, dtype=bool)
         self._follows = np.zeros(max_num_reqs, dtype=bool)
+        self._sampled = np.zeros(max_num_reqs, dtype=bool)
         self._typical = np.zeros(max_num_reqs, dtype=bool)
         self._greedy_root = np.zeros(max_num_reqs, dtype=bool)
         self._epsilon = np.ones(max_num_reqs, dtype=np.float32)
@@ -58,6 +59,7 @@ class RequestOptions:
         typical = rule.mode == "typical" and params.temperature >= GREEDY_BELOW
         self._by_path[slot] = use_penalty(params) or bool(params.bad_words_token_ids)
         self._follows[slot] = follows_grammar(params)
+        self._sampled[slot] = params.temperature >= GREEDY_BELOW
         self._typical[slot] = typical
         self._greedy_root[slot] = typical and rule.greedy_root
         self._epsilon[slot], self._delta[slot] = rule.epsilon, rule.delta
@@ -69,6 +71,11 @@ class RequestOptions:
     def follows_grammar(self, slot: int) -> bool:
         """Whether the scheduler chooses the request's drafts, see `requests.follows_grammar`."""
         return bool(self._follows[slot])
+
+    def may_copy(self, slots: np.ndarray) -> Tensor:
+        """Of B requests, bool [2, B]: those that follow no grammar; those that sample."""
+        found: Tensor = self._copy(np.stack([~self._follows[slots], self._sampled[slots]]))
+        return found
 
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
         """How deep a node can be and still give a token that the request keeps, int64 [B].

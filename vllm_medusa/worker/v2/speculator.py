@@ -16,13 +16,15 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from vllm_medusa.proposer.candidates import IMPOSSIBLE, Proposal
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.drafting import MedusaDrafter
 from vllm_medusa.worker.grammar_scheduler import TreeDrafts
-from vllm_medusa.worker.options import is_eagle, is_medusa
+from vllm_medusa.worker.options import EngineOptions, is_eagle, is_medusa
 from vllm_medusa.worker.overrides import override
 from vllm_medusa.worker.scheduler import worth_of
+from vllm_medusa.worker.v2.copies import Copies
 from vllm_medusa.worker.v2.state import tree_model_state
 from vllm_medusa.worker.v2.trees import Trees
 
@@ -56,6 +58,9 @@ class TreeSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         self.drafter = self.make_drafter()
         self.trees = Trees(vllm_config, self.drafter.tree, device)
+        options = EngineOptions.of(vllm_config)
+        self._has_drafter = options.heads is not None
+        self.copies = Copies(vllm_config, device) if options.lookup else None
         self._drafted_for: list[str] = []
         self._parents: np.ndarray | None = None  # int64 [B, N] of the last drafts, on the host
 
@@ -87,6 +92,8 @@ class TreeSpeculator(DraftModelSpeculator):
 
     def warm_up(self) -> None:
         """Compile what drafting needs."""
+        if not self._has_drafter:
+            return
         hidden_size, device = self.vllm_config.model_config.get_hidden_size(), self.device
         slot = torch.zeros(1, dtype=torch.int64, device=device)
         for batch in (1, 16):  # strides of logits that are multiples of 16, or are not
@@ -172,7 +179,12 @@ class TreeSpeculator(DraftModelSpeculator):
         depth = depth.masked_fill(num_sampled == 0, 0)  # a prefill that isn't finished
         depth = self.useful_depth(depth, num_tokens, dummy_run)
         limit = num_speculative_tokens
-        proposal = self.drafter.grow(states, root, trees.num_nodes, depth, limit)
+        own = limit if trees.limit is None else trees.limit
+        proposal = self._grown(states, root, depth, own)
+        if self.copies is not None and trees.states is not None and not dummy_run:
+            proposal = self.copies.join(
+                proposal, input_batch, trees, num_tokens, num_sampled, depth, own
+            )
         if not dummy_run:
             trees.topologies.keep(input_batch.idx_mapping, proposal.parents)
         # vLLM copies the drafts to the host if a grammar is there to look at them
@@ -184,13 +196,26 @@ class TreeSpeculator(DraftModelSpeculator):
         tokens = proposal.token_ids[:, 1:]
         return torch.nn.functional.pad(tokens, (0, self.num_speculative_steps - tokens.shape[1]))
 
+    def _grown(self, states: Any, root: Tensor, depth: Tensor, limit: int | None) -> Proposal:
+        """What the drafter drafts; nothing, if there is none or it is to rest."""
+        if self._has_drafter and limit != 0:
+            found: Proposal = self.drafter.grow(states, root, self.trees.num_nodes, depth, limit)
+            return found
+        tokens = root.new_zeros((len(root), self.trees.num_nodes))
+        parents, survival = tokens.clone(), torch.full_like(tokens, IMPOSSIBLE, dtype=torch.float32)
+        parents[:, 0], survival[:, 0] = -1, 0.0
+        return Proposal(tokens, parents, survival)
+
     def worth(self, drafts: DraftTokenIds) -> TreeDrafts:
         """The last drafts with what they are worth, if trees are dynamic; waits for the device."""
         if self.trees.topologies is None:
             return TreeDrafts(drafts.req_ids, drafts.draft_token_ids)
         last = self.trees.log_survival
         survival = [[] for _ in drafts.req_ids] if last is None else worth_of(last.cpu().numpy())
-        return TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival)
+        found = TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival)
+        if self.copies is not None and last is not None:
+            self.copies.tell(found)
+        return found
 
     def parents(self, place: int, num_drafts: int) -> list[int]:
         """The parent of each draft of a request, by its place in the last batch drafted for."""

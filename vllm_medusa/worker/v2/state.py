@@ -97,6 +97,7 @@ class TreeModelState(DefaultModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Put the nodes where their depth says; their slots are fixed by now."""
         inputs = super().prepare_inputs(input_batch, req_states)
+        self.trees.states = req_states
         if self._adapted:
             name_rows(self._adapted, input_batch.logits_indices)
         assert "positions" not in inputs, "models with positions of their own are refused"

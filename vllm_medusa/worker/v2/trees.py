@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
@@ -31,7 +32,10 @@ class Trees:
         self.topologies: Topologies | None = None  # None: one static tree
         if static is None:
             self.topologies = Topologies(
-                options.tree.max_depth, self.num_nodes, scheduler.max_num_seqs, device
+                max(options.tree.max_depth, options.depth),
+                self.num_nodes,
+                scheduler.max_num_seqs,
+                device,
             )
         else:
             self._static = static
@@ -51,6 +55,8 @@ class Trees:
         self.step: TreeStep | None = None  # None: no request has drafts
         self.verdict: Verdict | None = None
         self.log_survival: Tensor | None = None  # float32 [B, K] of the last drafts, if dynamic
+        self.states: RequestState | None = None  # vLLM's, of the step
+        self.limit: int | None = None  # of the drafter's drafts; None: as of all
 
     def of(self, slots: Tensor) -> TreesOf:
         """The topologies of the requests in ``slots``, int64 [B]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, cast
 
 import numpy as np
@@ -41,6 +42,8 @@ class WithTrees(WorkerBase):
             warm_up(self.model_runner)
         times = super().compile_or_warm_up_model()
         measure_step_costs(self)
+        if (copies := cast(Any, self.model_runner).speculator.copies) is not None:
+            copies.lookup.forget()  # made-up requests say nothing of a user's
         return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -53,12 +56,16 @@ class WithTrees(WorkerBase):
 
         vLLM's output is on its way to the host here too, and holds what is attached to it.
         """
-        survival = None
+        survival = copies = None
         if self.vllm_config.scheduler_config.async_scheduling:
-            survival = cast(Any, self.model_runner).speculator.survival()
+            speculator = cast(Any, self.model_runner).speculator
+            survival = speculator.survival()
+            if survival is not None and speculator.copies is not None:
+                copies = speculator.copies.latest()
         output = super().sample_tokens(*args, **kwargs)
         if survival is not None and isinstance(output, AsyncOutput):
-            output.model_runner_output.tree_survival = survival  # type: ignore[attr-defined]
+            told: Any = output.model_runner_output
+            told.tree_survival, told.tree_copies = survival, copies
         return output
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -67,6 +74,11 @@ class WithTrees(WorkerBase):
         Their tokens take the places of what was drafted on the device, which has all others'.
         """
         runner: Any = self.model_runner
+        ahead = self.vllm_config.scheduler_config.async_scheduling
+        if runner.speculator.copies is not None and not ahead:  # copies come with any limit
+            runner.speculator.trees.limit = scheduler_output.num_spec_tokens_to_schedule
+            scheduler_output = copy.copy(scheduler_output)
+            scheduler_output.num_spec_tokens_to_schedule = runner.num_speculative_steps
         told = tree_parents(scheduler_output)
         runner.speculator.trees.told = told
         if told:
