@@ -77,6 +77,11 @@ def set_up_command_line() -> None:
     cli_env_setup()
 
 
+def engine_died() -> bool:
+    """Whether a server's engine in this process died before it was stopped."""
+    return bool(getattr(sys.modules.get("vllm_medusa.worker.stopping"), "died", False))
+
+
 def _release(version: str) -> tuple[int, ...]:
     parts = version.split("+")[0].split(".")[:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import openai
 import psutil
 import pytest
 from support.demo import HEADS, TARGET, demo_texts, tokenizer
+from support.engine_process import of_session
 from support.engines import engine
 from vllm import SamplingParams
 
@@ -41,6 +42,7 @@ CHATS = [
 TOKENS = 48
 NODES = 7
 START_UP_S = 240
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,17 @@ class Server:
         return list(map(float, found))
 
 
-@pytest.fixture(scope="module")
-def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("server")
-    (folder / "chat.jinja").write_text(TEMPLATE)
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable, "-m", "vllm_medusa.cli", "serve", TARGET, "--speculative-model", HEADS,
+        return int(free.getsockname()[1])
+
+
+def arguments(port: int, folder: Path) -> list[str]:
+    """What follows `vllm-medusa serve`."""
+    (folder / "chat.jinja").write_text(TEMPLATE)
+    return [
+        TARGET, "--speculative-model", HEADS,
         "--speculative-config", json.dumps({"budget": NODES}),
         "--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
@@ -110,23 +112,32 @@ def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
         "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("server")
+    port = free_port()
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= ENVIRONMENT
+    command = [sys.executable, "-m", "vllm_medusa.cli", "serve", *arguments(port, folder)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, start_new_session=True
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until_up(process, url, folder / "log")
+        wait_until_up(lambda: process.poll() is None, url, folder / "log")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0)
         yield Server(url, client, psutil.Process(process.pid))
     finally:
         stop_group(process)
 
 
-def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_until_up(runs: Callable[[], bool], url: str, log: Path) -> None:
     end = time.monotonic() + START_UP_S
     while time.monotonic() < end:
-        assert process.poll() is None, f"the server ended:\n{log.read_text()[-4000:]}"
+        assert runs(), f"the server ended:\n{log.read_text()[-4000:]}"
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
@@ -342,6 +353,59 @@ def test_what_is_refused_is_said_without_a_traceback(
     said = capfd.readouterr().err
     assert "vllm-medusa serve: error: " in said and words in said
     assert "Traceback" not in said
+
+
+@contextmanager
+def forked(arguments: list[str], log: Path) -> Iterator[int]:
+    """`vllm-medusa serve` in a fork of this process, which has imported vLLM; its process id."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setsid()
+            with log.open("wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os.environ |= ENVIRONMENT
+            os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+            status = serve.run(arguments)
+        finally:
+            os._exit(status)
+    try:
+        yield child
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
+    """Amid streams: who waits hears of it, the server ends with a status, no process is left."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with forked(arguments(port, tmp_path), tmp_path / "log") as pid:
+        process = psutil.Process(pid)
+        wait_until_up(lambda: process.status() != psutil.STATUS_ZOMBIE, url, tmp_path / "log")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+        server = Server(url, client, process)
+        streams = [iter(stream_of_many(server, prompt)) for prompt in prompts()]
+        for stream in streams:
+            next(stream)
+        max(process.children(), key=lambda child: child.memory_info().rss).kill()
+        for stream in streams:
+            with pytest.raises(openai.APIError, match="EngineCore encountered an issue"):
+                for _ in stream:
+                    pass
+        with pytest.raises(openai.APIError, match=r"EngineCore|Connection"):  # and it ends at once
+            client.completions.create(model="demo", prompt="def")
+        end = time.monotonic() + 30
+        ended = (0, 0)
+        while ended[0] == 0 and time.monotonic() < end:
+            ended = os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.1)
+        assert ended[0] == pid and os.waitstatus_to_exitcode(ended[1]) == 1
+        assert psutil.wait_procs(of_session(pid), timeout=20)[1] == []
 
 
 def test_sigterm_amid_streams_ends_all(server: Server) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from vllm_medusa.plugin import set_up_command_line
+from vllm_medusa.plugin import engine_died, set_up_command_line
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until interrupted.
+    """Serve until interrupted; 1 if the engine died.
 
     ``arguments``, what follows `serve` on the command line, are passed to vLLM untouched.
     """
@@ -42,4 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     except (MedusaConfigError, HeadsError, TreeError) as error:  # ours, not vLLM's
         print(f"vllm-medusa serve: error: {error}", file=sys.stderr)
         return 2
+    if engine_died():
+        print("vllm-medusa serve: error: the engine died; its log says why", file=sys.stderr)
+        return 1
     return 0

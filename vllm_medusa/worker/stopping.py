@@ -1,7 +1,8 @@
-"""Who waits for an answer hears that the server stops.
+"""Who waits for an answer hears that the server stops; who started it, that its engine died.
 
 On SIGTERM vLLM stops its engine and then waits for open connections; their streams wait for tokens
-of the engine that is gone, until the clients give up.
+of the engine that is gone, until the clients give up. When the engine dies the server ends too, but
+with status 0: `died` is for `vllm-medusa serve`, which says otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_medusa.worker.options import is_medusa
 from vllm_medusa.worker.overrides import override
+
+died = False  # an engine of this process, before anyone stopped it
 
 
 class ServerStopped(EngineDeadError):
@@ -31,6 +34,10 @@ def install_stopping() -> None:
 
 def _shutdown(original: Callable[..., None]) -> Callable[..., None]:
     def shutdown(self: Any, *args: Any, **kwargs: Any) -> None:
+        global died
+        if not getattr(self, "stopped_once", False):
+            self.stopped_once = True
+            died |= hasattr(self, "engine_core") and self.errored
         handler = getattr(self, "output_handler", None)
         original(self, *args, **kwargs)
         if handler is not None and is_medusa(self.vllm_config.speculative_config):
