@@ -11,9 +11,10 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from support.interpreter import speed_up, trust_integers
 
@@ -38,19 +39,36 @@ def pytest_sessionstart() -> None:
 def prepare() -> None:
     """Before an engine starts, in every process that has one.
 
-    vLLM truncates to top-k and top-p in torch: the interpreter fails on its kernel for it (a loop
-    variable that it expects to be a tensor is a Python int there). The drafts and the walk come
-    from torch too, for a kernel of ours takes three quarters of a step here: that both forms give
-    the same bits is what `tests/unit/*/test_kernel.py` are about, and `rules_in_triton` is there
-    for whole engines.
+    vLLM truncates to top-k and top-p in torch, and grammars' masks are applied in torch: the
+    interpreter fails on its kernels (a loop variable that it expects to be a tensor is a Python int
+    there). The drafts and the walk come from torch too, for a kernel of ours takes three quarters
+    of a step here: that both forms give the same bits is what `tests/unit/*/test_kernel.py` are
+    about, and `rules_in_triton` is there for whole engines.
     """
     from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
     speed_up()
     trust_integers()
     topk_topp_sampler.HAS_TRITON = False
+    StructuredOutputsWorker.apply_grammar_bitmask = _apply_grammar_bitmask
     _rules_in_triton(False)
     importlib.import_module("vllm_medusa.worker.practice").SECONDS = 1.0  # steps are a second
+
+
+def _apply_grammar_bitmask(
+    self: Any, logits: Any, batch: Any, req_ids: Sequence[str], bitmask: Any
+) -> None:
+    """What vLLM's kernel does, which the interpreter fails on: a mask's row for each logits row."""
+    import numpy as np
+    import torch
+
+    masks = iter(bitmask)
+    for req_id in req_ids:
+        request = batch.req_ids.index(req_id)
+        for row in range(*batch.cu_num_logits_np[request : request + 2]):
+            bits = np.unpackbits(next(masks).view(np.uint8), bitorder="little")
+            logits[row, torch.from_numpy(bits[: logits.shape[1]] == 0)] = -torch.inf
 
 
 def _rules_in_triton(wanted: bool) -> None:

@@ -11,9 +11,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from support.budgets import budget_of
+from support.demo import TARGET
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.metrics import counts, drafted_and_accepted
 from support.models import COMMON, VOCAB
@@ -36,7 +37,6 @@ if ON_V2:
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
     from vllm_medusa.worker.cuda_graphs import tree_sizes
     from vllm_medusa.worker.drafting import MedusaDrafter
@@ -296,18 +296,6 @@ def test_start_up_claims_the_logits_of_all_nodes(llm: LLM, monkeypatch: pytest.M
     assert max(rows) == 8 * (1 + len(TREE))
 
 
-def apply_grammar_bitmask(
-    self: Any, logits: torch.Tensor, batch: Any, req_ids: list[str], bitmask: np.ndarray
-) -> None:
-    """What vLLM's kernel does, which the interpreter fails on: a masks' row for each logits row."""
-    masks = iter(bitmask)
-    for req_id in req_ids:
-        request = batch.req_ids.index(req_id)
-        for row in range(*batch.cu_num_logits_np[request : request + 2]):
-            bits = np.unpackbits(next(masks).view(np.uint8), bitorder="little")
-            logits[row, torch.from_numpy(bits[: logits.shape[1]] == 0)] = -torch.inf
-
-
 DYNAMIC = {"method": "medusa", "model": str(DEMO / "heads"), "budget": 5}
 
 
@@ -320,14 +308,11 @@ DYNAMIC = {"method": "medusa", "model": str(DEMO / "heads"), "budget": 5}
     ],
     ids=["sync", "async", "async_dynamic"],
 )
-def test_structured_output_beside_trees(
-    ahead: bool, trees: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_structured_output_beside_trees(ahead: bool, trees: dict[str, Any]) -> None:
     """A grammar's requests keep to it and are plain vLLM's, and their drafts count too.
 
     The async scheduler then waits for each step's tokens.
     """
-    monkeypatch.setattr(StructuredOutputsWorker, "apply_grammar_bitmask", apply_grammar_bitmask)
     target = str(DEMO / "target")
     kinds = [StructuredOutputsParams(choice=["yes, of course", "no, never"]), None,
              StructuredOutputsParams(regex=r"[0-9]{4}-[0-9]{2}"), None]  # fmt: skip
@@ -354,3 +339,27 @@ def test_structured_output_beside_trees(
     assert counted["spec_decode_num_draft_tokens"] == sum(map(sum, drafted))
     for following in (False, True):
         assert sum(row.accepted for row in rows if (row.prompt in bound) == following) > 0
+
+
+def test_a_grammar_joins_while_no_head_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its drafts, none, are not looked for in the last proposal, of a smaller batch."""
+    from vllm_medusa.worker import practice
+
+    monkeypatch.setattr(practice, "SECONDS", 0.0)
+    allowed = ["yes, of course", "no, never"]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=5, structured_outputs=StructuredOutputsParams(choice=allowed)
+    )
+    with engine(TARGET, DYNAMIC | {"budget": "auto"}, skip_tokenizer_init=False) as llm:
+        core, texts = llm.llm_engine, {}
+        monkeypatch.setattr(budget_of(llm), "draft_next", lambda requests, *_: 5 * (requests == 1))
+        core.add_request("first", "Is it so?", params)
+        while not core.step():  # until it has a token
+            pass
+        for name in ("second", "third"):
+            core.add_request(name, "Is it so?", params)
+        while core.has_unfinished_requests():
+            texts |= {output.request_id: output.outputs[0].text for output in core.step()}
+    assert len(texts) == 3
+    for text in texts.values():
+        assert text and any(each.startswith(text) for each in allowed)

@@ -159,7 +159,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self._claim_memory(last_hidden_states)
         trees, batch, slots = self.trees, input_batch.num_reqs, input_batch.idx_mapping
         verdict = trees.end()
-        trees.log_survival = None
+        trees.log_survival = self._parents = None
         root = last_sampled[slots].view(batch).to(torch.int64)
         prompt = next_prefill_tokens.view(-1, self.max_num_reqs)[0][slots]
         states = self.drafts_from(
@@ -188,7 +188,6 @@ class TreeSpeculator(DraftModelSpeculator):
         if not dummy_run:
             trees.topologies.keep(input_batch.idx_mapping, proposal.parents)
         # vLLM copies the drafts to the host if a grammar is there to look at them
-        self._parents = None
         if input_batch.has_structured_output_reqs:
             self._parents = async_copy_to_np(proposal.parents)
         trees.log_survival = proposal.log_survival[:, 1:][:, :limit]
