@@ -39,6 +39,9 @@ PATCHED = {  # see vllm_medusa/worker/overrides.py
     ("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader.get_all_weights"): (
         "self", "model_config", "model",
     ),
+    ("vllm.v1.sample.thinking_budget_state", "ThinkingBudgetStateHolder.sync_batch"): (
+        "self", "batch_update",
+    ),
     ("vllm.v1.worker.gpu.spec_decode", "init_speculator"): (
         "vllm_config", "device", "req_states",
     ),

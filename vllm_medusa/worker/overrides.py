@@ -78,6 +78,13 @@ LEDGER: tuple[Override, ...] = (
         "plain vLLM ends streams on SIGTERM.",
     ),
     Override(
+        "ThinkingBudgetStateHolder.sync_batch (V1 runner, in workers)",
+        "A request without a thinking budget that moves to the place of a finished one gets what "
+        "is left of its budget, and the end of a thought that it never began.",
+        "v1/sample/thinking_budget_state.py: a move without a state leaves the old one there",
+        "vLLM clears the place, as its logits processors do.",
+    ),
+    Override(
         "DefaultModelLoader.get_all_weights (during load_model only)",
         "A full Medusa-2 checkpoint holds the heads beside the target, and vLLM's models refuse "
         "tensors they do not know.",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+from vllm_medusa.worker.overrides import override
 
 
 def has_budgets(metadata: SamplingMetadata) -> bool:
@@ -29,3 +34,21 @@ def one_row_each(metadata: SamplingMetadata, going: list[bool] | None = None) ->
         index: state for index, state in holder._state.items() if going is None or going[index]
     }
     return replace(metadata, thinking_budget_state_holder=holder, spec_token_ids=None)
+
+
+def install_moves() -> None:
+    """Where a request without a budget takes another's place in the batch, that one's is gone.
+
+    vLLM 0.32 leaves it there, and forces the ends of thoughts that are not the request's.
+    """
+    override(ThinkingBudgetStateHolder, "sync_batch", _sync_batch)
+
+
+def _sync_batch(original: Callable[..., None]) -> Callable[..., None]:
+    def sync_batch(self: Any, batch_update: BatchUpdate | None) -> None:
+        for _, place, direction in batch_update.moved if batch_update else ():
+            if direction == MoveDirectionality.UNIDIRECTIONAL:
+                self._state.pop(place, None)
+        original(self, batch_update)
+
+    return sync_batch

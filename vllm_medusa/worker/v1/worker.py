@@ -20,7 +20,9 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
         """Build the runner; CPUWorker names its class itself, so the name is swapped meanwhile."""
         from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
         from vllm_medusa.worker.v1.runner import MedusaModelRunner
+        from vllm_medusa.worker.v1.thinking import install_moves
 
+        install_moves()
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
         compat.forget_attention_backends()
         stock = cpu_worker.CPUModelRunner
