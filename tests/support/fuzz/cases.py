@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 from vllm.sampling_params import (
     RepetitionDetectionParams,
     RequestOutputKind,
@@ -22,6 +23,7 @@ MAX_MODEL_LEN = 256
 PER_ENGINE = 1000  # seeds of requests that belong to a seed of an engine
 STOPS = list(range(1, VOCAB, 61))  # end tokens of the model
 ADAPTERS = 2
+THOUGHTS = ("(", "return x is done")  # what begins and ends them
 _SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "yes", "no"]}, "b": {"type": "integer"}},
@@ -49,6 +51,7 @@ class EngineCase:
     fickle: bool  # another random budget every step
     greedy: bool  # dynamic trees take blocks from requests
     ahead: bool = False  # asynchronous scheduling
+    drafter: str = "medusa"  # or hydra, eagle
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def engine_case(seed: int) -> EngineCase:
         speculation.pop("num_speculative_tokens", None)  # vLLM sets a bound of its own
     elif rng.random() < 0.3 and not ON_V2:
         shared = {"enable_prompt_embeds": True}
-    return EngineCase(
+    case = EngineCase(
         seed,
         speculation,
         options,
@@ -110,6 +113,34 @@ def engine_case(seed: int) -> EngineCase:
         fickle=kind in ("rows", "auto"),
         greedy=rng.random() < 0.5,
         ahead=ON_V2 and rng.random() < 0.5,
+    )
+    return _varied(case, random.Random(f"more {seed}"))
+
+
+def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
+    """The same, perhaps with another drafter, with lookup or with thinking budgets."""
+    speculation, options, shared = dict(case.speculation), dict(case.options), dict(case.shared)
+    drafter, fickle = rng.choice(("medusa", "medusa", "hydra", "eagle", "eagle")), case.fickle
+    if drafter == "eagle" and shared:  # refused beside adapters and embeddings
+        drafter = "hydra"
+    if drafter == "eagle":
+        tree = rng.choice(("chain", "dynamic", {"width": 2, "depth": 2}, {"width": 3, "depth": 4}))
+        budget = rng.choice((4, 12, "auto", {"max_rows": 32}))
+        speculation, fickle = {"tree": tree, "budget": budget}, not isinstance(budget, int)
+    elif "tree" not in speculation and not ON_V2 and rng.random() < 0.3:
+        speculation["lookup"] = True
+    if not ON_V2 and rng.random() < 0.25:  # plain vLLM forgets how far a preempted thought was
+        shared["reasoning_config"] = ReasoningConfig(
+            reasoning_start_str=THOUGHTS[0], reasoning_end_str=THOUGHTS[1]
+        )
+        options.pop("num_gpu_blocks_override", None)
+    return replace(
+        case,
+        speculation=speculation,
+        options=options,
+        shared=shared,
+        fickle=fickle,
+        drafter=drafter,
     )
 
 
@@ -169,7 +200,7 @@ def request_case(seed: int) -> RequestCase:
         params["detokenize"] = False
     if maybe(0.1):
         params["skip_special_tokens"] = False
-    if maybe(0.12) and not ON_V2:  # whose masks Triton's interpreter can not apply
+    if maybe(sized(0.12, 0.3)):
         params["structured_outputs"] = StructuredOutputsParams(**rng.choice(_GRAMMARS))
     elif maybe(0.15):
         allowed = rng.sample(range(3, VOCAB), rng.choice((2, 40, 400)))
@@ -201,7 +232,27 @@ def requests_of(case: EngineCase, seeds: Sequence[int]) -> list[RequestCase]:
     if "enable_lora" in case.shared:  # einsum of the LM head with adapters, over prompt rows
         for request in requests:
             request.params.pop("prompt_logprobs", None)
+    if "reasoning_config" in case.shared:
+        requests = [_thinking(r, random.Random(f"thought {r.seed}")) for r in requests]
     return requests
+
+
+def _thinking(request: RequestCase, rng: random.Random) -> RequestCase:
+    """Thoughts begin and end in prompts, and in answers of few tokens; some have a budget."""
+    prompt, params = list(request.prompt), dict(request.params)
+    begin, end = (tokenizer().encode(text, add_special_tokens=False) for text in THOUGHTS)
+    for part, chance in ((begin, 0.6), (end, 0.2), (begin, 0.2)):
+        if rng.random() < chance and len(prompt) >= len(part):
+            at = rng.randint(0, len(prompt) - len(part))
+            prompt[at : at + len(part)] = part
+    follows = "structured_outputs" in params  # plain vLLM would force ends that grammars forbid
+    if rng.random() < 0.6 and not follows:
+        params["thinking_token_budget"] = rng.choice((0, 1, 2, 5, 12, 40))
+        params.pop("extra_args", None)  # typical acceptance has none
+    if rng.random() < 0.4 and not (follows or "allowed_token_ids" in params):
+        few = {*begin, *end, *rng.sample(range(3, VOCAB), 6)}
+        params["allowed_token_ids"] = sorted(few)
+    return replace(request, prompt=prompt, params=params)
 
 
 def _random_tree(rng: random.Random, nodes: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from vllm import LLM
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -18,13 +19,17 @@ from vllm.sampling_params import RequestOutputKind
 
 from support.budgets import fickle
 from support.demo import TARGET, VOCAB
+from support.eagle import Eagle1
 from support.engines import engine, metric
 from support.fuzz.cases import ADAPTERS, MAX_MODEL_LEN, STOPS, EngineCase, RequestCase
+from support.hydra import random_hydra
 from support.lora import RANK, save_adapter
 from support.models import HIDDEN, save_model, save_random_heads
 from support.planted import planted_by_seed
 from support.runner import async_scheduling
+from vllm_medusa.heads import save_heads
 from vllm_medusa.worker import practice
+from vllm_medusa.worker.v1.thinking import install_moves
 
 _MOST_STEPS = 20_000
 
@@ -52,10 +57,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Models:
-    """A chaotic target with the demo's tokenizer, heads, adapters."""
+    """A chaotic target with the demo's tokenizer, what drafts for it, adapters."""
 
     target: str
-    heads: str
+    drafters: dict[str, str]  # by `EngineCase.drafter`
     adapters: list[LoRARequest | None]
 
     @classmethod
@@ -64,13 +69,18 @@ class Models:
         target = save_model(folder / "target", "Llama", vocab_size=VOCAB, eos_token_id=STOPS)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(Path(TARGET) / name, target)
-        heads = save_random_heads(folder / "heads", vocab=VOCAB)
+        drafters = {"medusa": save_random_heads(folder / "heads", vocab=VOCAB)}
+        drafters["hydra"] = str(folder / "hydra")
+        save_heads(folder / "hydra", random_hydra(vocab=VOCAB))
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        drafters["eagle"] = Eagle1(model).save(folder / "eagle")
         paths = [
             save_adapter(folder / f"adapter{i}", i, lm_head=i == 1, vocab=VOCAB)
             for i in range(1, ADAPTERS + 1)
         ]
         adapters = [LoRARequest(f"adapter{i}", i, path) for i, path in enumerate(paths, 1)]
-        return cls(target, heads, [None, *adapters])
+        return cls(target, drafters, [None, *adapters])
 
 
 @dataclass
@@ -87,6 +97,7 @@ class Run:
 @contextmanager
 def plain_engine(models: Models, case: EngineCase) -> Iterator[LLM]:
     """Room for everything at once: no chunks, no preemption, no cached prefixes."""
+    install_moves()  # which vLLM 0.32 gets wrong
     with engine(models.target, skip_tokenizer_init=False, max_model_len=MAX_MODEL_LEN,
                 max_num_seqs=64, **case.shared) as llm:  # fmt: skip
         yield llm
@@ -96,7 +107,8 @@ def run_with_trees(
     models: Models, case: EngineCase, requests: Sequence[RequestCase], plain: dict[int, Answer]
 ) -> Run:
     """The requests through the engine of a case; drafts are what plain vLLM said."""
-    config = {"method": "medusa", "model": models.heads, **case.speculation}
+    method = "eagle" if case.drafter == "eagle" else "medusa"
+    config = {"method": method, "model": models.drafters[case.drafter], **case.speculation}
     known = {
         100 * request.seed + index: said.tokens
         for request in requests
