@@ -122,6 +122,11 @@ def test_the_same_command_again_has_nothing_to_do(data, trained, capsys):
     assert (trained / "model.safetensors").stat().st_mtime_ns == before
 
 
+def test_another_quantisation_makes_another_run(data, trained, capsys):
+    assert run(*arguments(data, trained, "--quantization", "8bit")) == 2
+    assert "quantization was None and is now '8bit'" in said(capsys)
+
+
 def test_a_span_that_no_head_learns_from_makes_another_run(data, trained, tmp_path, capsys):
     """Draft vocabularies and Medusa-2's own loss read it."""
     other = tmp_path / "records.jsonl"

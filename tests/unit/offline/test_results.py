@@ -105,6 +105,17 @@ def test_a_file_of_unknown_origin_is_left_alone(tmp_path):
     assert path.read_text() == '{"index": 0}\n'
 
 
+def test_a_manifest_is_replaced_not_written_over(tmp_path):
+    """A job that is killed meanwhile leaves the old one or the new one, never a part."""
+    path, kept = tmp_path / "out.jsonl", tmp_path / "kept"
+    with ResultLog(path, SETTINGS) as log:
+        log.append({"index": 0})
+    os.link(manifest_path(path), kept)
+    before = kept.read_bytes()
+    ResultLog(path, SETTINGS | {"model": "n"}, overwrite=True).close()
+    assert kept.read_bytes() == before != manifest_path(path).read_bytes()
+
+
 def test_damage_in_the_middle_is_refused(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultLog(path, SETTINGS) as log:

@@ -1,6 +1,7 @@
 """Cached states are the target's, whatever was killed, bounded or changed before."""
 
 import fcntl
+import os
 import threading
 from dataclasses import replace
 
@@ -117,6 +118,17 @@ def test_building_goes_on_with_what_lacks(states, texts):
     rebuilt = {shard for shard in shards if shard.stat().st_mtime_ns != times[shard]}
     assert rebuilt == {shards[1], shards[2]}
     assert reports[-1][0] == reports[-1][1] < texts.num_rows
+
+
+def test_shards_are_replaced_not_written_over(states, tmp_path):
+    """A run that is killed meanwhile leaves a shard that lacks, not one of the right size."""
+    states().build()
+    shard = min(tmp_path.rglob("*.bin"))
+    whole, torn = shard.read_bytes(), tmp_path / "torn"
+    shard.write_bytes(whole[:-4])
+    os.link(shard, torn)
+    states().build()
+    assert torn.read_bytes() == whole[:-4] and shard.read_bytes() == whole
 
 
 def test_two_processes_build_half_each(states, texts, tmp_path):
