@@ -68,3 +68,10 @@ def test_truncation_leaves_its_input_alone():
     before = row.clone()
     truncate_logits(row, 3, 0.5)
     assert torch.equal(row, before)
+
+
+def test_the_smallest_top_p_leaves_one_token():
+    """In float32 1 - p is then 1, which all probabilities together don't exceed."""
+    row = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    kept = truncate_logits(row, top_p=1e-9).isfinite()
+    assert kept.tolist() == [[False, True, False, False]]
