@@ -72,6 +72,11 @@ class Drafter:
                 f"{'outputs' if outputs else 'inputs'} of layers, as SGLang takes them"
             )
         config |= {key: nested[key] for key in _VARIANTS if key in nested and key not in config}
+        if config.get("draft_vocab_size") in (None, config.get("vocab_size")) and "d2t" in tensors:
+            if bool(tensors["d2t"].any()):
+                raise HeadsError(f"{files.label}: its d2t renames tokens of a whole vocabulary")
+            tensors = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
+            notes.append("its d2t, of a whole vocabulary, is left out: vLLM has no place for it")
         spec = files.config.get("speculators_config") or {}
         medusa = config.get("medusa") or {}
         depth = (target or {}).get("num_hidden_layers")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,14 @@ def inspect_eagle(
     """
     files = find_checkpoint(source, revision)
     config = flat_config(files.config)
-    names = {name.rsplit("model.", 1)[-1]: name for name in files.files}
+    names = bare_names(files)
     sizes = [config.get("hidden_size"), config.get("vocab_size")]
-    if "fc.weight" not in names or not all(isinstance(size, int) for size in sizes):
+    last_only = reads_last_only(config) and "layers.0.hidden_norm.weight" in names
+    if not ("fc.weight" in names or last_only) or not all(isinstance(n, int) for n in sizes):
         raise HeadsError(f"{source}: no EAGLE drafter, which has an fc.weight and a config")
     specs = files.specs(names.values())
     hidden = config.get("target_hidden_size") or config["hidden_size"]
-    shape = specs[names["fc.weight"]].shape
+    shape = specs[names["fc.weight"]].shape if "fc.weight" in names else (0, 0)
     is_first = shape == (config["hidden_size"], 2 * hidden) and "lm_head.weight" not in names
     layers = None if is_first else named_layers(config)
     found = EagleInspection(
@@ -74,10 +75,75 @@ def inspect_eagle(
         ),
         checks=[],
     )
+    found.checks.extend(
+        Check("trees", "does not fit", f"it {reason}")
+        for reason in not_for_trees(config, names, found.method)
+    )
     found.checks.extend(_vocabulary(found, files, names))
+    if not is_first and (doubt := doubtful_layers(config)):
+        found.checks.append(Check("numbers of layers", "unknown", doubt))
     if target is not None:
         found.checks.extend(_against(found, shape[1], target))
     return found
+
+
+def bare_names(files: CheckpointFiles) -> dict[str, str]:
+    """A drafter's tensors as vLLM calls them -> as they are stored."""
+    bare = ((name.rsplit("model.", 1)[-1], name) for name in files.files)
+    return {name.replace("midlayer.", "layers.0.", 1): stored for name, stored in bare}
+
+
+def not_for_trees(config: Mapping[str, Any], names: Collection[str], method: str) -> Iterator[str]:
+    """Why a drafter is not served with trees, whatever its target, and what to do.
+
+    Args:
+        config: Flat, see `flat_config`.
+        names: Of its tensors, see `bare_names`.
+        method: vLLM's.
+
+    """
+    if "mask_hidden" in names or "peagle" in str(config.get("architectures")).lower():
+        yield 'drafts all depths at once (P-EAGLE), which trees do not. Leave "tree" out'
+    window, types = config.get("sliding_window"), config.get("layer_types")
+    slides = "sliding_attention" in types if types else config.get("use_sliding_window", True)
+    if window and slides:
+        yield f'has a sliding window ({window}), which branches do not know. Leave "tree" out'
+    if reads_last_only(config) and method == "eagle3":
+        yield (
+            "reads the target's last hidden state only (use_aux_hidden_state), which has not been "
+            'tried with trees. Leave "tree" out'
+        )
+    if "fc.bias" in names:
+        yield 'has biases in "fc", for which vLLM\'s EAGLE has no place. Take another drafter'
+    whole = config.get("draft_vocab_size") in (None, config.get("vocab_size"))
+    if whole and "d2t" in names and method == "eagle3":
+        yield (
+            'drafts the whole vocabulary and has a "d2t" nevertheless, for which vLLM has no place '
+            "then. `vllm-medusa convert --to native` leaves it out"
+        )
+
+
+def reads_last_only(config: Mapping[str, Any]) -> bool:
+    """Whether a drafter of EAGLE-3's shape is given the last hidden state, as EAGLE-1 is."""
+    extra = config.get("eagle_config")
+    return isinstance(extra, Mapping) and extra.get("use_aux_hidden_state") is False
+
+
+def doubtful_layers(config: Mapping[str, Any]) -> str:
+    """What is not sure of the layers that a drafter's config names; "": nothing.
+
+    vLLM takes numbers in an ``eagle_config`` for layers whose inputs are read. SpecForge and SGLang
+    number outputs there where the first is 1.
+    """
+    extra, layers = config.get("eagle_config"), named_layers(config)
+    if config.get(LAYER_IDS) or not layers or not isinstance(extra, Mapping) or layers[0] != 1:
+        return ""
+    moved = [layer + 1 for layer in layers]
+    return (
+        f"its eagle_config names {layers}, which vLLM takes for inputs of layers; where SpecForge "
+        f"made it they are outputs, that is the inputs of {moved}. `vllm-medusa convert --to "
+        "native` writes it so"
+    )
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +207,7 @@ def _against(found: EagleInspection, inputs: int, target: str | Path) -> Iterato
         verdict = "unknown" if theirs is None else "fits" if mine == theirs else "does not fit"
         yield Check(name, verdict, f"{mine}; the target has {theirs}")  # type: ignore[arg-type]
     layers, count = found.layers, sizes["num_layers"]
-    if found.method == "eagle" or count is None:
+    if found.method == "eagle" or count is None or not inputs:
         return
     wanted = inputs // found.target_hidden_size
     text = f"reads {wanted} hidden states; its config names {layers or 'no layers'} of {count}"

@@ -13,7 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from vllm_medusa.config import EagleConfig, MedusaConfigError
-from vllm_medusa.heads.eagle import LAYER_IDS, default_layers, named_layers
+from vllm_medusa.heads.eagle import (
+    LAYER_IDS,
+    bare_names,
+    default_layers,
+    doubtful_layers,
+    flat_config,
+    named_layers,
+    not_for_trees,
+)
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
@@ -145,11 +153,6 @@ def check_checkpoint(
                 f"{model_config.model} has {needed}. Give the target that it was trained on, or a "
                 "drafter trained for this one."
             )
-    if getattr(draft, "sliding_window", None):
-        raise MedusaConfigError(
-            f"The drafter in {label} has a sliding window ({draft.sliding_window}), which branches "
-            'do not know. Leave "tree" out.'
-        )
     draft_vocab = getattr(draft, "draft_vocab_size", None) or draft.vocab_size
     width = beam_of(tree).width
     if width > draft_vocab:
@@ -157,7 +160,9 @@ def check_checkpoint(
             f"The tree's width is {width}, but the drafter in {label} knows {draft_vocab} "
             "tokens. Take a narrower tree."
         )
-    names = {name.rsplit("model.", 1)[-1]: name for name in files.files}
+    names = bare_names(files)
+    for reason in not_for_trees(flat_config(files.config), names, speculative.method):
+        raise MedusaConfigError(f"The drafter in {label} {reason}.")
     if draft_vocab != draft.vocab_size and "d2t" not in names:
         raise MedusaConfigError(
             f"The drafter in {label} knows {draft_vocab} of {draft.vocab_size} tokens, but no "
@@ -183,10 +188,6 @@ def check_checkpoint(
                 )
         elif name == "fc.weight":
             raise MedusaConfigError(f'{label} has no "{name}"; it is no EAGLE drafter.')
-    if speculative.method == "eagle" and "fc.bias" in names:
-        raise MedusaConfigError(
-            f'{label} has biases in "fc", for which vLLM\'s EAGLE-1 has no place.'
-        )
 
 
 def scratch_of(beam: Beam) -> int:
@@ -210,11 +211,6 @@ def check_auxiliary_layers(draft: Any, num_layers: int, label: str) -> tuple[int
 
     """
     extra = getattr(draft, "eagle_config", None) or {}
-    if not extra.get("use_aux_hidden_state", True):
-        raise MedusaConfigError(
-            f"The EAGLE-3 drafter in {label} reads the last hidden state only "
-            '(use_aux_hidden_state), which has not been tried with trees. Leave "tree" out.'
-        )
     named = named_layers(vars(draft))
     layers = tuple(named or default_layers(num_layers))
     wanted = getattr(draft, "num_aux_hidden_states", None) or len(extra.get(LAYER_IDS) or "123")
@@ -255,6 +251,8 @@ def check_captured_layers(model: Any, speculative: Any) -> None:
         ", ".join(map(str, shown)),
         "as the drafter's config says" if named else "vLLM's default; its config names none",
     )
+    if doubt := doubtful_layers(vars(draft)):
+        compat.logger.warning("The drafter: %s.", doubt)
 
 
 def check_vocabulary(target_ids: Tensor, vocab_size: int) -> None:

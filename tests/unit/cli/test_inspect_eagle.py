@@ -56,6 +56,18 @@ def test_eagle_1(tmp_path: Path, capsys: Any) -> None:
     assert code == 0 and '"method": "eagle")' in out and "layers" not in out
 
 
+def test_one_that_reads_the_last_state_only(tmp_path: Path, capsys: Any) -> None:
+    """NVIDIA has such; vLLM serves their chains."""
+    last = {"eagle_config": {"use_aux_hidden_state": False}}
+    drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), (1, 2, 3))
+    folder = drafter.save(tmp_path / "e", **last)
+    file = tmp_path / "e" / "model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if n != "fc.weight"}, file)
+    code, out = inspect(capsys, folder, "--target", target(tmp_path / "t"))
+    assert code == 1 and "NO trees: it reads the target's last hidden state only" in out
+    assert medusa_config(folder)["method"] == "eagle3"
+
+
 def test_commands_take_its_folder_for_what_it_is(tmp_path: Path) -> None:
     """`generate`, `compare` and the like, by `--speculative-model`."""
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")

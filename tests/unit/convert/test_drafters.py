@@ -75,6 +75,8 @@ def test_layers_are_numbered_as_each_reader_takes_them(source: str, tmp_path: Pa
         config.pop(own, None)
         config["eagle_config"][own] = ids
         (tmp_path / "known" / "config.json").write_text(json.dumps(config))
+        doubts = [check.name for check in inspect_eagle(tmp_path / "known").checks]
+        assert ("numbers of layers" in doubts) == (ids[0] == 1)
         convert(tmp_path / "known", "native", tmp_path / "n", overwrite=(tmp_path / "n").exists())
         assert named_layers(config_of(tmp_path / "n")) == layers
 
@@ -89,3 +91,17 @@ def test_what_a_layout_has_no_place_for_is_refused(source: str, tmp_path: Path) 
     convert(source, "speculators", tmp_path / "kept")
     assert config_of(tmp_path / "kept")["norm_before_residual"] is True
     assert not (tmp_path / "new").exists()
+
+
+def test_a_map_of_a_whole_vocabulary(tmp_path: Path) -> None:
+    """SpecForge stores one always; vLLM has no place for it."""
+    source = Eagle3(torch.zeros(512, 64), torch.arange(512), LAYERS).save(tmp_path / "source")
+    found = inspect_eagle(source)
+    assert not found.fits and "convert --to native" in found.checks[0].text
+    notes = convert(source, "native", tmp_path / "new").notes
+    assert inspect_eagle(tmp_path / "new").fits and any("d2t" in note for note in notes)
+    assert load_file(tmp_path / "new" / "model.safetensors").keys().isdisjoint({"d2t", "t2d"})
+    file = tmp_path / "source" / "model.safetensors"
+    save_file(load_file(file) | {"d2t": torch.ones(512, dtype=torch.int64)}, file)
+    with pytest.raises(HeadsError, match="d2t renames"):
+        convert(source, "native", tmp_path / "other")

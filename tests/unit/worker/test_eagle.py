@@ -129,6 +129,7 @@ def test_what_is_refused(config: Config, asked: Any, words: str) -> None:
         ({IDS: [0, 1, 2, 3]}, "have to be 3"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "last hidden state only"),
         ({"sliding_window": 64}, "sliding window"),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention"]}, "sliding window"),
         ({"draft_vocab_size": 300}, r"d2t in .* has the shape \[200\]"),
         ({"draft_vocab_size": 8}, "width is 10, but"),
     ],
@@ -150,6 +151,8 @@ def test_drafters_of_others(
         ("d2t", None, 'no "d2t" tells which'),
         ("fc.weight", None, "no EAGLE drafter"),
         ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "made for another target"),
+        ("fc.bias", torch.zeros(HIDDEN), 'biases in "fc"'),
+        ("mask_hidden", torch.zeros(3 * HIDDEN), "all depths at once"),
     ],
 )
 def test_tensors_of_others(
@@ -157,10 +160,31 @@ def test_tensors_of_others(
 ) -> None:
     shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
     tensors = load_file(drafter / "model.safetensors")
-    del tensors[name]
+    tensors.pop(name, None)
     save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "model.safetensors")
     with pytest.raises(MedusaConfigError, match=words):
         config(folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": 64, "use_sliding_window": False, "max_window_layers": 36},
+        {"sliding_window": 64, "layer_types": ["full_attention"]},
+        {IDS: None, "eagle_config": {IDS: [1, 2, 3], "use_aux_hidden_state": True}},
+        {"eagle_config": {IDS: [], "use_aux_hidden_state": True, "parallel_draft_step": 1}},
+        {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+        {"target_hidden_size": HIDDEN, "target_model_type": "llama", "rope_scaling": None},
+    ],
+)
+def test_what_configs_of_others_hold_besides(
+    config: Config, drafter: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
+    own = json.loads((drafter / "config.json").read_text()) | changes
+    own = {name: value for name, value in own.items() if name != IDS or value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert EngineOptions.of(config(folder=tmp_path)).heads == str(tmp_path)
 
 
 def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
