@@ -33,7 +33,8 @@ class Workers:
         self._state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
         self.rank, self.world = self._state.process_index, self._state.num_processes
         chosen = self._state.device if device == "auto" or self.world > 1 else torch.device(device)
-        self.device = torch.device(chosen)
+        found = torch.device(chosen)  # "cpu:0" from accelerate, which no saved state can be put on
+        self.device = torch.device("cpu") if found.type == "cpu" else found
 
     @property
     def main(self) -> bool:

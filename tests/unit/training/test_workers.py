@@ -14,8 +14,9 @@ def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch):
 
     def state(**options):
         asked.update(options)
-        return SimpleNamespace(process_index=0, num_processes=2, device=torch.device("cpu"))
+        return SimpleNamespace(process_index=0, num_processes=2, device=torch.device("cpu", 0))
 
     monkeypatch.setattr(accelerate, "PartialState", state)
-    assert Workers("cpu").main
+    workers = Workers("cpu")
+    assert workers.main and workers.device == torch.device("cpu")
     assert asked["cpu"] and asked["timeout"] >= timedelta(days=1)
