@@ -95,6 +95,7 @@ def test_a_command_line_leaves_defaults_out():
         ("--share 1.5", "'1.5' is not allowed; use a number above 0 to 1"),
         ("--rate 0", "'0' is not allowed; use a number above 0"),
         ("--rate nan", "'nan' is not allowed; use a number above 0"),
+        ("--rate inf", "'inf' is not allowed; use a number above 0"),
         ("--temperatures 1,-1", "'-1' is not allowed; use a number from 0"),
         ("--budgets 2 x", "'x' is not allowed; use a whole number from 1"),
         ("--engine-args [1]", "use a JSON object such as"),
