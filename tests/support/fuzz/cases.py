@@ -127,6 +127,9 @@ def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
         tree = rng.choice(("chain", "dynamic", {"width": 2, "depth": 2}, {"width": 3, "depth": 4}))
         budget = rng.choice((4, 12, "auto", {"max_rows": 32}))
         speculation, fickle = {"tree": tree, "budget": budget}, not isinstance(budget, int)
+        width = tree["width"] if isinstance(tree, dict) else {"chain": 1, "dynamic": 10}[tree]
+        rows = options["max_num_batched_tokens"]  # for a level of all requests
+        options["max_num_seqs"] = min(options["max_num_seqs"], rows // width)
     elif "tree" not in speculation and not ON_V2 and rng.random() < 0.3:
         speculation["lookup"] = True
     if not ON_V2 and rng.random() < 0.25:  # plain vLLM forgets how far a preempted thought was
