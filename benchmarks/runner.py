@@ -46,6 +46,7 @@ CASES = {  # name -> what it measures; each is the `CASE` of the module of its n
     "kernels": "tree attention on a GPU against the memory's bandwidth and torch's kernels",
     "step": "a whole decode step on a GPU, by the number of nodes",
     "gpu_shapes": "no measurement: what the budget would bring on GPUs, by their data sheets",
+    "json_target": "no measurement: makes a small target that writes JSON, and heads, for grammar",
     "enlarge": "no measurement: makes a small target and its heads large, with equal outputs",
 }
 TURNS = 2  # of --base
@@ -115,7 +116,7 @@ def _parser(cases: dict[str, Case], quick: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=" ".join(["python -m benchmarks", *(list(cases) or ["CASE [CASE ...]"])]),
         description=__doc__,
-        epilog="cases:\n" + "\n".join(f"  {name:10} {text}" for name, text in CASES.items()),
+        epilog="cases:\n" + "\n".join(f"  {name:11} {text}" for name, text in CASES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
