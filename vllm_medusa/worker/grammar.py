@@ -110,6 +110,8 @@ def choose(
             return [
                 (t, child, chances[t]) for t, child in known.items() if allows(row, t)
             ], *_NO_RUN
+        if not few:  # stop tokens can be all that would go on: vLLM then ends the request
+            return [], *_NO_RUN
         prior = spelling.chances(few, longest)
         chance = among_few(prior, [chances.get(token, 0.0) for token in few])
         several = [(t, known.get(t), p) for t, p in zip(few, chance, strict=True)]
@@ -184,7 +186,7 @@ def forced_run(
         depth = len(run.token_ids)
         known.append(row.copy())
         few = few_tokens(row, vocab_size) if depth < max_depth and worth >= LEAST else None
-        if few is None:
+        if not few:
             break
         token, chance = likeliest(few, spelling.chances(few, longest))
         worth *= chance

@@ -198,3 +198,18 @@ def test_few_tokens_are_found():
     assert not allows(torch.full_like(mask, -1).numpy(), -1)
     mask[7] = -1
     assert few_tokens(mask.numpy(), VOCAB) is None
+
+
+def test_a_dead_end_has_no_drafts(compiler):
+    """Stop tokens end an answer: where only they could go on, nothing is allowed."""
+    compiled = compiler.compile_regex("no")
+    stops = [token for token in range(VOCAB) if tokenizer().decode([token])[:1] == "n"]
+    matcher = xgr.GrammarMatcher(compiled, override_stop_tokens=stops, max_rollback_tokens=64)
+    grammar = XgrammarGrammar(vocab_size=VOCAB, matcher=matcher, ctx=compiled)
+    mask, spelling = mask_of(grammar)[None], Spelling(tokenizer().convert_ids_to_tokens)
+    assert few_tokens(mask.numpy()[0], VOCAB) == []
+    assert choose(grammar, Candidates([5, 6], [0, 0]), 5, mask, VOCAB, spelling, 0.9) == (
+        Candidates([], [], [])
+    )
+    run, masks = forced_run(grammar, 5, mask, VOCAB, spelling, 0.9)
+    assert run.token_ids == [] and len(masks) == 1
