@@ -248,6 +248,20 @@ def test_budgets_that_change_with_every_step(
     assert any(not row.is_tree for step in steps for row in step if not row.is_prefill)
 
 
+def test_max_rows_counts_the_requests_themselves(
+    automatic: LLM, reference: Reference, monkeypatch: Patch
+) -> None:
+    """A step of decoding has that many rows at most, a root of each request among them."""
+    random_topologies(monkeypatch)
+    fickle(monkeypatch, automatic)
+    core: Any = automatic.llm_engine.engine_core
+    monkeypatch.setattr(core.engine_core.scheduler, "_max_rows", most := 20)
+    with recorded_steps() as steps:
+        run(automatic, reference)
+    decoding = [step for step in steps if not any(row.is_prefill for row in step)]
+    assert max(sum(row.num_nodes for row in step) for step in decoding) == most
+
+
 def test_automatic_budgets(automatic: LLM, reference: Reference, costs: Path) -> None:
     """Whatever it decides, tokens are plain vLLM's, and it learns from what it sees.
 
