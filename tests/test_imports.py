@@ -33,7 +33,7 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "sampler": {"tree", "kernels"},
     "kv": {"tree", "kernels"},
     "decode": CORE,
-    "offline": {"config", "heads"} | BASE,
+    "offline": {"config", "heads", "tree"} | BASE,
     "convert": {"heads"} | BASE,
     "training": CORE | BASE | {"decode", "offline"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target

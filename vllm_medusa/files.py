@@ -199,14 +199,17 @@ def free_bytes(path: Path) -> int:
 
 
 def require_parent(path: Path) -> None:
-    """Refuse an output whose folder isn't there.
+    """Refuse an output whose folder isn't there, or can't be written to.
 
     Raises:
         FileRefused: naming that folder.
 
     """
-    if not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise FileRefused(f"{path}: no folder {path.parent}. Make it, or name another output.")
+    if not os.access(folder, os.W_OK):
+        raise FileRefused(f"{path}: {path.parent} can't be written to. Name another output.")
 
 
 def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bool]) -> None:

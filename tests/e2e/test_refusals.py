@@ -173,6 +173,14 @@ def test_combinations(chaotic_llama: str, random_heads: str, name: str) -> None:
         assert word in message, message
 
 
+def test_a_scheduler_without_a_budget(chaotic_llama: str, random_heads: str) -> None:
+    theirs = "vllm.v1.core.sched.scheduler.Scheduler"
+    config = {"method": "medusa", "model": random_heads}
+    message = refusal(chaotic_llama, config, scheduler_cls=theirs)
+    for word in (theirs, "no budget for dynamic trees", "Leave scheduler_cls out", 'static "tree"'):
+        assert word in message, message
+
+
 def test_revision_of_local_heads(chaotic_llama: str, random_heads: str) -> None:
     message = refusal(chaotic_llama, medusa(random_heads, TREE, revision="main"))
     assert "'main'" in message and random_heads in message and "Leave it out" in message

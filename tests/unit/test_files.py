@@ -55,6 +55,15 @@ def test_what_writes_paths_gets_the_permissions_of_any_new_file(tmp_path):
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
+def test_the_folder_of_an_output(tmp_path, monkeypatch):
+    files.require_parent(tmp_path / "a")
+    with pytest.raises(FileRefused, match="no folder"):
+        files.require_parent(tmp_path / "b" / "a")
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    with pytest.raises(FileRefused, match="can't be written to"):
+        files.require_parent(tmp_path / "a")
+
+
 def test_a_link_aside_is_not_written_through(tmp_path):
     kept = tmp_path / "kept"
     kept.write_text("somebody's")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vllm_medusa.offline.options import CompareOptions, PromptFile
+from vllm_medusa.offline.options import CompareOptions, PromptFile, TreeSize
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
@@ -26,7 +26,6 @@ from vllm_medusa.training.options import (
     TrainMachine,
     TrainOptions,
 )
-from vllm_medusa.tree.topology import MAX_NODES
 
 # What adapt's own options set in train's, and what else it needs as it has it.
 _GIVEN_TO_ADAPT = (
@@ -34,8 +33,6 @@ _GIVEN_TO_ADAPT = (
     *("num_heads", "num_layers", "epochs", "learning_rate"),
 )
 _SET_BY_ADAPT = ("data", "heldout", "output", "overwrite", "save")
-
-TreeSize = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # draft nodes
 
 
 class AdaptFiles(PromptFile):

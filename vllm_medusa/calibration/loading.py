@@ -11,6 +11,7 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.heads import HydraHeads, MedusaHeads, load_heads
 from vllm_medusa.training.options import MachineOptions
 from vllm_medusa.training.target import Target
+from vllm_medusa.training.workers import usable
 
 
 def check_folder(heads: Path) -> None:
@@ -33,6 +34,7 @@ def load(
     device = machine.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    usable(device)
     dtype = torch.float32
     if machine.dtype != "auto":
         dtype = getattr(torch, machine.dtype)

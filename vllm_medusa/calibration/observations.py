@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.files import new_path
+from vllm_medusa.heads.eagle import drafter_method
 
 FILE = "calibration.safetensors"  # beside the heads
 NO_LABEL = -1  # a rank: the text ended before
@@ -92,6 +93,11 @@ class Observations:
         """
         path = folder / FILE
         if not path.is_file():
+            if drafter_method(folder) is not None:
+                raise CalibrationError(
+                    f"{folder} is an EAGLE drafter, which grows each tree anew: it has no tree of "
+                    'its own and is not calibrated. Serve it with "tree": "dynamic".'
+                )
             raise CalibrationError(
                 f"{folder} holds no {FILE}: run `vllm-medusa calibrate TARGET {folder} --data "
                 "RECORDS` first."

@@ -87,8 +87,8 @@ def _print_loads(out: Console, found: Explanation) -> None:
             str(load.requests),
             f"{load.plain_ms:.1f}",
             *(chosen if load.pays else ["-"] * len(chosen)),
-            f"{load.ratio:.2f}",
-            "" if load.pays else "plain decoding",
+            f"{load.ratio if load.pays else 1.0:.2f}",
+            "" if load.pays else f"plain decoding; drafts: {load.ratio:.2f}",
         )
     out.print(table)
 

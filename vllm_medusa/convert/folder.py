@@ -126,7 +126,10 @@ def save_tensors(
 ) -> None:
     """Write a safetensors file with the permissions of any new file, not its writer's own."""
     with new_path(path) as part:
-        save_file(tensors, part, dict(metadata or {"format": "pt"}))
+        try:
+            save_file(tensors, part, dict(metadata or {"format": "pt"}))
+        except SafetensorError as error:
+            raise OSError(f"{path} can't be written ({error}). Free some space there.") from None
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

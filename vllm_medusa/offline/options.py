@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
-from vllm_medusa.options import AtLeastZero, Options, Positive, Share, Source, group, option
+from vllm_medusa.options import (
+    AtLeastZero,
+    Number,
+    Options,
+    Positive,
+    Share,
+    Source,
+    group,
+    option,
+)
+from vllm_medusa.tree.topology import MAX_NODES
+
+TreeSize = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # draft nodes
 
 
 class PromptFile(Options):
@@ -198,8 +210,10 @@ class CompareOptions(Options):
     on_bad_line: Literal["refuse", "skip"] = option(default="refuse")
     limit: Positive = option("use the first prompts", default=32)
     tree: str | None = option("instead of the one in the heads' config", default=None)
-    budgets: tuple[Positive, ...] = option(
-        "numbers of draft nodes", default=(4, 8, 16, 32), metavar="N"
+    budgets: tuple[TreeSize, ...] = option(
+        "numbers of draft nodes, as far as the tree has so many",
+        default=(4, 8, 16, 32),
+        metavar="N",
     )
     no_automatic: bool = option(
         "leave out the trees that the engine chooses, the default where no tree is named",

@@ -83,15 +83,16 @@ class TrainingRun:
             "folder.",
         )
         try:
+            begun = known and not _just_begun(self.output)
             if known and overwrite:
                 self._throw_away()
-            elif known:
+            elif begun:
                 try:
                     before = read_json(self._settings_file)
                 except FileRefused as error:
                     raise FileRefused(f"{error} {_REMEDY}") from None
                 refuse_other_settings(self.output, before, self.settings, "a run", _REMEDY)
-            if overwrite or not known:
+            if overwrite or not begun:
                 write_json(self._settings_file, self.settings)
         except BaseException:
             self.close()
@@ -222,7 +223,7 @@ def check_inputs(
 
 
 def _just_begun(output: Path) -> bool:
-    """Whether the folder holds no more than a run that was killed before it wrote `run.json`."""
-    inside = {"training", "training/work", "training/work/lock", "training/.run.json.part"}
-    inside.add("training/run.json.part")  # its name until 0.1
+    """Whether the folder holds no more than a run that ended before anything was computed."""
+    inside = {"training", "training/work", "training/work/lock", "training/run.json"}
+    inside |= {"training/.run.json.part", "training/run.json.part"}  # its name until 0.1
     return {path.relative_to(output).as_posix() for path in output.rglob("*")} <= inside

@@ -13,6 +13,25 @@ from torch import Tensor, nn
 PATIENCE = timedelta(days=2)
 
 
+def usable(device: str) -> torch.device:
+    """A device by its name.
+
+    Raises:
+        ValueError: torch has none of that name here.
+
+    """
+    found = torch.device(device)
+    try:
+        torch.empty(1, device=found)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"--device {device} can't be used here ({reason}). Take cpu, or auto for a GPU if "
+            "there is one."
+        ) from None
+    return found
+
+
 class Workers:
     """What a process knows of the others.
 
@@ -32,7 +51,7 @@ class Workers:
 
         self._state = PartialState(cpu=device == "cpu", timeout=PATIENCE)
         self.rank, self.world = self._state.process_index, self._state.num_processes
-        chosen = self._state.device if device == "auto" or self.world > 1 else torch.device(device)
+        chosen = self._state.device if device == "auto" or self.world > 1 else usable(device)
         found = torch.device(chosen)  # "cpu:0" from accelerate, which no saved state can be put on
         self.device = torch.device("cpu") if found.type == "cpu" else found
 

@@ -19,10 +19,12 @@ from vllm_medusa.heads.eagle import (
     default_layers,
     doubtful_layers,
     flat_config,
+    inspect_eagle,
     named_layers,
     not_for_trees,
 )
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint
+from vllm_medusa.heads.model import HeadsError
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.worker import compat
@@ -66,6 +68,12 @@ def prepare_eagle(
             "LoRA adapters have not been tried with EAGLE's trees. Leave one of them out."
         )
     config = EagleConfig.from_speculative_config(asked)
+    try:
+        inspect_eagle(config.model, revision=config.revision)
+    except HeadsError as error:
+        raise MedusaConfigError(
+            f'{error}. Medusa and Hydra heads go with "method": "medusa".'
+        ) from None
     tree = config.grown
     options = EngineOptions(
         heads=absolute(config.model),

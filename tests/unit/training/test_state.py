@@ -5,7 +5,7 @@ from pickle import PicklingError
 import pytest
 import torch
 
-from vllm_medusa.files import FileRefused, aside
+from vllm_medusa.files import FileRefused, aside, read_json
 from vllm_medusa.training.state import TrainingRun
 
 
@@ -49,8 +49,9 @@ def test_a_state_that_can_not_be_written_leaves_the_one_before(tmp_path):
 def test_another_run_is_refused_and_says_what_changed(tmp_path):
     output = tmp_path / "heads"
     for same in ((1, 2), [1, 2]):
-        with TrainingRun(output, {"recipe": {"epochs": 3, "seed": 0}, "x": same}):
-            pass
+        with TrainingRun(output, {"recipe": {"epochs": 3, "seed": 0}, "x": same}) as run:
+            run.load()
+            run.save({"step": 1})
     with pytest.raises(FileRefused, match=r"recipe\.epochs was 3 and is now 4.*--overwrite"):
         TrainingRun(output, {"recipe": {"epochs": 4, "seed": 0}, "x": [1, 2]})
 
@@ -146,8 +147,10 @@ def test_a_folder_named_training_makes_no_run(tmp_path):
     (project / "training" / "work" / "lock").touch()  # killed before run.json was there
     (project / "training" / ".run.json.part").touch()
     (project / "training" / "run.json.part").touch()  # by an older version
-    with TrainingRun(project, {}) as run:
-        assert not run.complete
+    for settings in ({}, {"lr": 1}):  # the second after a run that ended before its first step
+        with TrainingRun(project, settings) as run:
+            assert not run.complete
+    assert read_json(project / "training" / "run.json") == {"lr": 1}
 
 
 def test_other_processes_do_not_judge_what_the_main_one_is_making(tmp_path):

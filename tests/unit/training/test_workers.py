@@ -4,9 +4,10 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import accelerate
+import pytest
 import torch
 
-from vllm_medusa.training.workers import Workers
+from vllm_medusa.training.workers import Workers, usable
 
 
 def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch):
@@ -20,3 +21,10 @@ def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch):
     workers = Workers("cpu")
     assert workers.main and workers.device == torch.device("cpu")
     assert asked["cpu"] and asked["timeout"] >= timedelta(days=1)
+
+
+def test_a_device_that_is_not_here_is_named():
+    assert usable("cpu") == torch.device("cpu")
+    missing = "xpu" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(ValueError, match=rf"--device {missing} can't be used here.*Take cpu"):
+        usable(missing)

@@ -123,7 +123,7 @@ def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
     assert torch.equal(drafter.propose(states, root), known[logits[:, 0].topk(3).indices])
 
 
-def test_heads_outlive_a_sleep_of_level_2(monkeypatch):
+def test_heads_outlive_a_sleep_of_level_2(tmp_path, monkeypatch):
     """By vLLM's own code, whose allocator drops the weights and says nothing."""
     heads = MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=torch.arange(5)).requires_grad_(False)
     for parameter in heads.parameters():
@@ -136,7 +136,8 @@ def test_heads_outlive_a_sleep_of_level_2(monkeypatch):
     monkeypatch.setattr(MedusaDrafter, "load_model", load)
     monkeypatch.setattr(speculator, "tree_model_state", lambda *_: object)
     owner = speculator.TreeSpeculator.__new__(speculator.TreeSpeculator)
-    vars(owner).update(drafter=MedusaDrafter.__new__(MedusaDrafter), vllm_config=None, trees=None)
+    drafter = make_drafter(tmp_path, TokenTree.chain(2))
+    vars(owner).update(drafter=drafter, vllm_config=None, trees=None)
     draft = owner.load_draft_model(SimpleNamespace(), set())
 
     def lose_weights(level):

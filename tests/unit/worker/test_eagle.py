@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 import support.engines  # noqa: F401  vLLM looks at models in this process
 from safetensors.torch import load_file, save_file
 from support.eagle import Eagle3
-from support.models import COMMON, HIDDEN, VOCAB
+from support.models import COMMON, HIDDEN, VOCAB, save_random_heads
 from transformers import LlamaConfig
 from vllm.engine.arg_utils import EngineArgs
 
@@ -164,6 +164,12 @@ def test_tensors_of_others(
     save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "model.safetensors")
     with pytest.raises(MedusaConfigError, match=words):
         config(folder=tmp_path)
+
+
+def test_heads_are_no_drafter(config: Config, tmp_path: Path) -> None:
+    heads = save_random_heads(tmp_path)
+    with pytest.raises(MedusaConfigError, match=r'no EAGLE drafter.*"method": "medusa"'):
+        config(folder=Path(heads))
 
 
 @pytest.mark.parametrize(
