@@ -130,7 +130,8 @@ def _varied(case: EngineCase, rng: random.Random) -> EngineCase:
         width = tree["width"] if isinstance(tree, dict) else {"chain": 1, "dynamic": 10}[tree]
         rows = options["max_num_batched_tokens"]  # for a level of all requests
         options["max_num_seqs"] = min(options["max_num_seqs"], rows // width)
-    elif "tree" not in speculation and not ON_V2 and rng.random() < 0.3:
+    grows = speculation["tree"] != "chain" if drafter == "eagle" else "tree" not in speculation
+    if grows and rng.random() < 0.3:
         speculation["lookup"] = True
     if not ON_V2 and rng.random() < 0.25:  # plain vLLM forgets how far a preempted thought was
         shared["reasoning_config"] = ReasoningConfig(
