@@ -5,7 +5,7 @@ r"""Speed of tree Medusa, of vLLM's own Medusa chain and of n-grams, each beside
     python -m benchmarks speed BIG/target BIG/heads --tree BIG/tree.json
     python -m benchmarks speed BIG/target BIG/heads --tree BIG/tree.json --prompts 2 \
         --batch 1 2 4 8 16 32 64 --tree-sizes 2 4 7 15 31 --only "^(auto|tree|chain 5, vLLM's)" \
-        --waves 3 --seconds 60  # under load
+        --waves 3 --uneven --seconds 60  # under load
 
 Every arm takes turns with plain vLLM on the same prompts, so that what disturbs the machine
 disturbs both; the ratio is of throughputs, prefills included. The arm's tokens have to be plain's
@@ -13,6 +13,8 @@ in every round; seeded sampling included, of which vLLM's own speculation draws 
 
 Requests that drafts bring to their end before others leave a batch that gets smaller and smaller,
 which a server fills again: with --waves 3 a turn has three answers for each place of the batch.
+Answers of one length end together in plain vLLM, whose next prompts are then computed at once, and
+one by one with drafts; as in traffic, with --uneven each answer has a length of its own.
 
 One engine of each arm serves all batches and temperatures, one after the other. Each begins with a
 round of its own ("first"), in which an automatic budget meets that load for the first time.
@@ -20,9 +22,12 @@ round of its own ("first"), in which an automatic budget meets that load for the
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +48,7 @@ from benchmarks.arms import (
 from benchmarks.case import Case, Row
 from benchmarks.report import draw, table
 from vllm_medusa.job import Progress
+from vllm_medusa.offline.batch import Conversation, Engine, Request
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt
@@ -80,11 +86,27 @@ class SpeedOptions(ArmOptions):
         "is taken by the next request, as in a server; with 1 the batch gets empty in the end",
         default=1,
     )
+    uneven: bool = option(
+        "answers of half to one and a half of --max-tokens, each of its own length", default=False
+    )
     max_rows: Positive = option("arms that verify more in a step are left out", default=128)
 
     def num_prompts(self) -> int:
         """A turn of the largest batch at least."""
         return max(self.prompts, *(batch * self.waves for batch in self.batch))
+
+
+@dataclass
+class UnevenAnswer(Conversation):
+    """A prompt whose answer has at most half to one and a half of ``mean`` tokens, by its index."""
+
+    mean: int = 2
+
+    def next_request(self, engine: Engine) -> Request:
+        """See `vllm_medusa.offline.batch.Session`."""
+        draw = random.Random(self.prompt.index)
+        length = draw.randint(max(1, self.mean // 2), self.mean + self.mean // 2)
+        return replace(super().next_request(engine), options={"max_tokens": length})
 
 
 def arms(options: SpeedOptions) -> list[Arm]:
@@ -179,6 +201,8 @@ def _measure(
 ) -> Row:
     temperature, batch = what["temperature"], what["batch"]
     plain.sampling = process.sampling = sampling(options, temperature)
+    if options.uneven:
+        plain.session = process.session = partial(UnevenAnswer, mean=options.max_tokens)
     how: dict[str, Any] = {"concurrency": batch, "seed": SEED if temperature > 0 else None}
     turn = batch * options.waves
     prompts = prompts[: max(options.prompts, turn)]

@@ -15,7 +15,7 @@ from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summ
 from benchmarks.spans import Spans
 from benchmarks.speed import NO_BASELINE, SpeedOptions
 from vllm_medusa.job import SILENT, JobFailed
-from vllm_medusa.offline.batch import run_batch
+from vllm_medusa.offline.batch import Conversation, run_batch
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,10 +41,11 @@ def process(like: Any) -> Any:
         engine = like(settings.speculative_config)
 
         def run(prompts, concurrency, seed):
-            return list(run_batch(prompts, engine(), concurrency=concurrency, seed=seed)), 1.0
+            how = {"concurrency": concurrency, "seed": seed, "session": made.session}
+            return list(run_batch(prompts, engine(), **how)), 1.0
 
-        made = nullcontext()
-        made.run = run
+        made: Any = nullcontext()
+        made.run, made.session = run, Conversation
         return made
 
     return started
@@ -126,6 +127,25 @@ def test_one_engine_of_an_arm_serves_every_load_and_another_goes_on_after_a_fail
     assert rows["chain 3, ours, T 0, batch 4"]["requests"] == 4  # of a file of 32, three asked for
     rows = rows_of(replace(options, max_rows=16, waves=2), monkeypatch, like)
     assert [row["requests"] for row in rows.values()] == [3, 3, 8, 8]
+
+
+def test_uneven_answers_have_lengths_of_their_own(options, monkeypatch):
+    """The same of both engines; otherwise nobody says how long an answer may be."""
+    engines: dict[bool, list[FakeEngine]] = {True: [], False: []}
+
+    def like(config):
+        return lambda: engines[config is None].append(FakeEngine()) or engines[config is None][-1]
+
+    options = replace(options, only="chain 3", repeats=1, prompts=32, batch=(4,), max_tokens=24)
+    rows_of(options, monkeypatch, like)
+    assert not any(asked for engine in engines[True] for asked in engine.options.values())
+    for made in engines.values():
+        made.clear()
+    rows_of(replace(options, uneven=True), monkeypatch, like)
+    plain, chain = ([engine.options for engine in engines[which]] for which in (True, False))
+    assert plain == chain
+    lengths = {asked["max_tokens"] for each in plain for asked in each.values()}
+    assert len(lengths) > 12 and lengths <= set(range(12, 37))
 
 
 def test_automatic_stands_beside_the_best_of_the_others():

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_medusa.offline.batch import Result
+from vllm_medusa.offline.batch import Conversation, Result, Session
 from vllm_medusa.offline.children import Channel, Child
 from vllm_medusa.offline.engine import EngineRefused, EngineSettings, Sampling
 from vllm_medusa.offline.prompts import Prompt
@@ -35,6 +35,7 @@ class EngineProcess:
 
         """
         self.sampling = sampling  # of the runs to come; others may be put in its place
+        self.session: Callable[[Prompt], Session] = Conversation  # what a prompt is asked; likewise
         self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
         self._child = Child("an engine", serve, self._log)
         self._child.channel.send((settings, sampling))
@@ -48,7 +49,8 @@ class EngineProcess:
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> tuple[list[Result], float]:
         """Generate for a group of prompts; see `vllm_medusa.offline.in_turn.Runner`."""
-        self._child.channel.send((list(prompts), concurrency, seed, self.sampling))
+        asked = (list(prompts), concurrency, seed, self.sampling, self.session)
+        self._child.channel.send(asked)
         return self._reply()
 
     def count(self, name: str) -> float:
@@ -105,8 +107,9 @@ def serve(channel: Channel) -> None:
             metrics = [m for m in engine.llm.get_metrics() if m.name.endswith(asked)]
             channel.send(("count", float(sum(getattr(m, "value", 0) for m in metrics))))
             continue
-        prompts, concurrency, seed, engine.sampling = asked
+        prompts, concurrency, seed, engine.sampling, session = asked
+        how = {"concurrency": concurrency, "seed": seed, "session": session}
         start = time.perf_counter()
-        results = list(run_batch(prompts, engine, concurrency=concurrency, seed=seed))
+        results = list(run_batch(prompts, engine, **how))
         seconds = time.perf_counter() - start
         channel.send(("results", (results, seconds)))
