@@ -5,15 +5,31 @@
 
 Without `--address` a cluster of this machine is started. `--cpus N` is for machines without GPUs:
 cores that Ray sets aside for each replica. Results are JSON lines in the folder, in any order; `id`
-says whose they are. A replica that dies is started again, and its prompts are answered again.
+says whose they are. A replica that dies is started again, and its prompts are answered again. A job
+that was stopped goes on by the same command: what the folder has answers to is left out. Acceptance
+is not among the results, since Ray's processor does not pass it on from vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+
+def answered(folder: Path) -> set[object]:
+    """The `id` of every whole line in the folder; a killed job may leave one that is not."""
+    found = set()
+    for file in folder.glob("*.json"):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                found.add(json.loads(line)["id"])
+            except ValueError:
+                print(f"{file}: a line that is not whole is left out: {line[:40]}", file=sys.stderr)
+    return found
 
 
 def main() -> None:
@@ -21,12 +37,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Generate over a Ray cluster.")
     parser.add_argument("target")
     parser.add_argument("heads")
-    parser.add_argument("--prompts", type=Path, required=True, help='JSON lines with "prompt"')
-    parser.add_argument("--output", type=Path, required=True, help="a folder that is not there yet")
+    parser.add_argument(
+        "--prompts", type=Path, required=True, help='JSON lines with "id" and "prompt"'
+    )
+    parser.add_argument("--output", type=Path, required=True, help="a folder")
     parser.add_argument("--replicas", type=int, default=1, help="at most")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument(
-        "--batch", type=int, default=16, help="prompts that are lost with a replica"
+        "--batch", type=int, default=16, help="prompts whose answers are written together"
     )
     parser.add_argument("--address", help="of a cluster; absent: this machine")
     parser.add_argument("--cpus", type=int, help="of each replica, without GPUs")
@@ -69,7 +87,11 @@ def main() -> None:
             "token_ids": row["generated_tokens"],
         },
     )
-    processor(ray.data.read_json(str(args.prompts), lines=True)).write_json(str(args.output))
+    done = answered(args.output)
+    prompts = ray.data.read_json(str(args.prompts), lines=True)
+    left = prompts.filter(lambda row: row["id"] not in done)
+    left = left.repartition(target_num_rows_per_block=args.batch)
+    processor(left).write_json(str(args.output))
 
 
 if __name__ == "__main__":
