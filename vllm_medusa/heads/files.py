@@ -193,7 +193,10 @@ def _cached(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (OSError, ValueError) as error:
-        raise HeadsError(f"target {name!r}: it was not downloaded to this machine yet") from error
+        raise HeadsError(
+            f"target {name!r}: there is no such folder, and as a model of the hub it was not "
+            "downloaded to this machine yet. Give its folder, or download it first"
+        ) from error
 
 
 def _hub(name: str, revision: str | None) -> Fetch:

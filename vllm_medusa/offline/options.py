@@ -11,6 +11,7 @@ from vllm_medusa.options import (
     Number,
     Options,
     Positive,
+    Seed,
     Share,
     Source,
     group,
@@ -179,7 +180,7 @@ class GenerateSampling(Options):
 
     max_tokens: Positive = option("of each answer", default=256)
     temperature: AtLeastZero = option(default=0.0)
-    seed: int | None = option("prompt i uses the seed SEED + i", default=None)
+    seed: Seed | None = option("prompt i uses the seed SEED + i", default=None)
     ignore_eos: bool = option(default=False)
     cut: CutOptions = group(factory=CutOptions)
 
@@ -221,7 +222,7 @@ class CompareOptions(Options):
     )
     temperature: AtLeastZero | None = option("(that of the records, or 0)", default=None)
     max_tokens: Positive = option("of each answer", default=128)
-    seed: int = option("prompt i uses SEED + i", default=0)
+    seed: Seed = option("prompt i uses SEED + i", default=0)
     batch: Positive = option("prompts at a time", default=1)
     rounds: Positive = option("repetitions", default=3)
     engine: EngineOptions = group(factory=EngineOptions)

@@ -223,7 +223,8 @@ def _from_row(row: Any, index: int, line: int, tokenizer: Any) -> Record:
     if key is None:
         raise PromptError(
             "no key 'token_ids', 'messages', 'conversations' or 'text'; the keys are "
-            f"{', '.join(map(repr, row)) or 'none'}"
+            f"{', '.join(map(repr, row)) or 'none'}. `vllm-medusa distill` lets the target answer "
+            "prompts and writes such a file"
         )
     if tokenizer is None:
         raise PromptError(f"{key!r} needs the target's tokenizer, and none was given")

@@ -172,6 +172,7 @@ MEDUSA_TOO = '{"speculative_config": {"method": "medusa"}}'
         (["--max-tokens", "0"], "'0' is not allowed; use a whole number from 1"),
         (["--temperature", "warm"], "'warm' is not allowed; use a number from 0"),
         (["--top-p", "1.5"], "'1.5' is not allowed; use a number above 0 to 1"),
+        (["--seed", f"{1 << 70}"], "is not allowed; use a whole number from 0 to 4294967295"),
         (["--engine-args", "[1]"], "use a JSON object"),
         (["--engine-args", '{"speculative_config": {"budget": 7}}'], "Say --speculative-model"),
         (["--no-medusa", "--engine-args", MEDUSA_TOO], "Say --speculative-model"),

@@ -92,6 +92,7 @@ BAD = [
     ([1], "a list instead of an object"),
     ({"index": 1, "error": "too long"}, "no record, but an error: too long"),
     ({"prompt": "x"}, "no key 'token_ids', 'messages', 'conversations' or 'text'; the keys are"),
+    ({"prompt": "x"}, "`vllm-medusa distill` lets the target answer prompts"),
     ({"messages": []}, "'messages' needs the target's tokenizer"),
     ({"text": "x"}, "'text' needs the target's tokenizer"),
     ({"token_ids": [1], "text": "x"}, "no key 'generated'"),
