@@ -138,6 +138,10 @@ class StepCost:
             self._noise += 0.02 * (error**2 - known - self._noise)
             self._noise = min(max(self._noise, low**2), high**2)
 
+    def doubt_all(self) -> None:
+        """Be as unsure as at first of all that is known."""
+        self._covariance = self._prior.copy()
+
     def _is_change(self, kind: tuple[bool, bool], side: int, size: float) -> bool:
         """Whether an outlier is none, because others said the same; if so, grow doubtful."""
         before = self._streaks.pop(kind, 0) * side

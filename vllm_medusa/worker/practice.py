@@ -1,7 +1,9 @@
 """Step times, measured at start-up: made-up requests go through our scheduler and the runner.
 
-So an engine knows what drafts cost before the first request comes. It takes a bounded time, once
-for a model on a machine: what is found is kept where `TreeScheduler` looks for it.
+So an engine knows what drafts cost before the first request comes. It takes a bounded time: what is
+found is kept where `TreeScheduler` looks for it, and later engines of the kind only look what has
+changed since. A table taken beside other work, or while memory was slower, says of drafts that they
+are dear, and where they are not drafted nothing tells otherwise for long.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_medusa.budget.choose import NodeBudget
-from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import save_cost
 from vllm_medusa.worker import compat
@@ -30,6 +31,7 @@ from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.scheduler import TreeScheduler
 
 SECONDS = 10.0  # after which no step begins; the very first one, slow as it is, not counted
+AGAIN = 0.3  # of that where costs are known from before
 _PROMPT = (0, 1)
 # Requests, and draft nodes of each in one step after another. The coarse picture comes first.
 _PLAN = (
@@ -69,7 +71,9 @@ class _Practice(TreeScheduler):
     budget: _Script
 
     def _learned(self) -> NodeBudget:
-        return _Script(StepCost(self.most_rows()), Outlook(), self._most, self._num_heads)
+        cost, _ = self.known_costs()
+        cost.doubt_all()
+        return _Script(cost, Outlook(), self._most, self._num_heads)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Where no heads draft, the drafts are made up as well: chains of any token."""
@@ -90,7 +94,7 @@ class _Practice(TreeScheduler):
 def measure_step_costs(worker: Any) -> None:
     """Time steps with a worker whose model and KV cache are there; write down what they took.
 
-    Every rank runs the same steps. Nothing is done for fixed budgets, nor if costs are known.
+    Every rank runs the same steps. Nothing is done for fixed budgets; less if costs are known.
     """
     options = EngineOptions.of(worker.vllm_config)
     if options.budget is None or isinstance(options.budget, int):
@@ -98,8 +102,7 @@ def measure_step_costs(worker: Any) -> None:
     config = _own_config(worker)
     scheduler = _scheduler(worker, config)
     known, problem = scheduler.known_costs()
-    if not _agreed(not known.steps):
-        return
+    seconds = SECONDS if _agreed(not known.steps) else AGAIN * SECONDS
     if problem:
         compat.logger.info("Step costs are measured anew: %s", problem)
     _run(worker, scheduler, 1, (), math.inf)
@@ -107,14 +110,14 @@ def measure_step_costs(worker: Any) -> None:
     for requests, nodes in _PLAN:
         if requests > scheduler.max_num_running_reqs:
             continue
-        if not _run(worker, scheduler, requests, nodes, begun + SECONDS):
+        if not _run(worker, scheduler, requests, nodes, begun + seconds):
             break
     cost = scheduler.budget.cost
     if not cost.steps or get_tp_group().rank_in_group:
         return
     compat.logger.info(
         "Medusa timed %d steps in %.1f s: one row takes %.1f ms, eight of a request %.1f ms.",
-        cost.steps,
+        cost.steps - known.steps,
         time.perf_counter() - begun,
         cost.ms(1, 1, 0.0),
         cost.ms(8, 1, 1.0),
