@@ -7,7 +7,8 @@ Without `--address` a cluster of this machine is started. `--cpus N` is for mach
 cores that Ray sets aside for each replica. Results are JSON lines in the folder, in any order; `id`
 says whose they are. A replica that dies is started again, and its prompts are answered again. A job
 that was stopped goes on by the same command: what the folder has answers to is left out. Acceptance
-is not among the results, since Ray's processor does not pass it on from vLLM.
+is not among the results, since Ray's processor does not pass it on from vLLM. With `--records` the
+lines are such as `vllm-medusa distill` writes, for `train` (in one file: `cat results/*.json`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,18 @@ def answered(folder: Path) -> set[object]:
     return found
 
 
+def result(row: dict[str, Any], *, records: bool) -> dict[str, Any]:
+    """A line of the output; a record is the prompt and behind it what the target wrote."""
+    answer = list(row["generated_tokens"])
+    if not records:
+        return {"id": row["id"], "text": row["generated_text"], "token_ids": answer}
+    token_ids = [*row["prompt_token_ids"], *answer]
+    span = [len(token_ids) - len(answer), len(token_ids)]
+    return {"id": row["id"], "token_ids": token_ids, "generated": [span]}
+
+
 def main() -> None:
-    """Answer every prompt, greedily."""
+    """Answer every prompt."""
     parser = argparse.ArgumentParser(description="Generate over a Ray cluster.")
     parser.add_argument("target")
     parser.add_argument("heads")
@@ -43,12 +55,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a folder")
     parser.add_argument("--replicas", type=int, default=1, help="at most")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--batch", type=int, default=16, help="prompts whose answers are written together"
     )
     parser.add_argument("--address", help="of a cluster; absent: this machine")
     parser.add_argument("--cpus", type=int, help="of each replica, without GPUs")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument(
+        "--records",
+        action="store_true",
+        help="write what `vllm-medusa train` reads, prompts included, as `distill` does",
+    )
     args = parser.parse_args()
 
     import ray
@@ -77,15 +95,11 @@ def main() -> None:
         log_engine_metrics=False,
         **options,
     )
-    sampling = {"temperature": 0.0, "max_tokens": args.max_tokens}
+    sampling = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     processor = build_processor(
         config,
         preprocess=lambda row: {**row, "sampling_params": sampling},
-        postprocess=lambda row: {
-            "id": row["id"],
-            "text": row["generated_text"],
-            "token_ids": row["generated_tokens"],
-        },
+        postprocess=partial(result, records=args.records),
     )
     done = answered(args.output)
     prompts = ray.data.read_json(str(args.prompts), lines=True)
