@@ -36,6 +36,7 @@ _NOISE = (0.02, 0.3)  # bounds of the noise of a step
 _OUTLIER = 3.0  # standard deviations; what is further away counts little
 _STREAK = 2  # but so many steps of a kind that are too slow, or too fast, are no outliers
 _SHAKEN = 0.2  # how much of the first uncertainty comes back then
+_WRONG = 4.0  # against the first uncertainty, of what may be wrong
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class StepCost:
             self._age = 0.0
         reach = self._covariance[:, places] @ shares
         known = float(reach[places] @ shares)
-        kind = (rows > requests, heads > 0)
+        kind, noise = (rows > requests, heads > 0), self._noise
         if abs(error) <= _OUTLIER * math.sqrt(known + self._noise):
             self._streaks.pop(kind, None)
             self._last = 0
@@ -129,9 +130,11 @@ class StepCost:
             reach = self._covariance[:, places] @ shares
             known = float(reach[places] @ shares)
         else:
-            error = math.copysign(_OUTLIER * math.sqrt(self._noise), error)
-        self._mean += reach * (error / (known + self._noise))
-        reach /= math.sqrt(known + self._noise)
+            if known > noise:  # what is off isn't noise, so the doubt stays
+                noise = (error / _OUTLIER) ** 2 - known
+            error = math.copysign(_OUTLIER * math.sqrt(noise), error)
+        self._mean += reach * (error / (known + noise))
+        reach /= math.sqrt(known + noise)
         self._covariance -= np.multiply.outer(reach, reach)
         if known < self._noise:  # else what is off isn't noise
             low, high = _NOISE
@@ -139,8 +142,8 @@ class StepCost:
             self._noise = min(max(self._noise, low**2), high**2)
 
     def doubt_all(self) -> None:
-        """Be as unsure as at first of all that is known."""
-        self._covariance = self._prior.copy()
+        """Be less sure than at first of all that is known: it may be wrong."""
+        self._covariance = _WRONG * self._prior
 
     def _is_change(self, kind: tuple[bool, bool], side: int, size: float) -> bool:
         """Whether an outlier is none, because others said the same; if so, grow doubtful."""
