@@ -1,23 +1,35 @@
-"""Widens Medusa heads along with their target (see `benchmarks.enlarge`).
+"""Widens Medusa and Hydra heads and EAGLE-3 drafters along with their target (`enlarge_target`).
 
 The heads read the target's normalised hidden state, whose new coordinates are 0. New rows of a
 residual layer are 0, so that `x + silu(W x + b)` keeps them 0 (`silu(0) = 0`); its new columns read
-zeros and are random; the new columns of the LM heads are 0.
+zeros and are random; the new columns of the LM heads are 0. Hydra's first layers read a state and
+embeddings side by side, each widened. A drafter's layer becomes one of the large target's shape.
 
 The result is one folder that both we and stock vLLM 0.32 load, so both run on the same weights:
-heads that share the target's LM head are stored with a copy of it, which stock vLLM needs.
+Medusa heads that share the target's LM head are stored with a copy of it, which stock vLLM needs.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.enlarge_target import EnlargeError, read_checkpoint, widen
+from benchmarks.enlarge_target import (
+    SUPPORTED,
+    EnlargeError,
+    Enlarger,
+    Shape,
+    read_checkpoint,
+    widen,
+)
+from vllm_medusa.files import write_json
 from vllm_medusa.heads import MedusaHeads, ResBlock, load_heads, save_heads
+from vllm_medusa.heads.hydra import HydraHeads, HydraInput
 
 
 @torch.no_grad()
@@ -31,19 +43,13 @@ def widen_heads(heads: MedusaHeads, width: int, seed: int = 0) -> MedusaHeads:
     small = heads.hidden_size
     if width < small:
         raise EnlargeError(f"width {width} is below the heads' hidden size {small}: ask for more")
-    wide = MedusaHeads(
-        num_heads=heads.num_heads,
-        num_layers=heads.num_layers,
-        hidden_size=width,
-        vocab_size=heads.vocab_size,
-        bias=heads.has_bias,
-        shared_lm_head=heads.shared_lm_head,
-        lm_head_bias=heads.lm_head_bias is not None,
-        token_map=heads.token_map,
-        num_lm_heads=heads.num_lm_heads,
-        dtype=next(heads.parameters()).dtype,
-    )
+    wide = _of_width(heads, width)
     generator = torch.Generator().manual_seed(seed)
+    if isinstance(heads, HydraHeads) and isinstance(wide, HydraHeads):
+        for old, new in zip(heads.inputs, wide.inputs, strict=True):
+            assert isinstance(old, HydraInput)
+            assert isinstance(new, HydraInput)
+            _widen_input(old, new, generator)
     for old, new in zip(heads.blocks, wide.blocks, strict=True):
         assert isinstance(old, ResBlock)
         assert isinstance(new, ResBlock)
@@ -60,6 +66,61 @@ def widen_heads(heads: MedusaHeads, width: int, seed: int = 0) -> MedusaHeads:
     return wide
 
 
+def _of_width(heads: MedusaHeads, width: int) -> MedusaHeads:
+    """Untrained heads of the same kind, but for the width."""
+    bias, dtype = heads.lm_head_bias is not None, next(heads.parameters()).dtype
+    sizes = (heads.num_heads, heads.num_layers, width, heads.vocab_size)
+    if isinstance(heads, HydraHeads):
+        count = heads.num_lm_heads
+        return HydraHeads(*sizes, num_lm_heads=count, lm_head_bias=bias, dtype=dtype)
+    return MedusaHeads(
+        *sizes,
+        bias=heads.has_bias,
+        shared_lm_head=heads.shared_lm_head,
+        lm_head_bias=bias,
+        token_map=heads.token_map,
+        num_lm_heads=heads.num_lm_heads,
+        dtype=dtype,
+    )
+
+
+def _widen_input(old: HydraInput, new: HydraInput, generator: torch.Generator) -> None:
+    """[H, n * H] weights of n inputs side by side."""
+    for narrow, wide in ((old.weight, new.weight), (old.skip_weight, new.skip_weight)):
+        small, width = len(narrow), len(wide)
+        noise = torch.randn(small, wide.shape[1], generator=generator) * narrow.float().std()
+        wide.zero_()
+        wide[:small] = noise.to(wide.dtype)
+        wide.unflatten(1, (-1, width))[:small, :, :small] = narrow.unflatten(1, (-1, small))
+    new.bias[: len(old.bias)], new.skip_bias[: len(old.bias)] = old.bias, old.skip_bias
+
+
+def enlarge_drafter(drafter: Path, destination: Path, big: Shape) -> int:
+    """Writes an EAGLE-3 drafter, as `train` does, for the large target; returns its size.
+
+    Raises:
+        EnlargeError: it has a tensor that such drafters don't have.
+
+    """
+    config = json.loads((drafter / "config.json").read_text())
+    enlarger = Enlarger(config | {"architectures": [*SUPPORTED]}, replace(big, num_layers=1))
+    tensors = {}
+    for name, tensor in read_checkpoint(drafter).items():
+        if name in ("d2t", "t2d"):
+            tensors[name] = tensor
+        elif name == "fc.weight" or name.startswith("midlayer."):
+            tensors[name] = enlarger.inner(name.removeprefix("midlayer."), tensor)
+        else:
+            tensors[name] = enlarger.outer(name, tensor)
+    destination.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
+    write_json(
+        destination / "config.json",
+        enlarger.big_config() | {"architectures": config["architectures"]},
+    )
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
 def enlarge_heads(heads: Path, target: Path, destination: Path, width: int) -> int:
     """Writes the widened heads of the small `target`; returns their parameter count."""
     config = json.loads((target / "config.json").read_text())
@@ -67,7 +128,8 @@ def enlarge_heads(heads: Path, target: Path, destination: Path, width: int) -> i
         heads, hidden_size=config["hidden_size"], vocab_size=config["vocab_size"]
     )
     wide = widen_heads(small, width)
-    copy = widen(*_lm_head(target), width) if wide.shared_lm_head else None
+    stock = wide.shared_lm_head and not isinstance(wide, HydraHeads)
+    copy = widen(*_lm_head(target), width) if stock else None
     if copy is not None:
         copy = copy.to(next(wide.parameters()).dtype)
     settings = {} if info.tree is None else {"tree": info.tree}

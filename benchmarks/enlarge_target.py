@@ -40,6 +40,8 @@ from safetensors.torch import save_file
 from vllm_medusa.files import write_json
 
 SUPPORTED = ("LlamaForCausalLM",)
+NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "hidden_norm.weight")
+INTO_RESIDUAL = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "fc.weight")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -133,7 +135,7 @@ class Enlarger:
     def tensors(self, small: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the big model's tensors by name, in the dtypes of the small ones."""
         yield from (
-            (name, self._outer(name, tensor))
+            (name, self.outer(name, tensor))
             for name, tensor in small.items()
             if ".layers." not in name
         )
@@ -143,38 +145,42 @@ class Enlarger:
             for name, tensor in small.items():
                 if name.startswith(prefix):
                     part = name.removeprefix(prefix)
-                    grown = self._inner(part, tensor)
-                    if not real and part in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+                    grown = self.inner(part, tensor)
+                    if not real and part in INTO_RESIDUAL:
                         grown.zero_()
                     yield f"model.layers.{layer}.{part}", grown
 
-    def _outer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def outer(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of what surrounds the layers, by its name."""
         width = self.big.hidden_size
-        if name == "model.norm.weight":
+        if name.removeprefix("model.") == "norm.weight":
             return self._norm(tensor)
         if name in ("model.embed_tokens.weight", "lm_head.weight"):  # [V, d]
             return widen(tensor, tensor.shape[0], width)
         raise EnlargeError(f"unexpected tensor {name!r}: not part of a plain Llama checkpoint")
 
-    def _inner(self, part: str, tensor: torch.Tensor) -> torch.Tensor:
-        if part in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+    def inner(self, part: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of a layer, by its name there; an EAGLE drafter's has some more."""
+        if part in NORMS:
             return self._norm(tensor)
         width, dim = self.big.hidden_size, self.head_dim
         query, key = self._query_rows(), torch.arange(self.small.num_kv_heads * dim)
-        hidden = torch.arange(self.small.hidden_size)
+        hidden, inputs = self._hidden(tensor)
+        every = torch.arange(self.small.hidden_size)
         neurons = torch.arange(self.small.intermediate_size)
         rows, columns, big_rows, big_columns = {
-            "self_attn.q_proj.weight": (query, hidden, self.big.num_heads * dim, width),
-            "self_attn.k_proj.weight": (key, hidden, self.big.num_kv_heads * dim, width),
-            "self_attn.v_proj.weight": (key, hidden, self.big.num_kv_heads * dim, width),
-            "self_attn.o_proj.weight": (hidden, query, width, self.big.num_heads * dim),
-            "mlp.gate_proj.weight": (neurons, hidden, self.big.intermediate_size, width),
-            "mlp.up_proj.weight": (neurons, hidden, self.big.intermediate_size, width),
-            "mlp.down_proj.weight": (hidden, neurons, width, self.big.intermediate_size),
+            "self_attn.q_proj.weight": (query, hidden, self.big.num_heads * dim, inputs),
+            "self_attn.k_proj.weight": (key, hidden, self.big.num_kv_heads * dim, inputs),
+            "self_attn.v_proj.weight": (key, hidden, self.big.num_kv_heads * dim, inputs),
+            "self_attn.o_proj.weight": (every, query, width, self.big.num_heads * dim),
+            "mlp.gate_proj.weight": (neurons, every, self.big.intermediate_size, width),
+            "mlp.up_proj.weight": (neurons, every, self.big.intermediate_size, width),
+            "mlp.down_proj.weight": (every, neurons, width, self.big.intermediate_size),
+            "fc.weight": (every, hidden, width, inputs),
         }.get(part, (None, None, 0, 0))
         if rows is None or columns is None:
             raise EnlargeError(f"unexpected tensor {part!r} in a layer (biases can't be enlarged)")
-        if part in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        if part in INTO_RESIDUAL:
             grown = torch.zeros(big_rows, big_columns, dtype=tensor.dtype)
         else:
             noise = torch.randn(big_rows, big_columns, generator=self.generator)
@@ -186,6 +192,13 @@ class Enlarger:
         gains = torch.ones(self.big.hidden_size, dtype=weight.dtype)
         gains[: weight.shape[0]] = weight * self.norm_gain
         return gains
+
+    def _hidden(self, matrix: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Where columns that read hidden states go, n side by side: [n * d] int64, and n * W."""
+        count = max(1, matrix.shape[-1] // self.small.hidden_size)
+        starts = torch.arange(count)[:, None] * self.big.hidden_size
+        columns = (starts + torch.arange(self.small.hidden_size)).flatten()
+        return columns, count * self.big.hidden_size
 
     def _query_rows(self) -> torch.Tensor:
         """Where the rows of the small `q_proj` go: [num_heads * head_dim] int64."""

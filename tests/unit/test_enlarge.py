@@ -4,11 +4,15 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.enlarge_heads import enlarge_heads, widen_heads
+from benchmarks.enlarge_heads import enlarge_drafter, enlarge_heads, widen_heads
 from benchmarks.enlarge_target import EnlargeError, Enlarger, Shape, enlarge_target
 from vllm_medusa.heads import MedusaHeads, load_heads, save_heads
+from vllm_medusa.heads.eagle_files import save_drafter
+from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
+from vllm_medusa.heads.hydra import HydraHeads
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -134,3 +138,49 @@ def test_heads_folder_serves_us_and_stock_vllm(small, tmp_path):
     config = json.loads((tmp_path / "big-heads" / "config.json").read_text())
     assert config["original_lm_head"] is True
     assert config["medusa_fc_bias"] is True
+
+
+def randomly(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return module
+
+
+@pytest.mark.parametrize("num_lm_heads", [0, 3])
+@torch.no_grad()
+def test_hydra_logits_stay(num_lm_heads):
+    heads = randomly(HydraHeads(3, 2, 32, 97, num_lm_heads=num_lm_heads, lm_head_bias=False))
+    wide = widen_heads(heads, 80)
+    hidden, path = torch.randn(4, 32), torch.randint(97, (4, 3))
+    heads.use_target_embedding(torch.randn(97, 32))
+    wide.use_target_embedding(torch.nn.functional.pad(heads.embedding, (0, 48)))
+    lm_head = torch.randn(97, 32)
+    big = wide(torch.nn.functional.pad(hidden, (0, 48)), path=path)
+    want = heads.compute_logits(heads(hidden, path=path), lambda x: x @ lm_head.T)
+    got = wide.compute_logits(big, lambda x: x[..., :32] @ lm_head.T)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert not big[..., 32:].any()
+    assert wide.inputs[1].weight[:32].all()
+
+
+@torch.no_grad()
+def test_eagle_states_stay(tmp_path):
+    """All steps of its chains, of which each reads the states of the one before."""
+    config = LlamaConfig(**SMALL)
+    drafter = randomly(EagleDrafter(EagleShape.of(config, (0, 1, 2), 32, 97), 3))
+    save_drafter(tmp_path / "drafter", drafter)
+    shape = Shape(80, 90, 5, 8, 4)
+    enlarge_drafter(tmp_path / "drafter", tmp_path / "big", shape)
+    sizes = json.loads((tmp_path / "big" / "config.json").read_text())
+    assert sizes["num_hidden_layers"] == 1
+    wide = EagleDrafter(EagleShape.of(LlamaConfig.from_dict(sizes), (0, 1, 2), 80, 97), 3)
+    stored = load_file(tmp_path / "big" / "model.safetensors")
+    wide.load_state_dict(stored)
+    features, path = torch.randn(2, 7, 3, 32), torch.randint(97, (2, 7, 3))
+    drafter.embedding = torch.randn(97, 32)
+    wide.embedding = torch.nn.functional.pad(drafter.embedding, (0, 48))
+    want = drafter.compute_logits(drafter(features.flatten(2), path))
+    got = wide.compute_logits(wide(torch.nn.functional.pad(features, (0, 48)).flatten(2), path))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert stored["midlayer.self_attn.q_proj.weight"][:16].all()
