@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from benchmarks.case import ROOT
 from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.offline.engine import EngineSettings, Sampling
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, read_prompts
@@ -30,7 +31,7 @@ class ArmOptions(Options):
     """What all arms have in common."""
 
     target: Path = option("folder of the target", positional=True)
-    heads: Path = option("folder of its heads", positional=True)
+    heads: Path = option("folder of its heads, or of an EAGLE drafter", positional=True)
     tree: Path | None = option(
         "JSON of `vllm-medusa tree --output`, or paths, best first; absent: the heads' own",
         default=None,
@@ -68,9 +69,20 @@ class ArmOptions(Options):
         """So many as ``prompts`` says or the largest batch takes."""
         return max(self.prompts, *self.batch)
 
+    @property
+    def method(self) -> str:
+        """Of the drafter: an EAGLE's, or heads'."""
+        return drafter_method(self.heads) or "medusa"
+
+    def drafter(self) -> dict[str, Any]:
+        """What its speculative configurations begin with."""
+        return {"method": self.method, "model": str(self.heads.absolute())}
+
     def paths(self) -> list[list[int]]:
         """The tree, best nodes first; empty if the heads bring none."""
         if self.tree is None:
+            if self.method != "medusa":
+                return []
             own = peek_heads(self.heads).tree
             return own if isinstance(own, list) else []
         document = json.loads(self.tree.read_text(encoding="utf-8"))
@@ -105,28 +117,33 @@ AUTOMATIC = "automatic"
 def tree_arm(options: ArmOptions, nodes: int) -> Arm | None:
     """The first so many nodes of the tree; None if it has fewer."""
     paths = options.paths()
-    config = {"method": "medusa", "model": str(options.heads.absolute()), "tree": paths[:nodes]}
+    config = options.drafter() | {"tree": paths[:nodes]}
     return Arm(f"tree {nodes}", "ours", nodes, config) if nodes <= len(paths) else None
 
 
 def chain_arm(options: ArmOptions, depth: int) -> Arm:
     """A tree of a single spine, through our engine."""
-    config = {"method": "medusa", "model": str(options.heads.absolute()), "tree": {"chain": depth}}
+    eagle = options.method != "medusa"
+    own = (
+        {"tree": "chain", "num_speculative_tokens": depth} if eagle else {"tree": {"chain": depth}}
+    )
+    config = options.drafter() | own
     return Arm(f"chain {depth}, ours", "ours", depth, config)
 
 
 def dynamic_arm(options: ArmOptions, budget: int | str) -> Arm:
     """A tree of its own for every request and step: of so many draft nodes, or "auto"."""
-    config = {"method": "medusa", "model": str(options.heads.absolute()), "budget": budget}
+    config = options.drafter() | {"budget": budget}
+    if options.method != "medusa":  # without a tree it is vLLM's own path
+        config["tree"] = "dynamic"
     if isinstance(budget, int):
         return Arm(f"dynamic {budget}", "ours", budget, config)
     return Arm(AUTOMATIC, "ours", 0, config)
 
 
 def stock_arm(options: ArmOptions, depth: int) -> Arm:
-    """VLLM's own Medusa chain on the same heads, without this package."""
-    model = str(options.heads.absolute())
-    config = {"method": "medusa", "model": model, "num_speculative_tokens": depth}
+    """VLLM's own chain of the same drafter, without this package."""
+    config = options.drafter() | {"num_speculative_tokens": depth}
     return Arm(f"chain {depth}, vLLM's", "stock", depth, config)
 
 

@@ -1,4 +1,4 @@
-r"""Speed of tree Medusa, of vLLM's own Medusa chain and of n-grams, each beside plain vLLM.
+r"""Speed of trees, of vLLM's own chain of the same drafter and of n-grams, beside plain vLLM.
 
     python -m benchmarks enlarge demo/target BIG --heads demo/heads
     vllm-medusa tree HEADS --num-draft-tokens 63 --output BIG/tree.json  # demo/heads, calibrated
@@ -6,6 +6,7 @@ r"""Speed of tree Medusa, of vLLM's own Medusa chain and of n-grams, each beside
     python -m benchmarks speed BIG/target BIG/heads --tree BIG/tree.json --prompts 2 \
         --batch 1 2 4 8 16 32 64 --tree-sizes 2 4 7 15 31 --only "^(auto|tree|chain 5, vLLM's)" \
         --waves 3 --uneven --seconds 60  # under load
+    python -m benchmarks speed BIG/target BIG/eagle3 --only "^(auto|dyn|chain 4|n-gram)"  # or Hydra
 
 Every arm takes turns with plain vLLM on the same prompts, so that what disturbs the machine
 disturbs both; the ratio is of throughputs, prefills included. The arm's tokens have to be plain's
@@ -127,7 +128,9 @@ def run(options: SpeedOptions, progress: Progress) -> Iterator[Row]:
     """A row for each arm, temperature and batch."""
     prompts = options.read_prompts()
     if not options.paths():
-        progress.note("the heads bring no tree, so none is measured: give one with --tree")
+        progress.note(
+            "no tree comes with the drafter, so none is measured: heads take one with --tree"
+        )
     end = time.monotonic() + 60 * (options.minutes or float("inf"))
     with engine(PLAIN, options, max(options.temperatures)) as plain:
         for arm in arms(options):
