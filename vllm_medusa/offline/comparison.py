@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from vllm_medusa.config import OWN_TREE, EagleConfig, TreeConfig
 from vllm_medusa.files import refuse_to_replace, write_json
-from vllm_medusa.heads import peek_heads
-from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads import HeadsError, peek_heads
+from vllm_medusa.heads.eagle import drafter_method, inspect_eagle
+from vllm_medusa.heads.files import read_json
+from vllm_medusa.heads.fingerprint import config_sizes
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.defaults import engine_arguments
@@ -56,7 +59,7 @@ def compare(
 
     Raises:
         PromptError: no prompt can be used, or there are bad lines that are not to be skipped.
-        HeadsError: the heads can't be read.
+        HeadsError: the heads can't be read, or are of another width than the target.
         MedusaConfigError: the tree doesn't fit them.
         FileRefused: the output holds something else than figures.
         EngineRefused: vLLM or the plugin refuses to start.
@@ -68,6 +71,7 @@ def compare(
         refuse_to_replace(output, "figures", is_document)
     drafter = drafter_method(options.heads) is not None
     tree, budgets = (None, drafter_budgets(options)) if drafter else budgets_of(options)
+    refuse_misfit(options.heads, options.target)
     prompts, temperature = prompts_of(options, progress)
     engine_args = engine_arguments(
         options.target,
@@ -140,6 +144,28 @@ def compare(
     if output is not None:
         write_json(output, document)
     return Comparison(document)
+
+
+def refuse_misfit(heads: str, target: str) -> None:
+    """Before plain vLLM is started for nothing: vLLM itself sees only with the heads' engine.
+
+    Raises:
+        HeadsError: the target is a folder whose hidden size the heads, or the drafter, don't have.
+
+    """
+    config = Path(target) / "config.json"
+    if not config.is_file():
+        return  # of the hub: vLLM gets it
+    needed = config_sizes(read_json(config))["hidden_size"]
+    if drafter_method(heads) is not None:
+        found = inspect_eagle(heads).target_hidden_size
+    else:
+        found = peek_heads(heads).hidden_size
+    if needed not in (None, found):
+        raise HeadsError(
+            f"{heads} is for targets of hidden size {found}, {target} has {needed}. Give the "
+            "target that it was trained with, or heads trained for this one"
+        )
 
 
 def budgets_of(options: CompareOptions) -> tuple[list[list[int]] | None, list[int]]:

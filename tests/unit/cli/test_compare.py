@@ -196,6 +196,16 @@ def test_what_is_wrong_is_said_before_an_engine_starts(arguments, capsys, change
     assert not Engine.started
 
 
+def test_heads_of_another_width_are_refused_before_an_engine_starts(arguments, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    assert run(arguments[0], str(tmp_path), *arguments[2:]) == 0
+    Engine.started.clear()
+    (tmp_path / "config.json").write_text('{"hidden_size": 12}')
+    assert run(arguments[0], str(tmp_path), *arguments[2:]) == 2
+    assert f"hidden size 8, {tmp_path} has 12" in capsys.readouterr().err
+    assert not Engine.started
+
+
 def test_the_table_for_files_marks_the_fastest():
     row = {
         "num_draft_tokens": 4, "tau": 1.5, "steps": 10, "plain_steps": 15, "ratio": 1.25,
