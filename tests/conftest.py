@@ -75,3 +75,11 @@ def eagle_case(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from support.eagle_case import make_case
 
     return make_case(tmp_path_factory.mktemp("eagle"))
+
+
+@pytest.fixture(scope="session")
+def hydra_case(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`support.hydra_case.Fitted`, solved once."""
+    from support.hydra_case import make_case
+
+    return make_case(tmp_path_factory.mktemp("hydra"))

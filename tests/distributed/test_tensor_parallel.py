@@ -15,6 +15,8 @@ from support.demo import HEADS, TARGET, demo_prompts
 from support.eagle_case import TOKENS as LEARNT_TOKENS
 from support.eagle_case import Case, asked
 from support.engines import complete, engine, greedy, medusa
+from support.hydra_case import TOKENS as HYDRA_TOKENS
+from support.hydra_case import TREES, Fitted
 from support.plain import (
     COMMON,
     TOKENS,
@@ -162,3 +164,15 @@ def test_an_eagle_drafter(eagle_case: Case) -> None:
     assert got.differing() == 0 and len(got.ranks) == 2
     accepted = [len(made.nodes) - 1 for made in got.trees]
     assert sum(accepted) > len(accepted) > 5 * count  # as it has learnt them by heart
+
+
+def test_hydra_heads(hydra_case: Fitted) -> None:
+    """Each rank embeds and scores a part of the vocabulary; both draft the oracle's trees."""
+    tree = medusa(hydra_case.heads, **TREES["dynamic"][0])
+    with engine(hydra_case.model, tree, worker_cls=WORKER, tensor_parallel_size=2) as llm:
+        got = run(llm, hydra_case.prompts, greedy(HYDRA_TOKENS))
+    for completion, result in zip(got.completions, hydra_case.expected["dynamic"], strict=True):
+        assert list(completion.token_ids) == result.token_ids
+        assert list(completion.accepted) == result.accepted_per_step
+    assert got.differing() == 0 and len(got.ranks) == 2
+    assert len(got.trees) > len(hydra_case.prompts)

@@ -133,7 +133,6 @@ def prepare(
         raise MedusaConfigError(ASYNC_ON_V1)
     config = MedusaConfig.from_speculative_config(merged(engine_args))
     options = resolve(config, model_config)
-    _check_ranks(options, parallel_config)
     if compat.on_cuda():
         choose_triton_attention(engine_args)
         choose_worker(parallel_config, V2_CUDA_WORKER)
@@ -261,20 +260,6 @@ def _check_fit(info: HeadsInfo, source: str, model_config: Any) -> None:
                 "Heads work with the model they were trained on only: give that target, or heads "
                 "trained for this one."
             )
-
-
-def _check_ranks(options: EngineOptions, parallel_config: Any) -> None:
-    """Hydra heads need every token's embedding on every rank; nobody has tried that."""
-    ranks = parallel_config.tensor_parallel_size
-    if (
-        ranks > 1
-        and options.heads
-        and peek_heads(options.heads, revision=options.revision).is_hydra
-    ):
-        raise MedusaConfigError(
-            f"tensor_parallel_size is {ranks}, and the heads in {options.heads} are Hydra's, which "
-            "run with 1 only. Use 1, or Medusa heads."
-        )
 
 
 def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:

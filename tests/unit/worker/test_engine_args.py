@@ -272,14 +272,12 @@ def test_adapters_bound_the_drafts_of_a_request(config, heads):
     )
 
 
-def test_hydra_heads_expand_a_beam_and_are_refused_on_several_ranks(config, tmp_path):
+def test_hydra_heads_expand_a_beam(config, tmp_path):
     heads = str(save_heads(tmp_path / "hydra", random_hydra(3)))
     asked = {"method": "medusa", "model": heads}
     tree = EngineOptions.of(config(asked | {"budget": 20})).tree
     assert isinstance(tree, DynamicTree) and tree.pool == Beam(10, 10, 3) and tree.num_nodes == 21
     assert EngineOptions.of(config(asked | {"tree": {"chain": 3}})).tree == TokenTree.chain(3)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size is 2.*Hydra's.*Use 1"):
-        config(asked, tensor_parallel_size=2)
 
 
 def test_the_folder_of_an_eagle_drafter_is_taken_for_one(parse, tmp_path):

@@ -1,0 +1,72 @@
+"""A chaotic target with Hydra heads that know its outputs by heart, below the true path only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.engines import random_prompts
+from support.hydra import save_fitted_hydra
+from support.models import VOCAB, save_model
+from support.reference import assert_chaotic
+from support.runner import sized
+from vllm_medusa.decode import DecodeResult, decode
+from vllm_medusa.heads import load_heads
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.dynamic import BEAM_WIDTH, Beam, DynamicTree
+
+HIDDEN, HEADS, NODES = 512, 4, 12
+TOKENS, COUNT = sized(48, 24), sized(6, 2)
+STATIC = TokenTree.dense([3, 2, 1, 1])
+TREES: dict[str, tuple[dict[str, Any], TokenTree | DynamicTree]] = {
+    "static": ({"tree": STATIC.to_lists()}, STATIC),
+    "dynamic": (
+        {"tree": None, "budget": NODES},
+        DynamicTree(Beam(BEAM_WIDTH, BEAM_WIDTH, HEADS), NODES + 1),
+    ),
+}
+
+
+@dataclass
+class Fitted:
+    """A chaotic target, heads that know its greedy outputs, the oracle's results by tree."""
+
+    model: str
+    heads: str
+    prompts: list[list[int]]
+    expected: dict[str, list[DecodeResult]]
+
+
+def make_case(folder: Path) -> Fitted:
+    """Answers of the target, and heads solved for them."""
+    path = save_model(
+        folder / "model", "Llama", hidden_size=HIDDEN, num_attention_heads=8, head_dim=64,
+        num_key_value_heads=4, initializer_range=0.1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    prompts = random_prompts(COUNT, VOCAB, longest=60, seed=5)
+    states, paths = [], []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = model.generate(
+                torch.tensor([prompt]), max_new_tokens=TOKENS + HEADS + 1, do_sample=False,
+                eos_token_id=None,
+            )  # fmt: skip
+            out = model(ids, output_hidden_states=True).hidden_states[-1][0]
+            for end in range(len(prompt), len(prompt) + TOKENS):
+                states.append(out[end - 1])  # its token is ids[end]
+                paths.append(ids[0, end : end + HEADS + 1])
+    embedding = model.get_input_embeddings().weight.detach()
+    saved = save_fitted_hydra(folder / "heads", embedding, torch.stack(states), torch.stack(paths))
+    heads: Any = load_heads(saved, hidden_size=HIDDEN, vocab_size=VOCAB)[0]
+    heads.use_target_embedding(embedding)
+    expected = {
+        kind: [decode(model, heads, tree, torch.tensor(prompt), TOKENS) for prompt in prompts]
+        for kind, (_, tree) in TREES.items()
+    }
+    assert_chaotic([result.token_ids for result in expected["static"]])
+    return Fitted(path, saved, prompts, expected)
