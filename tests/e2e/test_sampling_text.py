@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.budgets import budget_of, fickle
 from support.demo import HEADS, TARGET, VOCAB, demo_prompts, tokenizer
-from support.engines import engine, medusa
+from support.engines import complete, engine, medusa
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
 from support.planted import planted_by_seed
 from support.spies import mean_accepted, recorded_steps
@@ -20,7 +20,7 @@ from vllm import LLM, SamplingParams
 from vllm.config.reasoning import ReasoningConfig
 from vllm.reasoning import ReasoningParserManager
 from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from vllm_medusa.budget.choose import NodeBudget
 from vllm_medusa.worker import grammar as grammars
@@ -255,6 +255,34 @@ def test_grammars_force_drafts_without_heads(
         assert run_grammars(llm, plain, prompts, [*FOLLOWED, "sampled"]) > 1.2
         assert deepest > scheduler._drafted_depth and forced > 50
         assert budget_of(llm).outlook.copies
+        monkeypatch.setattr(budget_of(llm), "draft_next", lambda *_: 0)
+        assert names_taken_over(llm, prompts) > 0
+
+
+def names_taken_over(llm: LLM, prompts: list[list[int]]) -> int:
+    """A request is aborted between two steps, and another one comes by its name at once."""
+    core: Any = llm.llm_engine.engine_core
+    make = llm.llm_engine.input_processor.process_inputs
+    free = SamplingParams(temperature=0.0, max_tokens=6, output_kind=RequestOutputKind.DELTA)
+    (expected,) = complete(llm, prompts[:1], free)
+    followed = SamplingParams(
+        temperature=0.0,
+        max_tokens=60,
+        structured_outputs=StructuredOutputsParams(regex="(positive or negative and )+"),
+    )
+    waiting = 0
+    for steps in range(2, 22):
+        core.add_request(make("x", {"prompt_token_ids": prompts[1]}, followed, ("generate",)))
+        for _ in range(steps):
+            core.get_output()
+        core.abort_requests(["x"])
+        waiting += len(core.engine_core.scheduler._roots)
+        core.add_request(make("x", {"prompt_token_ids": prompts[0]}, free, ("generate",)))
+        got: list[int] = []
+        while len(got) < 6:
+            got += [t for output in core.get_output().outputs for t in output.new_token_ids]
+        assert tuple(got) == expected.token_ids
+    return waiting
 
 
 class UntilColon(BaseThinkingReasoningParser):

@@ -81,12 +81,23 @@ class GrammarScheduler(DepthScheduler, Scheduler):
         self.spent = Spent(masks_count=alone and not ahead)
         self._runs: dict[str, list[tuple[int, int]]] = {}  # tokens and kinds, see `forced_run`
         self._chances = (Chance(), Chance())  # of greedy requests, and of others
-        self._roots: dict[str, Row] = {}  # masks of this step's roots, as far as they are known
+        # masks of this step's roots, as far as they are known; a name may be another's by then
+        self._roots: list[tuple[StructuredOutputGrammar, Row]] = []
         self._masks: Tensor | None = None  # int32 [rows of a step or more, ceil(V / 32)]
+        self._sessions = False  # there was a request that takes more input later
+
+    def add_request(self, request: Request) -> None:
+        """Take in a request."""
+        self._sessions |= request.resumable
+        super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; the workers are told the topologies that they can't know."""
         self._started = time.perf_counter()
+        if self._sessions:  # more input follows what a step accepted, stop token or not
+            for request in self.running:
+                if request.resumable:
+                    request.spec_token_ids = []
         output: Any = super().schedule(*args, **kwargs)
         if self._offers:
             output.tree_parents = {
@@ -134,7 +145,10 @@ class GrammarScheduler(DepthScheduler, Scheduler):
                 continue
             drafts, constrained = candidates.first(count), self._is_constrained(request)
             # vLLM gives what may not count as -1s at the end
-            known = count if constrained else self._before_the_end(request, drafts)
+            if constrained:
+                known = self._before(self._ignored_end(request), drafts)
+            else:
+                known = self._before_the_end(request, drafts)
             tokens = drafts.token_ids[:known]
             scheduled[req_id] = tokens + [-1] * (count - known)
             parents[req_id] = drafts.parents
@@ -182,14 +196,17 @@ class GrammarScheduler(DepthScheduler, Scheduler):
                 continue
             if self._is_constrained(request):
                 depth = min(self._depth_of_runs, self._useful_depth(request))
-                run, (self._roots[req_id], *masks) = forced_run(
-                    _grammar(request),
+                grammar = _grammar(request)
+                run, (root, *masks) = forced_run(
+                    grammar,
                     depth,
                     mask,
                     vocab,
                     self._spelling,
                     self._longest(request).value,
                 )
+                run = run.first(self._before(self._ignored_end(request), run))
+                self._roots.append((grammar, root))
                 chosen[req_id] = run
                 self._keep_run(req_id, run)
                 self._offers[req_id] = Offer(run.token_ids, run.parents, True, masks)
@@ -258,11 +275,7 @@ class GrammarScheduler(DepthScheduler, Scheduler):
         manager, known = self.structured_output_manager, self._roots
         if not known or stock.scheduled_spec_decode_tokens:
             return super().get_grammar_bitmask(stock)
-        rows = {
-            id(_grammar(self.requests[name])): known[name]
-            for name in known
-            if name in self.requests
-        }
+        rows = {id(grammar): row for grammar, row in known}
         make = manager._fill_bitmasks
 
         def fill(batch: Iterable[tuple[StructuredOutputGrammar, int, bool]]) -> None:
@@ -310,7 +323,27 @@ class GrammarScheduler(DepthScheduler, Scheduler):
         depth, deepest = min(self._drafted_depth, useful), min(self._depth_of_runs, useful)
         mask = self._buffer(1)[:1]
         longest = self._longest(request).value
-        return choose(grammar, drafts, depth, mask, vocab, self._spelling, longest, deepest)
+        drafts = choose(grammar, drafts, depth, mask, vocab, self._spelling, longest, deepest)
+        end = self._ignored_end(request)
+        if end is None:
+            return drafts
+        return drafts.subset([i for i, token in enumerate(drafts.token_ids, 1) if token != end])
+
+    def _ignored_end(self, request: Request) -> int | None:
+        """The token that ends the grammar, if the request goes on behind it; else None.
+
+        It is not drafted: some backends refuse what comes behind it in the same step.
+        """
+        end: int | None = self.structured_output_manager.tokenizer.eos_token_id
+        params = request.sampling_params
+        stops = params is None or end in (params.eos_token_id, *(params.stop_token_ids or ()))
+        return None if stops else end
+
+    @staticmethod
+    def _before(end: int | None, drafts: Candidates) -> int:
+        """How many drafts come before the first of these tokens."""
+        tokens = drafts.token_ids
+        return tokens.index(end) if end is not None and end in tokens else len(tokens)
 
     @cached_property
     def _spelling(self) -> Spelling:

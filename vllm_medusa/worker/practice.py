@@ -163,6 +163,8 @@ def _run(
     script = scheduler.budget
     names = [f"medusa-practice-{index}" for index in range(requests)]
     most = scheduler.max_model_len - len(_PROMPT)
+    if most < 1:
+        return False  # there is nothing to decode
     # seeds: as random as a request of a user, and equal on all ranks
     for index, name in enumerate(names):
         params = SamplingParams(max_tokens=most, ignore_eos=True, seed=index)
