@@ -26,7 +26,7 @@ _MARKS = {"fits": "ok ", "does not fit": "NO ", "unknown": "?  "}
 _FORMATS = {
     "v1": "v1 (the reference's names; TGI and TensorRT-LLM have the same)",
     "v2": "v2 (residual blocks alone; the target's LM head is used)",
-    "vllm": "vLLM's layout (what this package saves)",
+    "vllm": "vLLM's layout (which this package saves)",
     "hydra": "Hydra's MLP variant (the reference's names, and what this package saves)",
     "full": "full Medusa-2 model (heads and the model they were trained with)",
 }

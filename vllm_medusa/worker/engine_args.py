@@ -28,7 +28,7 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
     def create_speculative_config(
         self: Any, target_model_config: Any, target_parallel_config: Any
     ) -> Any:
-        asked = self.speculative_config or {}
+        asked = _mapping(self.speculative_config)
         method = self.spec_method or asked.get("method")
         if method != METHOD and not (method in EAGLE and "tree" in asked):
             _refuse_lost_keys(asked, method)
@@ -46,6 +46,16 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
         return make(self, original, target_model_config, target_parallel_config)
 
     return create_speculative_config
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """A speculative configuration as it was given, or {}."""
+    if not isinstance(value or {}, Mapping):
+        raise MedusaConfigError(
+            f"speculative_config is {value!r}; give an object such as "
+            '{"method": "medusa", "model": "path/to/heads"}.'
+        )
+    return dict(value or {})
 
 
 def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
@@ -137,7 +147,7 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
     """Fold the flag into ``--speculative-config``; whatever contradicts it is refused."""
-    config = dict(getattr(args, "speculative_config", None) or {})
+    config = _mapping(getattr(args, "speculative_config", None))
     given = {
         "--spec-model": getattr(args, "spec_model", None),
         "--speculative-config['model']": config.get("model"),

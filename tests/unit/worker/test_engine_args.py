@@ -286,3 +286,9 @@ def test_the_folder_of_an_eagle_drafter_is_taken_for_one(parse, tmp_path):
     assert parse("--speculative-model", drafter).speculative_config == own
     given = parse("--speculative-model", drafter, "--speculative-config", '{"tree": "chain"}')
     assert given.speculative_config == own | {"tree": "chain"}
+
+
+@pytest.mark.parametrize("given", ["medusa", [1, 2]])
+def test_a_configuration_that_is_no_object_is_refused_in_words(config, given):
+    with pytest.raises(ValueError, match=r"speculative_config is .*; give an object such as"):
+        config(given)
