@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
@@ -67,14 +68,15 @@ class Number:
 
 @dataclass(frozen=True)
 class Place:
-    """Texts that name a folder, a file or a model of the hub: any but an empty one."""
+    """Texts that name a folder, a file or a model of the hub: what is clearly a path is there."""
 
     def allows(self, value: Any) -> bool:
-        """Whether a value names anything."""
-        return bool(str(value).strip())  # a path will do
+        """Whether a value can name anything."""
+        text = str(value).strip()  # a path will do
+        return bool(text) and (text[0] not in "/.~" or Path(text).expanduser().exists())
 
     def __str__(self) -> str:
-        return "the name of a folder, a file or a model of the hub"
+        return "the name of a folder or a file that is there, or of a model of the hub"
 
 
 Source = Annotated[str, Place()]

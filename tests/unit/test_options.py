@@ -101,7 +101,8 @@ def test_a_command_line_leaves_defaults_out():
         ("--engine-args [1]", "use a JSON object such as"),
         ("--engine-args {", "not JSON:"),
         ("--output=", "the name is empty"),
-        ("--draft=", "'' is not allowed; use the name of a folder, a file or a model of the hub"),
+        ("--draft=", "'' is not allowed; use the name of a folder or a file that is there"),
+        ("--draft /nowhere", "'/nowhere' is not allowed; use the name of a folder or a file"),
         ("--kind hard", "invalid choice: 'hard' (choose from 'soft', 'tokens')"),
     ],
 )
