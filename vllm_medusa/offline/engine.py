@@ -46,11 +46,12 @@ def medusa_config(
     acceptance: str | None = None,  # "lossless", "typical", or JSON text
     num_speculative_tokens: int | None = None,  # at most this many draft nodes
     budget: str | None = None,  # "auto", a number, or JSON text, for dynamic trees
+    lookup: bool = False,  # copies from the request's own texts too, without heads alone
 ) -> dict[str, Any]:
     """The ``speculative_config`` of a Medusa engine, from what a command line can hold.
 
-    Without ``heads`` they are in the target's own checkpoint. A local folder with an EAGLE drafter
-    will do too: its trees are dynamic unless ``tree`` says otherwise.
+    Without ``heads`` they are in the target's own checkpoint, or nowhere if ``lookup``. A local
+    folder with an EAGLE drafter will do too: its trees are dynamic unless ``tree`` says otherwise.
     """
     method = None
     if heads is not None and Path(heads).expanduser().is_dir():
@@ -65,6 +66,7 @@ def medusa_config(
         "acceptance": _json_or_text(acceptance),
         "num_speculative_tokens": num_speculative_tokens,
         "budget": int(budget) if budget and budget.isdecimal() else _json_or_text(budget),
+        "lookup": lookup or None,
     }
     return {"method": method or "medusa"} | {k: v for k, v in options.items() if v is not None}
 

@@ -59,6 +59,9 @@ class MedusaOptions(Options):
         "in place of --tree: dynamic trees, auto or N nodes a request or '{\"max_rows\": N}'",
         default=None,
     )
+    lookup: bool = option(
+        "draft what followed the last tokens before, too; without HEADS, only that", default=False
+    )
 
     def check(self) -> None:
         """Refuse what no engine takes, before one starts."""
@@ -84,6 +87,7 @@ class MedusaOptions(Options):
             self.tree,
             num_speculative_tokens=self.num_speculative_tokens,
             budget=self.budget,
+            lookup=self.lookup,
         )
 
 
@@ -132,7 +136,7 @@ class PromptJob(Options):
         if other and (medusa is not None or "medusa" in str(other)):
             raise ValueError(
                 f"--engine-args: speculative_config is {other}; Medusa has options of its own "
-                "here. Say --speculative-model, --tree, --budget and the like instead."
+                "here. Say --speculative-model, --tree, --budget, --lookup and the like instead."
             )
         return EngineSettings(
             self.model,
@@ -157,6 +161,7 @@ class GenerateMedusa(MedusaOptions):
             self.acceptance,
             self.budget,
             self.num_speculative_tokens,
+            self.lookup or None,
         )
         if self.no_medusa and any(other is not None for other in others):
             raise ValueError("--no-medusa contradicts the other Medusa options; drop one of them.")
@@ -172,6 +177,7 @@ class GenerateMedusa(MedusaOptions):
             self.acceptance,
             self.num_speculative_tokens,
             self.budget,
+            self.lookup,
         )
 
 

@@ -102,17 +102,18 @@ class DraftOptions(MedusaOptions):
 
     def check(self) -> None:
         """See `Options.check`."""
-        if self.speculative_model is None and any(
-            (self.tree, self.num_speculative_tokens, self.budget)
-        ):
+        others = (self.tree, self.num_speculative_tokens, self.budget)
+        if self.speculative_model is None and not self.lookup and any(others):
             raise ValueError(
-                "--tree, --num-speculative-tokens and --budget need heads: --speculative-model."
+                "--tree, --num-speculative-tokens and --budget need heads: --speculative-model; or "
+                "--lookup, which copies only."
             )
         super().check()
 
     def speculative_config(self) -> dict[str, Any] | None:
         """See `MedusaOptions.speculative_config`."""
-        return None if self.speculative_model is None else super().speculative_config()
+        drafts = self.speculative_model is not None or self.lookup
+        return super().speculative_config() if drafts else None
 
 
 class DistillOptions(PromptJob):

@@ -11,8 +11,15 @@ from support.told import Told
 from vllm_medusa.offline import generate as job
 from vllm_medusa.offline import prompts
 from vllm_medusa.offline.engine import medusa_config
-from vllm_medusa.offline.options import BatchOptions, GenerateOptions, PromptFile
+from vllm_medusa.offline.options import (
+    BatchOptions,
+    GenerateMedusa,
+    GenerateOptions,
+    MedusaOptions,
+    PromptFile,
+)
 from vllm_medusa.offline.prompts import PromptError
+from vllm_medusa.training.options import DraftOptions
 
 
 class Engine(FakeEngine):
@@ -75,3 +82,17 @@ def test_heads_in_the_targets_own_checkpoint_need_no_name():
         "tree": "mc_sim_7b_63",
         "acceptance": {"mode": "typical", "epsilon": 0.1},
     }
+
+
+@pytest.mark.parametrize("kind", [GenerateMedusa, DraftOptions, MedusaOptions])
+def test_lookup_goes_with_heads_or_alone(kind):
+    alone = {"method": "medusa", "lookup": True}
+    assert kind(lookup=True).speculative_config() == alone
+    assert kind(lookup=True, budget="7").speculative_config() == alone | {"budget": 7}
+    with_heads = kind(speculative_model="h", lookup=True).speculative_config()
+    assert with_heads == alone | {"model": "h"}
+
+
+def test_lookup_is_speculation():
+    with pytest.raises(ValueError, match="--no-medusa contradicts"):
+        GenerateMedusa(lookup=True, no_medusa=True)
