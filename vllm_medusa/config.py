@@ -470,7 +470,7 @@ def _in_words(kind: type[_Options], error: ValidationError) -> str:
             )
         else:
             field = kind.model_fields[name]
-            given = shown(problem["input"])
+            given = "missing" if problem["type"] == "missing" else shown(problem["input"])
             sentence = f"{kind.label} {name} is {given}; give {field.description}."
         if sentence not in sentences:
             sentences.append(sentence)

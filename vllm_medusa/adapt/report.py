@@ -114,6 +114,8 @@ def conclusion(document: dict[str, Any]) -> str:
         )
     else:
         tree = f"The heads' tree has the {nodes} draft nodes that were asked for."
+    if document["tree"] is not None:
+        tree += ' "tree": "heads" serves it; without that, trees are dynamic.'
     return f"{comparison.conclusion(document['measured'])} {tree}"
 
 

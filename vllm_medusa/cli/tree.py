@@ -20,8 +20,8 @@ _SKETCHED = 24  # nodes of a tree drawn as text
 
 _DESCRIPTION = """\
 Build the tree that gives calibrated heads the most tokens per verification step for a number of
-draft nodes, and write it into their config.json, best nodes first: serving then uses it without
-being told, and a smaller --num-speculative-tokens is the best part of it."""
+draft nodes, and write it into their config.json, best nodes first. "tree": "heads" serves it, and
+with a smaller num_speculative_tokens its best part; without that, trees are dynamic."""
 
 _EPILOG = """\
 walk (default) walks the calibration's texts as decoding would, so it knows that a head is less
@@ -76,7 +76,7 @@ def run(options: TreeOptions, progress: ConsoleProgress) -> int:
         out.print("dry run: the heads' config is as it was")
     else:
         config = options.heads / "config.json"
-        out.print(f"{config} has the tree; serving uses it", soft_wrap=True)
+        out.print(f'{config} has the tree; "tree": "heads" serves it', soft_wrap=True)
     return 0
 
 

@@ -72,7 +72,8 @@ def test_from_records_to_a_tree_that_serving_uses(heads, records, capsys):
     arguments = ["tree", heads, "-n", 9, "--draw", drawn, "--output", out]
     assert run(*arguments, "--measure", records, "--target", TARGET, "--max-tokens", 16) == 0
     shown = capsys.readouterr().out
-    for words in ("held out", "if indep.", "Measured by decoding", "root", "serving uses it"):
+    served = '"tree": "heads" serves it'
+    for words in ("held out", "if indep.", "Measured by decoding", "root", served):
         assert words in shown
     assert drawn.stat().st_size > 10_000
     tree = peek_heads(heads).tree
