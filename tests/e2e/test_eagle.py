@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_medusa.worker import cpu_attention
-from vllm_medusa.worker.eagle_trees import EagleTrees
+from vllm_medusa.worker.eagle_trees import EagleTrees, Waiting
+from vllm_medusa.worker.scheduler import _Counts
 
 pytestmark = pytest.mark.engine
 
@@ -80,7 +82,7 @@ def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
 
 
 # Shared beginnings for the prefix cache, and prompts longer than a step.
-DEPTH = 4
+DEPTH, BLOCK = 4, 32
 LONG = [
     [*shared, *own]
     for shared in random_prompts(2, VOCAB, shortest=97, longest=110, seed=5)
@@ -108,9 +110,9 @@ def run(case: Case, llm: LLM, plain: Any, every: int, some: slice = slice(None))
     ):
         got = complete(llm, prompts, PARAMS[some])
     assert differing(expected, got) == []
+    checked = sum(assert_dense(grown, case.drafter, case.model) for grown in trees)
     assert mean_accepted(steps) > 1
-    assert trees
-    return sum(assert_dense(grown, case.drafter, case.model) for grown in trees)
+    return checked
 
 
 def test_eagle_1(case: Case, plain: Any) -> None:
@@ -138,7 +140,7 @@ def llm(case: Case, plain: Any) -> Iterator[LLM]:
     with engine(
         case.target,
         tree,
-        block_size=32,
+        block_size=BLOCK,
         num_gpu_blocks_override=sized(40, 20),
         max_model_len=512,
         max_num_batched_tokens=96,
@@ -153,6 +155,65 @@ def test_exact_beside_all_that_happens(case: Case, llm: LLM, plain: Any) -> None
     assert run(case, llm, plain, every=sized(5, 3)) > 50
     assert metric(llm, "num_preemptions") > preempted
     assert metric(llm, "prefix_cache_hits") > hits
+
+
+def seldom_drafting(patch: Patch) -> list[int]:
+    """Every fifth step drafts. Returns of how many steps tokens waited, each time."""
+    steps, waited = itertools.count(), []
+    take_in = Waiting.take_in
+
+    def counted(self: Any) -> Any:
+        waited.append(len(self._steps))
+        return take_in(self)
+
+    patch.setattr(Waiting, "take_in", counted)
+    patch.setattr(_Counts, "__getitem__", lambda self, _: 0 if next(steps) % 5 else 12)
+    return waited
+
+
+def test_exact_after_plain_steps(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:
+    """What plain steps gave is taken in later, in time for all that reads it."""
+    waited, preempted = seldom_drafting(monkeypatch), metric(llm, "num_preemptions")
+    assert run(case, llm, plain, every=1) > 50
+    assert metric(llm, "num_preemptions") > preempted
+    assert max(waited) > 2
+
+
+def test_follow_ups_find_what_plain_steps_gave(
+    case: Case, llm: LLM, plain: Any, monkeypatch: Patch
+) -> None:
+    """It is in the prefix cache, for requests elsewhere in the batch."""
+    seldom_drafting(monkeypatch)
+    hits = metric(llm, "prefix_cache_hits")
+    texts = [(p, list(c.token_ids)) for p, c in zip(LONG, plain, strict=True)][1::2]
+    cuts = [(BLOCK + 2 - len(p)) % BLOCK or 1 for p, _ in texts]  # behind the end of a block
+    first = [greedy(cut) for cut in cuts]
+    got = complete(llm, [p for p, _ in texts], first)
+    assert [list(c.token_ids) for c in got] == [
+        out[:cut] for (_, out), cut in zip(texts, cuts, strict=True)
+    ]
+    pairs = list(zip(texts, cuts, strict=True))[::-1]
+    prompts = [[*p, *out[:cut]] for (p, out), cut in pairs]
+    outputs = [out[cut:] for (_, out), cut in pairs]
+    with planted(prompts, outputs, VOCAB), recorded_trees(1) as trees:
+        got = complete(llm, prompts, [greedy(len(out)) for out in outputs])
+    assert [list(c.token_ids) for c in got] == outputs
+    assert sum(assert_dense(grown, case.drafter, case.model) for grown in trees) > 5
+    assert metric(llm, "prefix_cache_hits") > hits
+
+
+def test_lost_steps_would_be_seen(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:
+    """Were only the last step's tokens taken in, entries would be missing."""
+    seldom_drafting(monkeypatch)
+    take_in = Waiting.take_in
+
+    def wrong(self: Any) -> Any:
+        self._steps = self._steps[-1:]
+        return take_in(self)
+
+    monkeypatch.setattr(Waiting, "take_in", wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        run(case, llm, plain, every=1)
 
 
 def entries_kept(patch: Patch, llm: LLM) -> None:

@@ -4,7 +4,8 @@ A drafter's layer sees features of the target, shifted by one: its entry at posi
 the target's hidden states there and of the token at p + 1. So the entries of all accepted tokens
 can be exact, and are: after each verification the accepted path goes through the drafter with the
 target's own hidden states, into the path's slots. Branches are scratch behind them. A branch's
-hidden states are the drafter's own guesses; the next prefill writes over what they left.
+hidden states are the drafter's own guesses; the next prefill writes over what they left. Tokens of
+steps that do not draft wait and go through it together (`Waiting`).
 
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
@@ -15,7 +16,7 @@ Only shapes and bounds are known to the host. Nothing here waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker.eagle import check_vocabulary
 
 NO_SLOT = -1  # of what is not to be kept
+_MOST_WAITING = 128  # rows: the step that takes them in is longer by them
+_LONGEST_WAIT = 32  # steps
 
 
 @dataclass(frozen=True)
@@ -235,6 +238,67 @@ class EagleTrees:
         blocks = torch.div(positions, self.block_size, rounding_mode="floor")
         offsets = positions - blocks * self.block_size
         return block_table[requests, blocks].to(torch.int64) * self.block_size + offsets
+
+
+class Waiting:
+    """Tokens of plain steps, which the drafter takes in many at a time, as it does prompts.
+
+    Plain steps give each request one token. The drafter needs its entries when it drafts next, and
+    once other requests run, who may have them in their prefix, or have their slots. That step's own
+    entries come later.
+    """
+
+    def __init__(self, drafter: EagleTrees) -> None:
+        self._drafter = drafter
+        self._requests: list[str] = []
+        self._steps: list[AcceptedPaths] = []
+
+    def roots(
+        self, requests: Sequence[str], paths: AcceptedPaths, *, plain: bool, drafts: bool
+    ) -> Roots | None:
+        """Take in a step's tokens, at once or with those to come.
+
+        Args:
+            requests: the B requests of the step.
+            paths: theirs.
+            plain: whether each has one row.
+            drafts: whether the roots are asked for.
+
+        """
+        if not plain or self._requests != requests:
+            self.take_in()
+        if not plain:
+            return self._drafter.prefill(paths)
+        self._requests = list(requests)
+        table = paths.block_table if drafts else paths.block_table.clone()  # the runner's own
+        self._steps.append(replace(paths, block_table=table))
+        depth = len(self._steps)
+        enough = depth >= _LONGEST_WAIT or depth * len(requests) >= _MOST_WAITING
+        return self.take_in() if drafts or enough else None
+
+    def take_in(self) -> Roots | None:
+        """Make the entries of all that waits; the roots behind it, if anything did."""
+        steps, self._steps = self._steps, []
+        if len(steps) <= 1:
+            return self._drafter.prefill(steps[0]) if steps else None
+        last, depth = steps[-1], len(steps)
+
+        def in_turn(name: str) -> Tensor:  # request by request
+            return torch.stack([getattr(step, name) for step in steps], 1).flatten(0, 1)
+
+        starts = last.starts * depth
+        paths = replace(
+            last,
+            starts=starts,
+            starts_cpu=last.starts_cpu * depth,
+            most_rows=depth,
+            last=starts[1:].to(torch.int64) - 1,
+            next_ids=in_turn("next_ids"),
+            positions=in_turn("positions"),
+            slots=in_turn("slots"),
+            features=in_turn("features"),
+        )
+        return self._drafter.prefill(paths)
 
 
 class _Branches:

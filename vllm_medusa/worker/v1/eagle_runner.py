@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.worker.eagle import check_captured_layers, scratch_of
-from vllm_medusa.worker.eagle_trees import Roots
+from vllm_medusa.worker.eagle_trees import Roots, Waiting
 from vllm_medusa.worker.v1.eagle import EagleTreeDrafter, paths_of
 from vllm_medusa.worker.v1.runner import MedusaModelRunner
 
@@ -22,6 +22,7 @@ class EagleModelRunner(MedusaModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self.drafter = EagleTreeDrafter(vllm_config, device, self)
+        self._waiting = Waiting(self.drafter)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load target and drafter, and have the target show the hidden states it was trained on."""
@@ -37,8 +38,8 @@ class EagleModelRunner(MedusaModelRunner):
         sampled_token_ids: Any,
         sample_hidden_states: Tensor,
         *states: Any,
-    ) -> Roots:
-        """Take in what was accepted, in every step, drafts or not."""
+    ) -> Roots | None:
+        """Take in what was accepted; what plain steps gave waits for those that draft."""
         hidden_states, auxiliary, _, common = states[:4]
         rows, counts, ends = self._accepted_rows(step, verdict, common)
         next_ids = self.input_ids.gpu[rows].roll(-1)
@@ -49,18 +50,21 @@ class EagleModelRunner(MedusaModelRunner):
             scheduler_output.num_scheduled_tokens,
         )
         shown = auxiliary if self.use_aux_hidden_state_outputs else [hidden_states]
-        roots: Roots = self.drafter.prefill(
-            paths_of(
-                self.drafter,
-                counts=counts,
-                next_ids=next_ids,
-                positions=self.positions[rows],
-                features=torch.cat([state[rows] for state in shown], -1),
-                block_table=common.block_table_tensor[: len(counts)],
-                ends=ends,
-            )
+        paths = paths_of(
+            self.drafter,
+            counts=counts,
+            next_ids=next_ids,
+            positions=self.positions[rows],
+            features=torch.cat([state[rows] for state in shown], -1),
+            block_table=common.block_table_tensor[: len(counts)],
+            ends=ends,
         )
-        return roots
+        return self._waiting.roots(
+            self.input_batch.req_ids,
+            paths,
+            plain=step is None and len(rows) == len(counts),
+            drafts=scheduler_output.num_spec_tokens_to_schedule > 0,
+        )
 
     def _accepted_rows(
         self, step: TreeStep | None, verdict: Verdict | None, common: Any

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.worker.eagle import beam_of, check_captured_layers, scratch_of
-from vllm_medusa.worker.eagle_trees import NO_SLOT, AcceptedPaths, EagleTrees, Roots
+from vllm_medusa.worker.eagle_trees import NO_SLOT, AcceptedPaths, EagleTrees, Roots, Waiting
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.v2.speculator import TreeSpeculator
 
@@ -59,7 +59,9 @@ class EagleTreeSpeculator(TreeSpeculator):
 
     def make_drafter(self) -> EagleTreeDrafter:
         """The drafter, not loaded yet."""
-        return EagleTreeDrafter(self.vllm_config)
+        drafter = EagleTreeDrafter(self.vllm_config)
+        self._waiting = Waiting(drafter)
+        return drafter
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """Load the drafter; its layers are vLLM's, as is what becomes of them in its sleep."""
@@ -106,9 +108,10 @@ class EagleTreeSpeculator(TreeSpeculator):
         last_hidden_states: Tensor,
         aux_hidden_states: list[Tensor] | None,
         next_tokens: Tensor,
+        drafts: bool,
         dummy_run: bool,
-    ) -> Roots:
-        """Take in what was accepted, in every step, drafts or not."""
+    ) -> Roots | None:
+        """Take in what was accepted; what plain steps gave waits for those that draft."""
         shown = [last_hidden_states]
         if self.method == "eagle3":
             assert aux_hidden_states is not None
@@ -120,7 +123,9 @@ class EagleTreeSpeculator(TreeSpeculator):
         paths = self._accepted(batch, verdict, shown, next_tokens, table)
         if dummy_run:
             paths.slots.fill_(NO_SLOT)
-        return self.drafter.prefill(paths)
+            return self.drafter.prefill(paths)
+        plain = verdict is None and len(paths.positions) == count
+        return self._waiting.roots(batch.req_ids, paths, plain=plain, drafts=drafts)
 
     def useful_depth(self, depth: Tensor, num_tokens: Tensor, dummy_run: bool) -> Tensor:
         """As for heads; and the branches need room before the end of what the model takes."""

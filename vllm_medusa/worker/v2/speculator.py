@@ -111,6 +111,7 @@ class TreeSpeculator(DraftModelSpeculator):
         last_hidden_states: Tensor,
         aux_hidden_states: list[Tensor] | None,
         next_tokens: Tensor,
+        drafts: bool,
         dummy_run: bool,
     ) -> Any:
         """What the drafter goes by, a row for each request: the hidden state [B, H].
@@ -121,6 +122,7 @@ class TreeSpeculator(DraftModelSpeculator):
             last_hidden_states: [T, H], of the target.
             aux_hidden_states: [T, H] each; None unless the drafter asks for them.
             next_tokens: int64 [B], the token behind what the step made sure of.
+            drafts: Whether it is to draft now.
             dummy_run: Nothing of it is to be kept.
 
         """
@@ -162,13 +164,16 @@ class TreeSpeculator(DraftModelSpeculator):
         trees.log_survival = self._parents = None
         root = last_sampled[slots].view(batch).to(torch.int64)
         prompt = next_prefill_tokens.view(-1, self.max_num_reqs)[0][slots]
+        limit = num_speculative_tokens
+        own = limit if trees.limit is None else trees.limit
         states = self.drafts_from(
             input_batch,
             verdict,
             last_hidden_states,
             aux_hidden_states,
             torch.where(num_sampled > 0, root, prompt),
-            dummy_run,
+            drafts=limit != 0 and own != 0,
+            dummy_run=dummy_run,
         )
         if num_speculative_tokens == 0:
             return self.draft_tokens[:batch]
@@ -178,8 +183,6 @@ class TreeSpeculator(DraftModelSpeculator):
         depth = trees.requests.useful_depth(input_batch.idx_mapping_np, num_tokens)
         depth = depth.masked_fill(num_sampled == 0, 0)  # a prefill that isn't finished
         depth = self.useful_depth(depth, num_tokens, dummy_run)
-        limit = num_speculative_tokens
-        own = limit if trees.limit is None else trees.limit
         proposal = self._grown(states, root, depth, own)
         if self.copies is not None and trees.states is not None and not dummy_run:
             proposal = self.copies.join(
