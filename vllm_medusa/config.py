@@ -139,6 +139,7 @@ class AcceptanceConfig(_Options):
 
 WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included
 CHAIN = 5  # draft tokens of a chain, if nothing is said
+_BOUNDS = {"width": 64, "depth": 32}  # of an EAGLE drafter's dynamic tree
 OWN_TREE = "heads"  # names the tree in the heads' own config
 
 
@@ -225,7 +226,7 @@ class MedusaConfig(_Options):
     budget: Literal["auto"] | int | dict[str, int] | None = Field(
         default=None,  # "auto", unless a tree is named
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
-        '{"max_rows": N}: tokens of a step at most, drafts included',
+        '{"max_rows": N}: tokens of a step at most, 2 or more, drafts included',
     )
     lookup: bool = Field(
         default=False,
@@ -241,6 +242,16 @@ class MedusaConfig(_Options):
     @field_validator("tree", mode="before")
     @classmethod
     def _plain_tree(cls, value: object) -> object:
+        if value == "dynamic" or (
+            isinstance(value, Mapping)
+            and value
+            and value.keys() <= _BOUNDS.keys()
+            and all(isinstance(number, int) for number in value.values())
+        ):
+            raise MedusaConfigError(
+                f"{cls.label} tree is {shown(value)}, as EAGLE drafters have it. Heads have "
+                'dynamic trees when no "tree" is named: leave it out.'
+            )
         try:
             return str(value) if isinstance(value, Path) else json.loads(json.dumps(value))
         except (TypeError, ValueError):
@@ -319,7 +330,7 @@ class EagleConfig(_Options):
     budget: Literal["auto"] | int | dict[str, int] | None = Field(
         default=None,  # "auto", but of a chain all of it
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
-        '{"max_rows": N}: tokens of a step at most, drafts included',
+        '{"max_rows": N}: tokens of a step at most, 2 or more, drafts included',
     )
     lookup: bool = Field(
         default=False,
@@ -346,8 +357,9 @@ class EagleConfig(_Options):
                 '"lookup" out.'
             )
         if isinstance(tree, dict):
-            bounds = {"width": 64, "depth": 32}
-            right = set(tree) <= set(bounds) and all(1 <= n <= bounds[k] for k, n in tree.items())
+            right = tree.keys() <= _BOUNDS.keys() and all(
+                1 <= n <= _BOUNDS[k] for k, n in tree.items()
+            )
             if not right or not tree:
                 description = type(self).model_fields["tree"].description
                 raise MedusaConfigError(f"{self.label} tree is {shown(tree)}; give {description}.")
@@ -384,7 +396,7 @@ def _check_budget(kind: type[_Options], budget: Any) -> None:
     right = (
         budget in (None, "auto")
         or (isinstance(budget, int) and 1 <= budget < MAX_NODES)
-        or (isinstance(budget, dict) and set(budget) == {"max_rows"} and budget["max_rows"] > 0)
+        or (isinstance(budget, dict) and set(budget) == {"max_rows"} and budget["max_rows"] > 1)
     )
     if not right or isinstance(budget, bool):
         description = kind.model_fields["budget"].description

@@ -217,6 +217,8 @@ class TestMedusaConfig:
             ({"tree": 3}, "tree is 3; give a preset name"),
             ({"tree": {1, 2}}, r"tree is \{1, 2\}; give .* plain JSON"),
             ({"tree": [object()]}, "plain JSON"),
+            ({"tree": "dynamic"}, "tree is 'dynamic', as EAGLE drafters have it.* leave it out"),
+            ({"tree": {"width": 4, "depth": 3}}, "'width': 4.* as EAGLE drafters have it"),
             *[
                 (
                     {"budget": wrong},
@@ -231,6 +233,7 @@ class TestMedusaConfig:
                     [],
                     {},
                     {"max_rows": 0},
+                    {"max_rows": 1},  # no room for a draft
                     {"max_rows": "8"},
                     {"max_rows": True},
                     {"max_rows": 8, "more": 1},

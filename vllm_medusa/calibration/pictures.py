@@ -31,6 +31,8 @@ def check_picture(path: Path) -> None:
         raise CalibrationError(
             f"{path}: pictures need matplotlib; pip install 'vllm-medusa[train]'."
         ) from None
+    if path.is_dir():
+        raise CalibrationError(f"{path} is a folder: name another file for the picture.")
     if path.suffix.lower() not in SUFFIXES:
         raise CalibrationError(
             f"{path}: the suffix {path.suffix!r} is not a kind of picture known here; use "

@@ -162,7 +162,7 @@ def _find(options: ExplainOptions) -> tuple[Kept, tuple[Kept, ...]]:
         and _same(options.heads, kept.of.get("heads"))
     ]
     wanted = options.measured.wanted().items()
-    fitting = [kept for kept in ours if wanted <= kept.of.items()]
+    fitting = [kept for kept in ours if wanted <= {"lookup": "False", **kept.of}.items()]
     if not fitting:
         raise NoCosts(_remedy(options, place, ours))
     return fitting[0], tuple(kept for kept in ours if kept is not fitting[0])
@@ -188,7 +188,11 @@ def in_words(kept: Kept) -> str:
         of.pop("dtype", "?").removeprefix("torch."),
         "eager" if of.pop("eager", "") == "True" else "compiled",
         f"runner {of.pop('runner', '?')}",
+        *(["lookup"] if of.pop("lookup", None) else []),
     ]
+    cpus, _, bound = of.pop("threads", "").partition(" ")
+    if cpus:
+        words.append(f"{cpus} CPUs (threads bound to {bound})")
     for name in ("target", "heads"):
         of.pop(name, None)
     return ", ".join([*words, *(f"{key} {of[key]}" for key in of if of[key] not in ("None", "1"))])

@@ -24,7 +24,10 @@ def measure(options: ExplainOptions) -> None:
         "revision": asked.revision,
     }
     heads = medusa_config(
-        options.heads, num_speculative_tokens=options.num_speculative_tokens, budget="auto"
+        options.heads,
+        num_speculative_tokens=options.num_speculative_tokens,
+        budget="auto",
+        lookup=asked.lookup == "yes",
     )
     settings = EngineSettings(
         options.target,

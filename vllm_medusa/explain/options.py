@@ -19,6 +19,7 @@ class MeasuredOptions(Options):
     quantization: str | None = option(default=None)
     revision: str | None = option("of the target", default=None)
     runner: Literal["V1", "V2"] | None = option("vLLM's model runner", default=None)
+    lookup: Literal["yes", "no"] | None = option('whether with "lookup"', default=None)
 
     def wanted(self) -> dict[str, str]:
         """What is asked for, as kept step costs name it."""
@@ -29,6 +30,7 @@ class MeasuredOptions(Options):
             "quantization": self.quantization,
             "revision": self.revision,
             "runner": self.runner,
+            "lookup": self.lookup and str(self.lookup == "yes"),
         }
         return {name: value for name, value in asked.items() if value}
 

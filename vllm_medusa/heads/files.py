@@ -321,6 +321,8 @@ def load_pickle(path: Path) -> Mapping[str, Tensor]:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's text advises to run the code
             reason = "torch's safe loader refuses it"
+        elif not path.stat().st_size:
+            reason = "it is empty"
         raise HeadsError(
             f"{path} is not a file of plain tensors ({reason}). Only those are read: a pickle may "
             "run code. Convert it to safetensors where it comes from"

@@ -79,9 +79,10 @@ def detect_format(path: Path) -> str:
     """Return the format that a file's suffix says.
 
     Raises:
-        PromptError: the suffix says nothing.
+        PromptError: there is no such file, or its suffix says nothing.
 
     """
+    require_file(path, "prompts")
     try:
         return _SUFFIXES[path.suffix.lower()]
     except KeyError:

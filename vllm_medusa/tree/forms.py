@@ -44,7 +44,7 @@ def read_tree(value: TreeValue) -> TokenTree:
             return load_preset(value)
         case str() if value.lstrip().startswith(("[", "{")):
             return _from_json(value)
-        case str() if value.endswith(".json") or Path(value).is_file():
+        case str() if value.endswith(".json") or (value and Path(value).exists()):
             return _from_file(Path(value))
         case str():
             raise TreeError(

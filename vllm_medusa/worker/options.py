@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, TreeConfig
-from vllm_medusa.heads import HeadsInfo, match_target, peek_heads
+from vllm_medusa.heads import HeadsError, HeadsInfo, match_target, peek_heads
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree import MAX_NODES, TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, MOST_DRAFTS, Beam, DynamicTree, widest_pool
@@ -185,7 +185,16 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
             f"revision {config.revision!r} was given for heads in the local {source}; only a hub "
             "name has revisions. Leave it out."
         )
-    info = peek_heads(source, revision=config.revision)
+    try:
+        info = peek_heads(source, revision=config.revision)
+    except HeadsError as error:
+        if config.model is not None:
+            raise
+        raise HeadsError(
+            f"{str(error).removesuffix('.')}. The target was searched for heads because the "
+            'speculative config names no "model": name one, or set "lookup": true to copy without '
+            "heads."
+        ) from None
     _check_fit(info, source, model_config)
     _compare_targets(info, source, model_config)
     if config.tree is None:

@@ -105,6 +105,14 @@ def test_the_latest_of_what_fits_is_taken(keep, capfd, monkeypatch):
     assert others[0].startswith("also kept: bfloat16, compiled") and "also" not in others[1]
     assert run("explain", TARGET, HEADS, "--costs", folder, "--dtype", "bfloat16") == 0
     assert "bfloat16, compiled" in capfd.readouterr().out.splitlines()[0]
+    keep(lookup="True", threads="2 0-1")
+    for flags, words in (
+        ((), "runner V1, lookup, 2 CPUs (threads bound to 0-1), device a CPU;"),
+        (("--lookup", "yes"), "runner V1, lookup, 2"),
+        (("--lookup", "no"), "float32, compiled, runner V1, device"),
+    ):
+        assert run("explain", TARGET, HEADS, "--costs", folder, *flags) == 0
+        assert words in capfd.readouterr().out.splitlines()[0]
 
 
 def test_without_costs_it_says_how_to_get_them(keep, tmp_path, capfd, monkeypatch):
@@ -125,6 +133,7 @@ def test_without_costs_it_says_how_to_get_them(keep, tmp_path, capfd, monkeypatc
         (["--num-speculative-tokens", "256"], "from 1 to 255"),
         (["--eager", "maybe"], "invalid choice"),
         (["--plot", "costs.txt"], "not a kind of picture"),
+        (["--plot", "/"], "/ is a folder: name another"),
         (["--engine-args", '{"seed": 1}'], "is for --measure"),
         (["--measure"], "drop one"),
     ],

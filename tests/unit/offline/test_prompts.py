@@ -107,6 +107,7 @@ def test_files_that_can_not_be_read_say_what_to_do(tmp_path):
     for path, options, words in (
         (tmp_path / "missing.txt", {}, "no such file"),
         (tmp_path, {"format": "text"}, "a folder, not a file"),
+        (tmp_path, {}, "a folder, not a file"),
         (write(tmp_path / "prompts", "x"), {}, "--format"),
         (text, {"column": "c"}, "drop it"),
         (table, {}, "not a Parquet file"),

@@ -54,6 +54,7 @@ def test_the_preset_files_can_be_read_as_files(tmp_path):
         ("mc_sim_7b_64", r"did you mean 'mc_sim_7b_63'\?\). Presets: mc_sim_7b_63, vic"),
         ("missing.json", "'missing.json' can't be read .*No such file.*; give a preset name"),
         (Path("missing"), "'missing' can't be read"),
+        ("/", "'/' can't be read .*directory"),
         ("", "No preset is named ''"),
         ("[[0], [", "The text is not JSON"),
         (None, "The tree is None; give a preset name"),

@@ -155,6 +155,11 @@ def test_running_requests_that_can_fill_a_step_are_warned_of(
     assert all("65 running requests" in x and "max_num_seqs to 64" in x for x in found)
 
 
+def test_a_target_without_heads_when_none_are_named(config):
+    with pytest.raises(ValueError, match=r'file itself\. The target .*"lookup": true'):
+        config({"method": "medusa"})
+
+
 def tree_file(folder: Path) -> str:
     (folder / "tree.json").write_text(json.dumps({"paths": TREE, "source": "by hand"}))
     return str(folder / "tree.json")
