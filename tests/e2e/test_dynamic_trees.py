@@ -32,6 +32,7 @@ from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.decode import decode
 from vllm_medusa.heads import load_heads
 from vllm_medusa.tree.dynamic import DynamicTree
+from vllm_medusa.worker import practice
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.report import KINDS
 from vllm_medusa.worker.v1.topologies import Topologies
@@ -220,8 +221,19 @@ def automatic(
     An engine of the kind was there before.
     """
     config = {"method": "medusa", "model": random_heads, "budget": "auto"}
-    with engine(chaotic_llama, config, **FEW_ROWS) as first:
-        assert budget_of(first).cost.steps > 20
+    learned = []  # of steps with drafts, whether they teach
+
+    def observe(each: Any, rows: int, requests: int, *step: float) -> None:
+        if rows > requests:
+            learned.append(each.learns)
+        if each.learns:
+            each.cost.observe(rows, requests, *step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(practice._Script, "observe", observe)
+        with engine(chaotic_llama, config, **FEW_ROWS) as first:
+            assert budget_of(first).cost.steps > 20
+    assert learned[:2] == [False, True]  # the first is slow
     (file,) = costs.glob("*.json")
     document = json.loads(file.read_text())
     lines = len(StepCost(document["max_rows"])._rows)  # behind them is what drafts and heads take

@@ -87,6 +87,7 @@ def few_steps_to_time() -> Iterator[None]:
         patch.setenv("VLLM_CACHE_ROOT", folder)
         envs.disable_envs_cache()  # vLLM reads its variables once
         patch.setattr(practice, "_PLAN", ((1, (0, 0, 4, 0)),))
+        patch.setattr(practice, "_TURNS", 1)
         patch.setattr(practice, "SECONDS", 60.0)
         yield
     envs.disable_envs_cache()

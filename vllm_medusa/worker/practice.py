@@ -33,6 +33,7 @@ from vllm_medusa.worker.scheduler import TreeScheduler
 SECONDS = 10.0  # after which no step begins; the very first one, slow as it is, not counted
 AGAIN = 0.3  # of that where costs are known from before
 _PROMPT = (0, 1)
+_WARM_UP = (0, 4)  # the first steps of a kind are slow: these teach nothing
 # Requests, and draft nodes of each in one step after another. The coarse picture comes first.
 _PLAN = (
     (1, (0, 0, 4, 4, 0, 2, 8, 0)),
@@ -46,6 +47,7 @@ _PLAN = (
     (16, (0, 3, 0, 4)),
     (32, (0, 0, 1, 0, 2)),
 )
+_FEW, _TURNS = 2, 3  # so few requests, whose steps differ least by their nodes, are timed thrice
 
 
 class _Script(NodeBudget):
@@ -107,9 +109,9 @@ def measure_step_costs(worker: Any) -> None:
         compat.logger.info("Step costs are measured anew: %s", problem)
     _run(worker, scheduler, 1, (), math.inf)
     begun = time.perf_counter()
-    for requests, nodes in _PLAN:
-        if requests > scheduler.max_num_running_reqs:
-            continue
+    plan = [run for run in _PLAN if run[0] <= scheduler.max_num_running_reqs]
+    plan += [run for run in plan if run[0] <= _FEW] * (_TURNS - 1)
+    for requests, nodes in [(1, _WARM_UP), *plan]:
         if not _run(worker, scheduler, requests, nodes, begun + seconds):
             break
     cost = scheduler.budget.cost
