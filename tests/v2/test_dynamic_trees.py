@@ -86,7 +86,7 @@ def few_steps_to_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:
         patch.setenv("VLLM_CACHE_ROOT", folder)
         envs.disable_envs_cache()  # vLLM reads its variables once
-        patch.setattr(practice, "_PLAN", ((1, (0, 0, 4, 0)),))
+        patch.setattr(practice, "_PLAN", ((1, (0, 0, 4, 4)),))
         patch.setattr(practice, "_TURNS", 1)
         patch.setattr(practice, "SECONDS", 60.0)
         yield
@@ -205,6 +205,7 @@ def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     def five(gain: np.ndarray, requests: int, free_rows: int) -> int:
         return min(5 * requests, len(gain) - 1)
 
+    scheduler_of(llm)._fates.clear()  # of other tests' requests
     monkeypatch.setattr(budget.outlook, "observe", spy)
     monkeypatch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
     monkeypatch.setattr(budget, "draft_next", lambda *_: budget.max_per_request)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ _WORTH_KEEPING = 50  # steps
 _LOG_EVERY = 1e4  # ms of decoding
 _PREFILL_STEPS = 32  # of which share has a prefill
 _TURNS = 4  # steps from one request whose forced run is looked at to the next
+_TOGETHER = 4  # requests' steps whose acceptance is learned at once, since thinking takes time
 
 
 def worth_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
@@ -67,6 +68,17 @@ class Step:
     limit: int  # nodes that are drafted for a request at most, at its end; 0: no head runs
     prefill: bool  # it does more than decode
     nodes: dict[str, int]  # request -> drafts verified
+
+
+class _Fate(NamedTuple):
+    """What became of a request's drafts."""
+
+    survival: Sequence[float]  # of all that was drafted
+    kind: int
+    verified: int
+    accepted: int
+    of_copies: int  # how many of these were copied
+    proposed_by: list[int] | None
 
 
 @dataclass
@@ -136,6 +148,9 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         self._told_drafts: dict[str, list[int]] = {}  # where the scheduler has placeholders
         self._of_copies: dict[str, int] = {}  # accepted drafts of the step that were copied
         self._drafted = self._most  # `Step.limit` when they were drafted
+        self._fates: list[_Fate] = []  # of the last steps' drafts, not learned yet
+        # their limit, whether copies were looked for, and whether any draft was verified
+        self._fates_of = (0, False, False)
         self._kinds: list[int] = []  # of the running requests
         self._blocked = False  # requests wait although there were rows for them
         self.prefills = 0.0  # how often, of late, a step had one
@@ -387,14 +402,14 @@ class TreeScheduler(GrammarScheduler, Scheduler):
 
         Requests of whose drafts none was verified count too: else only sure ones would be seen.
         """
-        rows = [
-            (
+        fates = [
+            _Fate(
                 values,
                 self._kind(req_id),
                 step.nodes.get(req_id, 0),
                 len(output.sampled_token_ids[index]) - 1,
-                self._proposed_by.get(req_id),
                 self._of_copies.get(req_id, 0),
+                self._proposed_by.get(req_id),
             )
             for req_id, values in self._survival.items()
             if (values or self._looked)
@@ -402,20 +417,34 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             and output.sampled_token_ids[index]
         ]
         self._survival = {}
-        if not rows:
+        if not fates:
             return
-        survival = np.zeros((len(rows), max(1, *(len(values) for values, *_ in rows))))
-        copied = np.zeros(survival.shape, np.bool_) if self._looked else None
-        for row, (values, *_, by, _) in enumerate(rows):
-            survival[row, : len(values)] = values
-            if copied is not None and by is not None:
-                copied[row, : len(by)] = np.array(by) > 0
-        _, kinds, verified, accepted, _, of_copies = zip(*rows, strict=True)
-        self._seen.accepted += sum(accepted)
-        drafted = np.array(accepted) - np.array(of_copies)
-        seen, right = (verified, drafted) if step.nodes else ((), ())
+        self._seen.accepted += sum(fate.accepted for fate in fates)
         limit = self._drafted if self._num_heads or self._even else 0
-        budget.outlook.observe(survival, seen, right, np.array(kinds), limit, copied)
+        of = limit, self._looked, bool(step.nodes)
+        if of != self._fates_of:
+            self._learn_fates(budget.outlook)
+        self._fates_of = of
+        self._fates += fates
+        if len(self._fates) >= _TOGETHER:
+            self._learn_fates(budget.outlook)
+
+    def _learn_fates(self, outlook: Outlook) -> None:
+        """Hand on what became of the drafts of steps that were alike."""
+        fates, self._fates = self._fates, []
+        if not fates:
+            return
+        limit, looked, verified = self._fates_of
+        survival = np.zeros((len(fates), max(1, *(len(fate.survival) for fate in fates))))
+        copied = np.zeros(survival.shape, np.bool_) if looked else None
+        for row, fate in enumerate(fates):
+            survival[row, : len(fate.survival)] = fate.survival
+            if copied is not None and fate.proposed_by is not None:
+                copied[row, : len(fate.proposed_by)] = np.array(fate.proposed_by) > 0
+        kinds = np.array([fate.kind for fate in fates])
+        nodes = [fate.verified for fate in fates] if verified else ()
+        right = [fate.accepted - fate.of_copies for fate in fates] if verified else ()
+        outlook.observe(survival, nodes, right, kinds, limit, copied)
 
     def _accepted_copies(self, scheduler_output: SchedulerOutput, output: Any) -> int:
         """Accepted drafts of a step that lookup alone proposed."""
