@@ -238,7 +238,7 @@ def automatic(
     (file,) = costs.glob("*.json")
     document = json.loads(file.read_text())
     lines = len(StepCost(document["max_rows"])._rows)  # behind them is what drafts and heads take
-    document["log_ms"] = [value + 0.7 * (i >= lines) for i, value in enumerate(document["log_ms"])]
+    document["log_ms"] = [value + 1.2 * (i >= lines) for i, value in enumerate(document["log_ms"])]
     file.write_text(json.dumps(document))
     (costs.parent / "stale.json").write_text(json.dumps(document))
     with engine(chaotic_llama, config, **FEW_ROWS) as llm:
