@@ -262,6 +262,7 @@ def test_grammars_force_drafts_without_heads(
 def names_taken_over(llm: LLM, prompts: list[list[int]]) -> int:
     """A request is aborted between two steps, and another one comes by its name at once."""
     core: Any = llm.llm_engine.engine_core
+    scheduler = core.engine_core.scheduler
     make = llm.llm_engine.input_processor.process_inputs
     free = SamplingParams(temperature=0.0, max_tokens=6, output_kind=RequestOutputKind.DELTA)
     (expected,) = complete(llm, prompts[:1], free)
@@ -273,10 +274,13 @@ def names_taken_over(llm: LLM, prompts: list[list[int]]) -> int:
     waiting = 0
     for steps in range(2, 22):
         core.add_request(make("x", {"prompt_token_ids": prompts[1]}, followed, ("generate",)))
+        while not scheduler.running:  # its grammar is compiled beside
+            assert scheduler.requests
+            core.get_output()
         for _ in range(steps):
             core.get_output()
         core.abort_requests(["x"])
-        waiting += len(core.engine_core.scheduler._roots)
+        waiting += len(scheduler._roots)
         core.add_request(make("x", {"prompt_token_ids": prompts[0]}, free, ("generate",)))
         got: list[int] = []
         while len(got) < 6:
