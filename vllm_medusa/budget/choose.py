@@ -214,22 +214,23 @@ class NodeBudget:
         if self._known and self._known[0] == key and self._now - self._known_at < _FRESH:
             return self._known[1]
         sizes = self.cost.sizes(requests + 1, requests + most) - requests
-        plain, copying = self._without_heads(requests, sizes)
+        alone = self.ms(requests, requests, 0.0)
+        plain, copying = self._without_heads(requests, sizes, requests / alone)
         sizes, limits, gain = self._choices(requests, sizes)
         heads = self.share_of(limits)
         rates = (requests + gain) / self.ms(requests + sizes, requests, heads)
         dearer = 1.0
         if len(rates):
-            with_heads = self.ms(requests, requests, heads[rates.argmax()])
-            dearer = with_heads / self.ms(requests, requests, 0.0)
+            dearer = self.ms(requests, requests, heads[rates.argmax()]) / alone
         forecast = Forecast(requests, sizes, limits, gain, rates, plain, heads=dearer)
         self._known = key, replace(forecast, copying=copying)
         self._known_at = self._now
         return self._known[1]
 
-    def _without_heads(self, requests: int, sizes: npt.NDArray[np.int64]) -> tuple[float, bool]:
+    def _without_heads(
+        self, requests: int, sizes: npt.NDArray[np.int64], plain: float
+    ) -> tuple[float, bool]:
         """Tokens a millisecond at best if no head runs, and whether copied drafts are verified."""
-        plain = float(requests / self.ms(requests, requests, 0.0))
         if not self.outlook.copies or not len(sizes):
             return plain, False
         tokens = requests + self.outlook.gain(requests, sizes, 0)

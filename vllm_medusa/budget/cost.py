@@ -234,8 +234,8 @@ class StepCost:
         """Numbers of rows from ``low`` to ``high``: both, and all that have a knot."""
         knots = self._rows.astype(np.int64)
         between = knots[(knots > low) & (knots < high)]
-        ends = [n for n in (low, high) if low <= high]
-        return np.unique(np.concatenate([between, np.array(ends, np.int64)]))
+        ends = [low, high][: max(0, min(1 + high - low, 2))]
+        return np.concatenate([ends[:1], between, ends[1:]]).astype(np.int64)
 
     def doubt(self, these: Features, those: Features) -> Floats:
         """Standard deviation of the logarithm of ``these / those`` costs: [n].

@@ -261,7 +261,9 @@ class TreeScheduler(GrammarScheduler, Scheduler):
                     copied = np.concatenate(by) > 0
                 gain = outlook.gain_of(values, kinds, copied)
                 total = self.budget.choose(gain, len(self.running), free)
-                worth = np.split(outlook.corrected(values, kinds, copied), np.cumsum(sizes)[:-1])
+                if np.count_nonzero(sizes) > 1:  # of one request, the best are the first
+                    believed = outlook.corrected(values, kinds, copied)
+                    worth = np.split(believed, np.cumsum(sizes)[:-1])
             counts = share(worth, total)
             drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
         self._report.chosen = sum(map(len, drafts))
