@@ -30,11 +30,12 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.decode import decode
-from vllm_medusa.heads import load_heads
+from vllm_medusa.heads import PackedHeads, load_heads
 from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.worker import practice
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.report import KINDS
+from vllm_medusa.worker.v1 import runner
 from vllm_medusa.worker.v1.topologies import Topologies
 
 pytestmark = pytest.mark.engine
@@ -307,6 +308,27 @@ def test_automatic_budgets(automatic: LLM, reference: Reference, costs: Path) ->
     assert told["timed_steps"] > TOKENS and told["measured_ms"] > 0 and told["expected_ms"] > 0
     assert told["expected_ratio"] == pytest.approx(budget.expected_ratio, abs=1e-3)
     assert float(budget.cost.ms(4, 4, False)) > 0
+
+
+def test_deep_heads_rest_where_nothing_gets_there(
+    automatic: LLM, reference: Reference, monkeypatch: Patch
+) -> None:
+    budget, ran = budget_of(automatic), []
+    monkeypatch.setattr(budget, "draft_next", lambda *_: budget.max_per_request)
+    forward = PackedHeads.__call__
+
+    def spied(self: PackedHeads, states: Any, count: int, first: int = 0) -> Any:
+        ran.append((first, count))
+        return forward(self, states, count, first)
+
+    monkeypatch.setattr(PackedHeads, "__call__", spied)
+    monkeypatch.setattr(runner, "LEAST", 2.0)  # no draft is as likely
+    run(automatic, reference)
+    assert ran[-1] == (0, 2)
+    ran.clear()
+    monkeypatch.setattr(runner, "LEAST", 0.0)
+    run(automatic, reference)
+    assert ran[:2] == [(0, 2), (2, 4)] and ran[-1] == (0, 4)  # at once, as they always run
 
 
 def test_nobody_waits_for_drafts(automatic: LLM, reference: Reference, monkeypatch: Patch) -> None:

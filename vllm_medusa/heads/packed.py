@@ -35,10 +35,12 @@ class PackedHeads:
         self.token_map = heads.token_map
         if heads.target_lm_head is not None:
             raise HeadsError("these heads have the target's LM head bound: pack unbound ones")
+        self.own_weights = 0  # of a head's residual layers
         self._layers: list[list[Linear]] = []
         for block in heads.blocks:
             assert isinstance(block, ResBlock)
             weight = block.weight.detach()  # [K, H, H]
+            self.own_weights += weight[0].numel()
             bias = None if block.bias is None else block.bias.detach()  # [K, H]
             self._layers.append(_per_head(make, weight, bias))
         self._lm_heads: list[Linear] = []
@@ -50,22 +52,28 @@ class PackedHeads:
                 bias = None if bias is None else bias[:, rows].clone()
             self._lm_heads = _per_head(make, weight, bias)
 
-    def __call__(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
-        """Residual layers of the first ``num_heads`` heads (all): [B, H] -> [B, K, H]."""
+    def __call__(
+        self, hidden_states: Tensor, num_heads: int | None = None, first: int = 0
+    ) -> Tensor:
+        """Residual layers of the first ``num_heads`` heads (all): [B, H] -> [B, K, H].
+
+        Those before ``first`` are left out.
+        """
         k = self.num_heads if num_heads is None else min(num_heads, self.num_heads)
-        x = hidden_states.unsqueeze(1).expand(-1, k, -1)
+        x = hidden_states.unsqueeze(1).expand(-1, k - first, -1)
         for layer in self._layers:
-            x = x + F.silu(_apply(layer, x))
+            x = x + F.silu(_apply(layer[first:], x))
         return x
 
-    def compute_logits(self, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
+    def compute_logits(self, x: Tensor, lm_head: LMHead | None = None, first: int = 0) -> Tensor:
         """Logits over the draft vocabulary: [B, K, H] -> [B, K, V_draft].
 
-        ``lm_head`` is the target's, as for `MedusaHeads.compute_logits`.
+        ``lm_head`` is the target's, as for `MedusaHeads.compute_logits`; x is of the heads from
+        ``first`` on.
         """
         batch, k, _ = x.shape
         if len(self._lm_heads) == self.num_heads and self.num_heads > 1:
-            return _apply(self._lm_heads, x)
+            return _apply(self._lm_heads[first:], x)
         rows = x.flatten(0, 1)  # [B * K, H]
         if self._lm_heads:
             return self._lm_heads[0](rows).unflatten(0, (batch, k))

@@ -18,6 +18,7 @@ from vllm_medusa.proposer.drafts import plan_on, source_on
 from vllm_medusa.proposer.dynamic import marginals, marginals_sharded
 from vllm_medusa.proposer.hydra import Embed, HydraStep
 from vllm_medusa.proposer.sharded import VocabShard
+from vllm_medusa.proposer.stages import Stages
 from vllm_medusa.tree import TokenTree, TreeTensors
 from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.worker import compat, sharding
@@ -65,6 +66,7 @@ class MedusaDrafter:
 
     heads: AnyHeads
     tree: TreeTensors | None = None  # the one static tree for all; None: dynamic ones
+    stages: Stages | None = None  # None: heads that run are run at once
     _sharpness: Tensor | None = None
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -117,6 +119,7 @@ class MedusaDrafter:
         if shard is not None and not heads.shared_lm_head:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
         self.heads = arranged(heads, self.device, rows)
+        self.stages = self._stages_of(heads)
         self._embed = target_embedding(target_model) if info.is_hydra else None
         compat.logger.info(
             "Loaded %d of %d %s heads (format %s); %s %d draft nodes%s.",
@@ -173,6 +176,7 @@ class MedusaDrafter:
         num_nodes: int,
         max_depth: Tensor,
         limit: int | None = None,
+        least: float | None = None,
     ) -> Proposal:
         """Draft a tree of its own for each request, the same on every rank.
 
@@ -183,17 +187,19 @@ class MedusaDrafter:
             max_depth: int64 [B], the deepest node that each request has a use for.
             limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
                 as many heads run at most. None: all.
+            least: Survival that some draft needs for deeper heads to run. None: all run.
 
         """
-        step: Marginal | Branching = _Step(self, hidden_states)
+        step: Marginal | Branching = _Step(self, hidden_states, max_depth, least)
         if self._embed is not None:
             step = self._hydra(hidden_states)
-        return build_tree(step, self._source, root, num_nodes, max_depth, limit)
+        return build_tree(step, self._source, root, num_nodes, max_depth, limit, least)
 
-    def marginals(self, hidden_states: Tensor, depth: int, width: int) -> Choices:
-        """The best ``width`` choices of the first ``depth`` heads."""
-        logits = self._logits(hidden_states, depth)
-        return self._choose(logits, width, self._sharpness)
+    def marginals(self, hidden_states: Tensor, depth: int, width: int, first: int = 0) -> Choices:
+        """The best ``width`` choices of the first ``depth`` heads, less those before ``first``."""
+        logits = self._logits(hidden_states, depth, first)
+        sharpness = None if self._sharpness is None else self._sharpness[first:]
+        return self._choose(logits, width, sharpness)
 
     def _choose(self, logits: Tensor, width: int, sharpness: Tensor | None) -> Choices:
         """Read the choices off logits [B, D, V] of this rank."""
@@ -218,15 +224,32 @@ class MedusaDrafter:
             logits: Tensor = getattr(self._target, name)(rows)
         return logits
 
-    def _logits(self, hidden_states: Tensor, num_heads: int | None = None) -> Tensor:
-        """[B, H] -> [B, K, V_draft] of the first heads, or this rank's part of the vocabulary."""
+    def _logits(
+        self, hidden_states: Tensor, num_heads: int | None = None, first: int = 0
+    ) -> Tensor:
+        """[B, H] -> [B, K, V_draft] of the first heads, or this rank's part of the vocabulary.
+
+        Packed heads can begin behind the ``first`` few.
+        """
         assert not isinstance(self.heads, PackedHydra)
-        whole = self._shard is None
-        name = "compute_logits" if whole else "compute_logits_local"
+        name = "compute_logits" if self._shard is None else "compute_logits_local"
+        lm_head = getattr(self._target, name, None)
         with adapters_left_out(self._adapted):
-            return self.heads.compute_logits(
-                self.heads(hidden_states, num_heads), getattr(self._target, name, None)
-            )
+            if first:
+                assert isinstance(self.heads, PackedHeads)
+                states = self.heads(hidden_states, num_heads, first)
+                return self.heads.compute_logits(states, lm_head, first)
+            return self.heads.compute_logits(self.heads(hidden_states, num_heads), lm_head)
+
+    def _stages_of(self, heads: MedusaHeads) -> Stages | None:
+        """How packed heads may run in two goes."""
+        if not isinstance(self.heads, PackedHeads):
+            return None
+        rows = heads.vocab_size if heads.shared_lm_head else heads.draft_vocab_size
+        own, again = self.heads.own_weights, heads.hidden_size * rows // sharding.num_ranks()
+        if heads.num_lm_heads == heads.num_heads:
+            own, again = own + again, 0
+        return Stages(own, again)
 
     def _shard_of(self, heads: MedusaHeads) -> VocabShard | None:
         if not heads.shared_lm_head:
@@ -244,7 +267,16 @@ class _Step:
 
     drafter: MedusaDrafter
     hidden_states: Tensor  # [B, H]
+    max_depth: Tensor  # int64 [B]
+    least: float | None
 
     def marginals(self, depth: int, width: int) -> Choices:
         """See `build.Marginal`."""
-        return self.drafter.marginals(self.hidden_states, depth, width)
+        stages = self.drafter.stages
+        if stages is None or self.least is None:
+            return self.drafter.marginals(self.hidden_states, depth, width)
+
+        def ask(first: int, end: int) -> Choices:
+            return self.drafter.marginals(self.hidden_states, end, width, first)
+
+        return stages.choices(ask, depth, self.max_depth, self.least)

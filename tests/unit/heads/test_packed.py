@@ -55,6 +55,8 @@ def test_equal_to_the_heads(num_layers, num_lm_heads, bias, mapped):
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
     first = packed.compute_logits(packed(hidden, 2), lambda rows: rows @ target.T)
     torch.testing.assert_close(first, wanted[:, :2], atol=1e-5, rtol=1e-5)
+    rest = packed.compute_logits(packed(hidden, 3, first=2), lambda rows: rows @ target.T, first=2)
+    torch.testing.assert_close(rest, wanted[:, 2:], atol=1e-5, rtol=1e-5)
     assert (packed.token_map is None) == (not mapped)
 
 

@@ -51,12 +51,13 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
         num_nodes: int,
         max_depth: Tensor,
         limit: int | None = None,
+        least: float | None = None,
     ) -> Proposal:
         """See `EagleTrees.grow`; no level is expanded that no request has a use for."""
         whole = self.beam
         self.beam = replace(whole, depth=min(whole.depth, int(max_depth.max())))
         try:
-            return super().grow(roots, root, num_nodes, max_depth, limit)
+            return super().grow(roots, root, num_nodes, max_depth, limit, least)
         finally:
             self.beam = whole
 

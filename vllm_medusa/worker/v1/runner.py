@@ -19,6 +19,7 @@ from vllm.v1.outputs import DraftTokenIds, SamplerOutput
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from vllm_medusa.proposer.stages import LEAST
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import TreeStep
@@ -209,7 +210,10 @@ class MedusaModelRunner(CPUModelRunner):
         width = min(most + 1, MAX_NODES)
         max_depth = torch.tensor([useful[index] for index in chosen])
         root = torch.tensor([sampled_token_ids[index][-1] for index in chosen])
-        proposal = self.drafter.grow(hidden_states[chosen], root, width, max_depth, most)
+        # a grammar makes tokens likelier than the drafter knows; a number of nodes is to be had
+        least = None if chosen_later or isinstance(self._options.budget, int) else LEAST
+        states = hidden_states[chosen]
+        proposal = self.drafter.grow(states, root, width, max_depth, most, least)
         topologies.keep(names, proposal.parents, self.requests)
         counts = proposal.num_nodes.tolist()
         tokens, survival = proposal.token_ids.tolist(), proposal.log_survival.exp().tolist()

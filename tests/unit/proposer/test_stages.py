@@ -1,0 +1,65 @@
+"""Heads in two goes: the same drafts where deep heads are needed, fewer heads where they aren't."""
+
+import torch
+
+from vllm_medusa.proposer.candidates import Choices
+from vllm_medusa.proposer.stages import FIRST, LEAST, Stages
+
+BATCH, HEADS, WIDTH = 3, 5, 4
+DEEP = torch.full((BATCH,), HEADS)
+
+
+class Heads:
+    """Of which the best choices of a request are as sure as it is."""
+
+    def __init__(self, *sure: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = BATCH, HEADS, WIDTH
+        first = torch.tensor(sure).view(BATCH, 1, 1).expand(BATCH, HEADS, 1)
+        confidence = torch.cat([first, first * torch.linspace(0.3, 0.1, WIDTH - 1)], 2)
+        self.token_ids = torch.randint(0, 99, shape, generator=generator)
+        self.whole = Choices(self.token_ids, confidence.log())
+        self.asked: list[tuple[int, int]] = []
+
+    def ask(self, first: int, end: int) -> Choices:
+        self.asked.append((first, end))
+        return Choices(self.token_ids[:, first:end], self.whole.log_confidence[:, first:end])
+
+    def run(self, stages: Stages, useful: torch.Tensor = DEEP) -> Choices:
+        self.asked.clear()
+        return stages.choices(self.ask, HEADS, useful, LEAST)
+
+
+def test_deep_heads_run_where_somebody_is_sure():
+    """The product of two confidences decides, of the surest request that has a use for more."""
+    unsure, sure = Heads(0.3, 0.2, 0.1), Heads(0.3, 0.6, 0.1)
+    stages = Stages(own=3, again=1)
+    found = unsure.run(stages)
+    assert unsure.asked == [(0, FIRST)]
+    assert torch.equal(found.token_ids, unsure.token_ids[:, :FIRST])
+    found = sure.run(stages)
+    assert sure.asked == [(0, FIRST), (FIRST, HEADS)]
+    assert torch.equal(found.token_ids, sure.token_ids)
+    assert torch.equal(found.log_confidence, sure.whole.log_confidence)
+    sure.run(stages, torch.tensor([HEADS, FIRST, HEADS]))  # the sure one is about to end
+    assert sure.asked == [(0, FIRST)]
+    assert stages.choices(sure.ask, 1, DEEP, LEAST).token_ids.shape[1] == 1
+
+
+def test_one_go_where_deep_heads_are_needed_often():
+    """What a second go reads again is saved then; unsure drafts bring the two goes back."""
+    sure, unsure = Heads(0.9, 0.1, 0.1), Heads(0.1, 0.1, 0.1)
+    small_head, own_head = Stages(own=3, again=9), Stages(own=3, again=0)
+    for _ in range(100):
+        for stages in (small_head, own_head):
+            found = sure.run(stages)
+            assert torch.equal(found.token_ids, sure.token_ids)
+    sure.run(small_head)
+    assert sure.asked == [(0, HEADS)]
+    sure.run(own_head)
+    assert sure.asked == [(0, FIRST), (FIRST, HEADS)]  # nothing is read twice
+    unsure.run(small_head)
+    assert unsure.asked == [(0, HEADS)]
+    for _ in range(100):
+        unsure.run(small_head)
+    assert unsure.asked == [(0, FIRST)]
