@@ -8,7 +8,7 @@ A drafter knows one of two things, and is asked for no more:
   each level the k nodes of the highest value are expanded, K choices each; all are candidates.
 
 Either way the best N of all candidates are the tree (`candidates`). A static tree of ranks is
-filled level by level (`fill_tree`). Nothing here waits for the device, but to stop early if asked.
+filled level by level (`fill_tree`). Nothing here waits for the device.
 
     level 0      expand(0, root)               -> K choices below the root
     level 1      expand(1, the k best of them) -> k * K choices, each below one of the k
@@ -18,7 +18,6 @@ filled level by level (`fill_tree`). Nothing here waits for the device, but to s
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,20 +65,18 @@ def build_tree(
     num_nodes: int,  # of each tree, root included
     max_depth: Tensor,  # int64 [B], the deepest node that each request has a use for
     limit: int | None = None,  # drafts of a request that are of use, from 1; None: all
-    least: float | None = None,  # survival that something on a level needs for the next; None: any
 ) -> Proposal:
     """A tree for each request, the same on every rank if the drafter's choices are.
 
     With ``limit`` no level deeper than that is drafted and no more nodes of one expanded: the best
-    so many drafts are the same. With ``least``, which a marginal drafter sees to itself, there is
-    a wait for the device at each level.
+    so many drafts are the same.
     """
     limit = num_nodes if limit is None else min(limit, num_nodes)
     if isinstance(source, Pool):
         depth = min(source.tensors.max_depth, limit)
         choices = drafter.marginals(depth, source.width)  # type: ignore[union-attr]
         return of_pool(choices, source).tree(num_nodes, max_depth)
-    candidates = of_beam(drafter, source.within(limit), root, least)  # type: ignore[arg-type]
+    candidates = of_beam(drafter, source.within(limit), root)  # type: ignore[arg-type]
     return candidates.tree(num_nodes, max_depth)
 
 
@@ -98,11 +95,8 @@ def of_pool(choices: Choices, pool: Pool) -> Candidates:
     )
 
 
-def of_beam(drafter: Branching, beam: Beam, root: Tensor, least: float | None = None) -> Candidates:
-    """The root and all choices of all levels of a branching drafter: M = `beam.num_nodes`.
-
-    Of fewer levels if nothing on the last of them is as likely to survive as ``least``.
-    """
+def of_beam(drafter: Branching, beam: Beam, root: Tensor) -> Candidates:
+    """The root and all choices of all levels of a branching drafter: M = `beam.num_nodes`."""
     batch, width = len(root), beam.choices
     shape = _beam_on(beam, root.device)
     tokens, values = [root[:, None]], [root.new_zeros((batch, 1), dtype=torch.float32)]
@@ -117,12 +111,9 @@ def of_beam(drafter: Branching, beam: Beam, root: Tensor, least: float | None = 
         tokens.append(choices.token_ids.flatten(1))  # [B, k * K]
         values.append(value.flatten(1))
         parents.append(expanded.repeat_interleave(width, 1))
-        if least is not None and bool((values[-1] < math.log(least)).all()):
-            break
         order = values[-1].sort(dim=-1, descending=True, stable=True).indices[:, : beam.width]
         expanded, slots = order + first, order // width
-    value = torch.cat(values, 1)
-    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), shape[: value.shape[1]], value)
+    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), shape, torch.cat(values, 1))
 
 
 @dataclass(frozen=True, eq=False)

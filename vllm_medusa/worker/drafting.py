@@ -187,13 +187,14 @@ class MedusaDrafter:
             max_depth: int64 [B], the deepest node that each request has a use for.
             limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
                 as many heads run at most. None: all.
-            least: Survival that some draft needs for deeper heads to run. None: all run.
+            least: Survival that some draft needs for deeper heads to run, where there are
+                `stages`. None: all run.
 
         """
         step: Marginal | Branching = _Step(self, hidden_states, max_depth, least)
         if self._embed is not None:
             step = self._hydra(hidden_states)
-        return build_tree(step, self._source, root, num_nodes, max_depth, limit, least)
+        return build_tree(step, self._source, root, num_nodes, max_depth, limit)
 
     def marginals(self, hidden_states: Tensor, depth: int, width: int, first: int = 0) -> Choices:
         """The best ``width`` choices of the first ``depth`` heads, less those before ``first``."""

@@ -140,7 +140,6 @@ class EagleTrees:
         num_nodes: int,
         max_depth: Tensor,
         limit: int | None = None,
-        least: float | None = None,
     ) -> Proposal:
         """Draft a tree for each request.
 
@@ -152,11 +151,10 @@ class EagleTrees:
                 exact entries of those with any there is room for all that is expanded.
             limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
                 as many levels are expanded at most. None: all.
-            least: Survival that some draft needs for a level below it. None: any.
 
         """
         branches = _Branches(self, roots.only(max_depth > 0))
-        return build_tree(branches, self.beam, root, num_nodes, max_depth, limit, least)
+        return build_tree(branches, self.beam, root, num_nodes, max_depth, limit)
 
     def choices(self, normed: Tensor, width: int) -> Choices:
         """The best tokens after states [B, k, H]."""

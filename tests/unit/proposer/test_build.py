@@ -1,7 +1,6 @@
 """The builder against its definition: expansion, reranking, ties, static trees of ranks."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -106,26 +105,6 @@ def test_few_drafts_need_few_nodes_expanded(seed, limit):
         alive = whole.log_survival[:, : 1 + limit].isfinite()
         assert torch.equal(one[alive], other[alive]), name
     assert len(drafter.expanded) == min(4, limit) and max(drafter.expanded) <= limit
-
-
-@given(st.integers(0, 2**31), st.sampled_from([0.2, 0.85, 0.95]))
-@settings(deadline=None, max_examples=60)
-def test_no_level_below_one_that_hardly_anything_reaches(seed, least):
-    beam, root = Beam(3, 3, 4), [1, 2]
-    drafter, most = Drafter(seed), beam.num_nodes
-    deep = torch.tensor([9, 9])
-    found = build_tree(drafter, beam, torch.tensor(root), most, deep, least=least)
-    nodes = [by_hand(seed, row, root[row], beam, most, 9) for row in range(BATCH)]
-    reached = [
-        max(value for row in nodes for path, value in row if len(path) == depth) >= math.log(least)
-        for depth in range(1, beam.depth)
-    ]
-    levels = 1 + len(list(itertools.takewhile(bool, reached)))
-    assert len(drafter.expanded) == levels
-    for row in range(BATCH):
-        alive = [value for path, value in nodes[row] if len(path) <= levels and value > -math.inf]
-        got = found.log_survival[row, : int(found.num_nodes[row])].tolist()
-        assert got == pytest.approx(alive)
 
 
 def test_candidates_are_counted():

@@ -18,6 +18,8 @@ from vllm_medusa.worker.options import EngineOptions
 class EagleTreeDrafter(EagleTrees, EagleProposer):
     """vLLM's proposer for its module, weights and cache groups; the drafting is ours."""
 
+    stages = None  # no level rests
+
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
         self.beam = beam_of(EngineOptions.of(vllm_config).tree)
@@ -51,13 +53,12 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
         num_nodes: int,
         max_depth: Tensor,
         limit: int | None = None,
-        least: float | None = None,
     ) -> Proposal:
         """See `EagleTrees.grow`; no level is expanded that no request has a use for."""
         whole = self.beam
         self.beam = replace(whole, depth=min(whole.depth, int(max_depth.max())))
         try:
-            return super().grow(roots, root, num_nodes, max_depth, limit, least)
+            return super().grow(roots, root, num_nodes, max_depth, limit)
         finally:
             self.beam = whole
 

@@ -211,9 +211,10 @@ class MedusaModelRunner(CPUModelRunner):
         max_depth = torch.tensor([useful[index] for index in chosen])
         root = torch.tensor([sampled_token_ids[index][-1] for index in chosen])
         # a grammar makes tokens likelier than the drafter knows; a number of nodes is to be had
-        least = None if chosen_later or isinstance(self._options.budget, int) else LEAST
+        rests = not chosen_later and not isinstance(self._options.budget, int)
+        least = {"least": LEAST} if rests and self.drafter.stages else {}
         states = hidden_states[chosen]
-        proposal = self.drafter.grow(states, root, width, max_depth, most, least)
+        proposal = self.drafter.grow(states, root, width, max_depth, most, **least)
         topologies.keep(names, proposal.parents, self.requests)
         counts = proposal.num_nodes.tolist()
         tokens, survival = proposal.token_ids.tolist(), proposal.log_survival.exp().tolist()
