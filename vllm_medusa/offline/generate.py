@@ -85,9 +85,12 @@ def open_results(
 ) -> ResultLog:
     """Open the output, whose manifest holds all that the results depend on."""
     files, heads, tree = options.files, options.medusa.speculative_model, options.medusa.tree
-    format = detect_format(files.prompts) if files.format == "auto" else files.format
+    prompts: Path | None = files.prompts  # None: a job that needs none
+    format: str | None = None if prompts is None else files.format
+    if prompts is not None and format == "auto":
+        format = detect_format(prompts)
     settings = {
-        "prompts_sha256": digest(files.prompts),
+        "prompts_sha256": None if prompts is None else digest(prompts),
         # None: older files don't tell it, and are mostly of JSON lines
         "format": None if format == "jsonl" else format,
         "checkpoints": {
@@ -166,7 +169,8 @@ def start_engine(options: PromptJob, sampling: Sampling, seeded: bool) -> VllmEn
 
 
 def _tell_refusal(result: Result, files: PromptFile, progress: Progress) -> None:
-    message = f"{files.prompts}, line {result.prompt.line}: {result.error}"
+    source = files.prompts or "conversation"
+    message = f"{source}, line {result.prompt.line}: {result.error}"
     if files.on_bad_line == "refuse":
         raise PromptError(f"{message}\nFinished prompts are kept. Pass --on-bad-line skip.")
     progress.warn(f"skipped {message}")

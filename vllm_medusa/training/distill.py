@@ -12,7 +12,7 @@ from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.batch import Result
 from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.generate import Speed, open_results, run_prompts
-from vllm_medusa.offline.prompts import PromptError, load_prompts
+from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
 from vllm_medusa.training.options import DistillOptions
 from vllm_medusa.training.self_distillation import Plan, Summary
 from vllm_medusa.training.self_talk import require_self_talk
@@ -42,7 +42,13 @@ def distill(
 
     """
     files, texts = options.files, options.sampling
-    prompts = load_prompts(files.prompts, files.format, files.column, files.on_bad_line, progress)
+    if files.prompts is not None:
+        prompts = load_prompts(
+            files.prompts, files.format, files.column, files.on_bad_line, progress
+        )
+    else:
+        count = texts.conversations or 0
+        prompts = [Prompt(index, index + 1, f"talk-{index}") for index in range(count)]
     turns, talker = max(1, max(len(prompt.turns) for prompt in prompts)), None
     if texts.self_talk:
         turns, talker = texts.turns or _TALK_TURNS, _talker(options.model)
@@ -65,7 +71,7 @@ def distill(
         ended += bool(answers)
         return [r | cut for r in plan.records(result) if r["index"] not in log.done]
 
-    origin = provenance(command, [files.prompts])
+    origin = provenance(command, [files.prompts] if files.prompts is not None else [])
     with open_results(options, sampling, texts.seed, {"texts": settings}, origin) as log:
         speed = run_prompts(
             options,

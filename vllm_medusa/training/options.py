@@ -52,6 +52,11 @@ class MachineOptions(Options):
 class RecordFiles(PromptFile):
     """What is read and written."""
 
+    prompts: Path | None = option(  # type: ignore[assignment]
+        "the file of prompts; absent: with --conversations the target opens them itself",
+        "-i",
+        default=None,
+    )
     output: Path = option("records, as JSON lines", "-o")
 
 
@@ -70,6 +75,11 @@ class TextOptions(Options):
     )
     seed: Seed = option("text i uses the seed SEED + i", default=0)
     self_talk: bool = option("the target writes the user's later turns too", default=False)
+    conversations: Positive | None = option(
+        "without --prompts: self-talk conversations, which the target opens too",
+        default=None,
+        metavar="N",
+    )
     turns: Positive | None = option(
         "answers in each --self-talk conversation", default=None, metavar="N", shown="3"
     )
@@ -77,6 +87,11 @@ class TextOptions(Options):
 
     def check(self) -> None:
         """See `Options.check`."""
+        if self.conversations is not None and not self.self_talk:
+            raise ValueError(
+                f"--conversations {self.conversations} needs --self-talk, by which the target "
+                "writes the user's turns. Give both, or a file of --prompts."
+            )
         if self.turns is not None and not self.self_talk:
             raise ValueError(
                 f"--turns {self.turns} is of --self-talk; else the prompts' own turns are answered."
@@ -122,6 +137,13 @@ class DistillOptions(PromptJob):
     files: RecordFiles = group("files")
     sampling: TextOptions = group("texts", factory=TextOptions)
     medusa: DraftOptions = group("Medusa", factory=DraftOptions)
+
+    def check(self) -> None:
+        """See `Options.check`."""
+        if (self.files.prompts is None) == (self.sampling.conversations is None):
+            raise ValueError(
+                "give one of --prompts FILE and --conversations N (with --self-talk, from nothing)."
+            )
 
 
 class TextFiles(Options):

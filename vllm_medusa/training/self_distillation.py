@@ -79,7 +79,8 @@ class Plan:
         if not pieces:
             name = {"index": slot * self.stride, "request_id": result.prompt.request_id}
             return [name | {"error": result.error or "the target wrote nothing"}]
-        prompt = list(result.answers[0].prompt_token_ids)
+        first = next(a for a in result.answers if a.role == "assistant")  # not the user's opening
+        prompt = list(first.prompt_token_ids)
         whole = prompt if len(prompt) > 1 else pieces[0].token_ids
         group = key_of(whole, len(prompt))
         return [

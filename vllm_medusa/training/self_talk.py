@@ -2,7 +2,9 @@
 
 The prompt's own turns (or its text, as the user's first words) come first. Then the conversation is
 rendered up to where the next user's words would stand, and the target writes them up to the token
-that ends a turn. Only a chat template that marks both, like
+that ends a turn. A prompt without turns is a conversation that the target opens (Magpie,
+arXiv 2406.08464). The user's turns are sampled at temperature 1, so that no two conversations are
+alike. Only a chat template that marks both ends of a turn, like
 
     <|im_start|>user / words <|im_end|>
 
@@ -19,6 +21,8 @@ from vllm_medusa.offline.conversations import common_length, encode_rendered, re
 from vllm_medusa.offline.prompts import Message, Prompt, PromptError
 
 _WORDS = "7f3c0d5e words of a user"  # marks where the user's words stand
+_USER_TEMPERATURE = 1.0
+_USER_TOKENS = 256  # at most, of a turn
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class UserTurn:
 
 
 def user_turn(messages: list[Message], tokenizer: Any) -> UserTurn:
-    """Render a conversation, whose last message is the assistant's, up to the next user's words.
+    """Render a conversation, empty or ending with the assistant, up to the next user's words.
 
     Raises:
         PromptError: the chat template has no header for a user's turn, or no token that ends one.
@@ -40,7 +44,7 @@ def user_turn(messages: list[Message], tokenizer: Any) -> UserTurn:
     if text.count(_WORDS) != 1:
         raise PromptError("the chat template doesn't keep a user's words: no self-talk with it.")
     before, after = text.split(_WORDS)
-    header = before[common_length(before, render(messages, tokenizer)) :]
+    header = before[common_length(before, render(messages, tokenizer)) :] if messages else before
     if not header.strip():
         raise PromptError(
             "the chat template has no header before a user's words, so the target can't know that "
@@ -79,7 +83,8 @@ def require_self_talk(tokenizer: Any) -> None:
 class SelfTalk:
     """A session with ``turns`` answers; the user's turns that the prompt lacks are written too.
 
-    It ends early with a truncated answer, or where the user says nothing more.
+    It ends early with a truncated answer, or where the user says nothing more. An opening that was
+    cut off at `_USER_TOKENS` is answered as it is.
     """
 
     prompt: Prompt
@@ -103,7 +108,7 @@ class SelfTalk:
         if self.given and (not self.messages or self.messages[-1]["role"] != "user"):
             self.messages.append({"role": "user", "content": self.given.pop(0)})
         try:
-            if self.messages[-1]["role"] == "user":
+            if self.messages and self.messages[-1]["role"] == "user":
                 self.answers.append(Answer())
                 text = render(self.messages, self.tokenizer, for_answer=True)
                 prompt = list(encode_rendered(text, self.tokenizer))
@@ -113,7 +118,11 @@ class SelfTalk:
         except PromptError as error:
             raise RequestRefused(str(error)) from None
         self.end = turn.end
-        options = {"temperature": self.temperature, "stop_token_ids": [turn.end]}
+        options = {
+            "temperature": _USER_TEMPERATURE,
+            "stop_token_ids": [turn.end],
+            "max_tokens": _USER_TOKENS,
+        }
         return Request(turn.prompt, options)
 
     @property
@@ -121,6 +130,7 @@ class SelfTalk:
         """See `vllm_medusa.offline.batch.Session`."""
         last = self.answers[-1]
         if last.role == "user":
-            return not last.text.strip() or last.token_ids[-1:] != [self.end]
+            cut = last.token_ids[-1:] != [self.end] and len(self.answers) > 1
+            return cut or not last.text.strip()
         answered = sum(answer.role == "assistant" for answer in self.answers)
         return answered >= self.turns or last.finish_reason != "stop"

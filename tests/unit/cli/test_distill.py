@@ -115,6 +115,8 @@ def test_a_file_read_otherwise_is_another_job(prompts, tmp_path, capfd):
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["--samples", "999999999999999"], "use a whole number from 1 to 10000"),
         (["--turns", "2"], "is of --self-talk"),
+        (["--conversations", "2"], "needs --self-talk"),
+        (["--conversations", "2", "--self-talk"], "give one of --prompts FILE and --conversations"),
         (["--temperature", "0.5,-1"], "'-1' is not allowed"),
         (["--temperature", ""], "'' is not allowed"),
         (["--seed", "-1"], "'-1' is not allowed; use a whole number from 0 to 4294967295"),

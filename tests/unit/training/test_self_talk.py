@@ -99,8 +99,27 @@ def test_both_sides_are_written_and_only_the_assistants_is_trained():
     )
     end = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert [o.get("stop_token_ids") for o in engine.options] == [None, [end], None]
-    assert {o["temperature"] for o in engine.options} == {0.9}
+    assert [o["temperature"] for o in engine.options] == [0.9, 1.0, 0.9]  # the user's turn: 1
     assert (line["finish_reason"], line["text"]) == (DONE, "So.")
+
+
+def test_without_a_prompt_the_target_opens_the_conversation():
+    nothing = Prompt(0, 1, "talk-0")
+    script = [("Hi?<|im_end|>", DONE), ("Hello.<|im_end|>", DONE)]
+    engine, (line, spans, text) = talk(script, nothing, 1)
+    assert engine.asked[0] == "<|im_start|>user\n"
+    assert text == "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>"
+    assert spans == ["Hello.<|im_end|>"]
+    # conversations that the target opened alike are of one group, others are not
+    _, (same, *_) = talk(script, nothing, 1)
+    _, (other, *_) = talk([("Ho?<|im_end|>", DONE), script[1]], nothing, 1)
+    assert line["group"] == same["group"] != other["group"]
+
+
+def test_an_opening_that_was_cut_off_is_answered():
+    script = [("Hi, I have", "length"), ("Hello.<|im_end|>", DONE)]
+    _, (_, spans, _) = talk(script, Prompt(0, 1, "talk-0"), 1)
+    assert spans == ["Hello.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
