@@ -19,12 +19,17 @@ def random_hydra(
     vocab: int = VOCAB,
     *,
     own: bool = False,
+    token_map: Tensor | None = None,
     std: float = 0.2,
 ) -> HydraHeads:
     """Heads of random weights, with LM heads of their own or the target's."""
     generator = torch.Generator().manual_seed(4)
+    count = num_heads if own else 0
     heads = HydraHeads(
-        num_heads, num_layers, hidden, vocab, num_lm_heads=num_heads if own else 0, lm_head_bias=own
+        *(num_heads, num_layers, hidden, vocab),
+        num_lm_heads=count,
+        lm_head_bias=own,
+        token_map=token_map,
     )
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -59,12 +64,12 @@ def save_fitted_hydra(
 def dense_logits(
     heads: HydraHeads, state: Tensor, tokens: list[int], embedding: Tensor, lm_head: Tensor
 ) -> Tensor:
-    """Logits [V] of what follows the path x_1 .. x_n, by head n - 1 alone, spelled out."""
+    """Logits [V_draft] of what follows the path x_1 .. x_n, by head n - 1 alone, spelled out."""
     head, x = len(tokens) - 1, torch.cat([state, *(embedding[token] for token in tokens)])
     first = heads.inputs[head]
     x = first.skip_weight @ x + first.skip_bias + F.silu(first.weight @ x + first.bias)
     for block in heads.blocks:
         x = x + F.silu(block.weight[head] @ x + block.bias[head])
     if heads.lm_head_weight is None:
-        return lm_head @ x
+        return lm_head[slice(None) if heads.token_map is None else heads.token_map] @ x
     return heads.lm_head_weight[head] @ x + heads.lm_head_bias[head]

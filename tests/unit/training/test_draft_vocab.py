@@ -1,0 +1,49 @@
+"""The draft vocabulary: which tokens, how many, and what they cover."""
+
+import pytest
+import torch
+
+from vllm_medusa.offline.records import Record
+from vllm_medusa.training.draft_vocab import (
+    LARGEST,
+    SMALLEST,
+    count_tokens,
+    coverage,
+    frequent_tokens,
+    usual_size,
+)
+
+
+def record(ids: tuple[int, ...], *spans: tuple[int, int]) -> Record:
+    return Record(0, 1, "a", ids, spans)
+
+
+def test_the_commonest_generated_tokens_are_kept():
+    records = [record((9, 9, 9, 9, 3, 3, 5), (4, 7)), record((7, 5, 6), (1, 2), (2, 3))]
+    counts = count_tokens(records, 12)
+    assert frequent_tokens(counts, 1).tolist() == [3]  # of 3 and 5, twice each
+    assert frequent_tokens(counts, 3).tolist() == [3, 5, 6]
+    assert frequent_tokens(counts, 5).tolist() == [0, 1, 3, 5, 6]  # no prompt's 9 or 7
+    assert len(frequent_tokens(counts, 50)) == 12
+    assert frequent_tokens(counts, 3, {11}).tolist() == [3, 5, 11]  # what ends answers
+    assert coverage(counts, torch.tensor([3, 6])) == 3 / 5
+
+
+@pytest.mark.parametrize(
+    ("used", "vocab", "size"),
+    [
+        (100, LARGEST, None),  # as small as a draft vocabulary
+        (100, LARGEST + 1, SMALLEST),
+        (5000, 50_000, 5120),  # 4950 cover 99%
+        (6300, 50_000, 7168),  # 6237 do
+        (40_000, 50_000, LARGEST),
+    ],
+)
+def test_the_usual_size_covers_what_is_written(used, vocab, size):
+    counts = torch.zeros(vocab, dtype=torch.int64)
+    counts[torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:used]] = 7
+    assert usual_size(counts) == size
+    if size is not None and size < LARGEST:
+        assert coverage(counts, frequent_tokens(counts, size)) >= 0.99
+        smaller = frequent_tokens(counts, size - 1024)
+        assert size == SMALLEST or coverage(counts, smaller) < 0.99
