@@ -41,7 +41,7 @@ def store_target_rows(
 
 @contextmanager
 def _without_soft_cap(target: nn.Module) -> Iterator[float | None]:
-    """Within the block the target's logits aren't capped; yields the cap c in c tanh(logits / c)."""
+    """Leave the cap c of ``c * tanh(logits / c)`` out within the block, which is given it."""
     capped = [
         (module, module.soft_cap)
         for module in target.modules()
