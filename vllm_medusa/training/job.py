@@ -160,7 +160,7 @@ class Job:
         size, known = self.options.heads.draft_vocab, target.vocab_size
         counts = count_tokens(self.inputs.train, known)
         if size is None:
-            size = usual_size(counts)
+            size = usual_size(self.inputs.train, known)
         if not size or size >= known:
             return None
         ends = {token for token in target.end_tokens if token < known}

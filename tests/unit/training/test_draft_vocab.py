@@ -18,6 +18,13 @@ def record(ids: tuple[int, ...], *spans: tuple[int, int]) -> Record:
     return Record(0, 1, "a", ids, spans)
 
 
+def texts(*generated) -> list[Record]:
+    """One of each prompt."""
+    return [
+        Record(n, n + 1, str(n), (n, *ids), ((1, 1 + len(ids)),)) for n, ids in enumerate(generated)
+    ]
+
+
 def test_the_commonest_generated_tokens_are_kept():
     records = [record((9, 9, 9, 9, 3, 3, 5), (4, 7)), record((7, 5, 6), (1, 2), (2, 3))]
     counts = count_tokens(records, 12)
@@ -40,10 +47,12 @@ def test_the_commonest_generated_tokens_are_kept():
     ],
 )
 def test_the_usual_size_covers_what_is_written(used, vocab, size):
-    counts = torch.zeros(vocab, dtype=torch.int64)
-    counts[torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:used]] = 7
-    assert usual_size(counts) == size
-    if size is not None and size < LARGEST:
-        assert coverage(counts, frequent_tokens(counts, size)) >= 0.99
-        smaller = frequent_tokens(counts, size - 1024)
-        assert size == SMALLEST or coverage(counts, smaller) < 0.99
+    written = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:used].tolist()
+    assert usual_size(texts(written, written), vocab) == size
+
+
+def test_texts_that_have_little_in_common_cover_little_of_others():
+    apart = [range(20_000 + 30 * n, 20_030 + 30 * n) for n in range(8)]
+    assert usual_size(texts(*apart), 50_000) == LARGEST  # though 240 tokens cover all of these
+    assert usual_size(texts(apart[0]), 50_000) == LARGEST
+    assert usual_size(texts(*apart[:1] * 8), 50_000) == SMALLEST
