@@ -167,8 +167,8 @@ def test_an_eagle_drafter(eagle_case: Case) -> None:
 
 
 def test_hydra_heads(hydra_case: Fitted) -> None:
-    """Each rank embeds and scores a part of the vocabulary; both draft the oracle's trees."""
-    tree = medusa(hydra_case.heads, **TREES["dynamic"][0])
+    """Each rank embeds a part of the vocabulary and scores a part of the draft vocabulary."""
+    tree = medusa(hydra_case.heads["dynamic"], **TREES["dynamic"][0])
     with engine(hydra_case.model, tree, worker_cls=WORKER, tensor_parallel_size=2) as llm:
         got = run(llm, hydra_case.prompts, greedy(HYDRA_TOKENS))
     for completion, result in zip(got.completions, hydra_case.expected["dynamic"], strict=True):

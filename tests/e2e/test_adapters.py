@@ -17,6 +17,10 @@ from support.spies import mean_accepted, recorded_steps
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
+from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.worker.adapters import adapters_left_out
+from vllm_medusa.worker.target_rows import store_target_rows
+
 pytestmark = pytest.mark.engine
 
 TREE = [[0], [1], [0, 0], [1, 0], [1, 0, 0]]
@@ -86,3 +90,10 @@ def test_heads_draft_with_the_target_s_own_lm_head(llm: LLM) -> None:
     rows = drafter.heads(states)
     own = target.logits_processor.base_layer(target.lm_head, rows.flatten(0, 1))
     assert drafter._logits(states).flatten(0, 1).equal(own[:, :VOCAB])
+    known = torch.tensor([300, 7, 11])
+    heads = MedusaHeads(1, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=known)
+    with adapters_left_out(drafter._adapted):
+        store_target_rows(heads, target, states.device, states.dtype)
+    logits = heads.compute_logits(states[:, None])[:, 0]
+    own = target.logits_processor.base_layer(target.lm_head, states)
+    torch.testing.assert_close(logits, own[:, known])

@@ -11,21 +11,24 @@ from typing import Any
 
 import pytest
 from support.engines import complete, engine, greedy, medusa
-from support.hydra_case import TOKENS, TREES, Fitted
+from support.hydra_case import KNOWN, TOKENS, TREES, Fitted
+from support.models import VOCAB
 from support.reference import differing
 from support.runner import ON_V2, on_v1
 from support.spies import assert_told, mean_accepted, recorded_steps
 from vllm import LLM, SamplingParams
 
 from vllm_medusa.proposer.hydra import HydraStep
+from vllm_medusa.worker.drafting import MedusaDrafter
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module", params=TREES)
 def running(request: pytest.FixtureRequest, hydra_case: Fitted) -> Iterator[tuple[str, LLM]]:
-    with engine(hydra_case.model, medusa(hydra_case.heads, **TREES[request.param][0])) as llm:
-        yield request.param, llm
+    kind = request.param
+    with engine(hydra_case.model, medusa(hydra_case.heads[kind], **TREES[kind][0])) as llm:
+        yield kind, llm
 
 
 def test_accepts_what_the_oracle_accepts(running: tuple[str, LLM], hydra_case: Fitted) -> None:
@@ -37,6 +40,27 @@ def test_accepts_what_the_oracle_accepts(running: tuple[str, LLM], hydra_case: F
         assert list(completion.token_ids) == result.token_ids
         assert list(completion.accepted) == result.accepted_per_step
     assert mean_accepted(steps) > 0.8
+
+
+@pytest.mark.skipif(ON_V2, reason="few prompts say nothing of a mean")
+def test_another_map_costs_acceptance(
+    running: tuple[str, LLM], hydra_case: Fitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A negative control: the rows are those of other tokens than the map says."""
+    kind, llm = running
+    choose, asked = MedusaDrafter._choose, []
+
+    def wrong(self: MedusaDrafter, logits: Any, *args: Any) -> Any:
+        asked.append(logits.shape[-1])
+        return choose(self, logits.roll(1, -1), *args)
+
+    monkeypatch.setattr(MedusaDrafter, "_choose", wrong)
+    with recorded_steps() as steps:
+        got = complete(llm, hydra_case.prompts, greedy(TOKENS))
+    assert set(asked) == {KNOWN if kind == "dynamic" else VOCAB}
+    for completion, result in zip(got, hydra_case.expected[kind], strict=True):
+        assert list(completion.token_ids) == result.token_ids
+    assert mean_accepted(steps) < 0.2
 
 
 @pytest.mark.skipif(ON_V2, reason="few prompts say nothing of a mean")

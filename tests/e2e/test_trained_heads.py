@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.engines import complete, engine, greedy, medusa
 from support.models import save_model
 from support.overfit import PROMPT, K, overfit
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 def test_tau_is_its_maximum_on_a_text_known_by_heart(tmp_path: Path) -> None:
     target = Target.load(save_model(tmp_path / "target", "Llama", tie_word_embeddings=True))
-    record, made = overfit(target, tmp_path / "run")
+    record, made = overfit(target, tmp_path / "run", draft_vocab=64)
     round_to(made.heads, torch.bfloat16)
     assert [top[0] for top in made.measure()["top"]] == [1.0] * K
     save_trained(
@@ -32,6 +33,7 @@ def test_tau_is_its_maximum_on_a_text_known_by_heart(tmp_path: Path) -> None:
     count = 1 + steps * (1 + K)  # the prompt's own token, then whole steps
     chain = [[0] * depth for depth in range(1, K + 1)]
     config = medusa(str(tmp_path / "heads"), chain)
+    assert "token_map" in load_file(tmp_path / "heads" / "model.safetensors")
     with engine(str(target.path), config, max_model_len=128) as llm:
         (found,) = complete(llm, [list(PROMPT)], greedy(count))
     assert list(found.token_ids) == list(record.token_ids[len(PROMPT) :][:count])

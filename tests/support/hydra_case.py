@@ -1,4 +1,8 @@
-"""A chaotic target with Hydra heads that know its outputs by heart, below the true path only."""
+"""A chaotic target with Hydra heads that know its outputs by heart, below the true path only.
+
+Those of static trees store LM heads. Those of dynamic trees use the target's rows of most tokens,
+and are wrong where another comes.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, Beam, DynamicTree
 
 HIDDEN, HEADS, NODES = 512, 4, 12
+KNOWN = 470  # of 512 tokens
 TOKENS, COUNT = sized(48, 24), sized(6, 2)
 STATIC = TokenTree.dense([3, 2, 1, 1])
 TREES: dict[str, tuple[dict[str, Any], TokenTree | DynamicTree]] = {
@@ -36,7 +41,7 @@ class Fitted:
     """A chaotic target, heads that know its greedy outputs, the oracle's results by tree."""
 
     model: str
-    heads: str
+    heads: dict[str, str]  # by tree
     prompts: list[list[int]]
     expected: dict[str, list[DecodeResult]]
 
@@ -61,12 +66,17 @@ def make_case(folder: Path) -> Fitted:
                 states.append(out[end - 1])  # its token is ids[end]
                 paths.append(ids[0, end : end + HEADS + 1])
     embedding = model.get_input_embeddings().weight.detach()
-    saved = save_fitted_hydra(folder / "heads", embedding, torch.stack(states), torch.stack(paths))
-    heads: Any = load_heads(saved, hidden_size=HIDDEN, vocab_size=VOCAB)[0]
-    heads.use_target_embedding(embedding)
-    expected = {
-        kind: [decode(model, heads, tree, torch.tensor(prompt), TOKENS) for prompt in prompts]
-        for kind, (_, tree) in TREES.items()
+    known = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:KNOWN]
+    lm_heads = {
+        "static": {},
+        "dynamic": {"lm_head": model.get_output_embeddings().weight.detach(), "token_map": known},
     }
+    saved, expected = {}, {}
+    for kind, (_, tree) in TREES.items():
+        learnt = torch.stack(states), torch.stack(paths)
+        saved[kind] = save_fitted_hydra(folder / kind, embedding, *learnt, **lm_heads[kind])
+        heads: Any = load_heads(saved[kind], hidden_size=HIDDEN, vocab_size=VOCAB)[0]
+        heads.use_target_embedding(embedding)
+        expected[kind] = [decode(model, heads, tree, torch.tensor(p), TOKENS) for p in prompts]
     assert_chaotic([result.token_ids for result in expected["static"]])
     return Fitted(path, saved, prompts, expected)

@@ -111,6 +111,15 @@ def fitted_lm_head(
     generator: torch.Generator,
 ) -> torch.Tensor:
     """The matrix [V, H] that gives each state's token a random rank, solved for."""
+    wanted = random_ranks(token, vocab, worst_rank, generator)
+    solution: torch.Tensor = torch.linalg.lstsq(states.to(torch.float64), wanted).solution
+    return solution.T
+
+
+def random_ranks(
+    token: torch.Tensor, vocab: int, worst_rank: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Logits, float64 [M, V], that give each token a random rank."""
     count = len(token)
     rank = torch.randint(worst_rank + 1, (count,), generator=generator)
     wanted = torch.zeros(count, vocab, dtype=torch.float64)
@@ -120,6 +129,4 @@ def fitted_lm_head(
     for place in range(worst_rank):
         better = (place < rank).to(wanted.dtype) * (2 + worst_rank - place)
         wanted.scatter_(1, before[:, place : place + 1], better[:, None])
-    wanted.scatter_(1, token[:, None], 1.0)
-    solution: torch.Tensor = torch.linalg.lstsq(states.to(torch.float64), wanted).solution
-    return solution.T
+    return wanted.scatter_(1, token[:, None], 1.0)

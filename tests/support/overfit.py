@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vllm_medusa.offline.records import Record
+from vllm_medusa.training.draft_vocab import count_tokens, frequent_tokens
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.medusa1 import Medusa1
@@ -68,10 +69,12 @@ def trainer(
     return Medusa1(target, heads, *sources, recipe, run, Workers("cpu"))
 
 
-def overfit(target: Target, folder: Path) -> tuple[Record, Medusa1]:
-    """Heads that know the target's one text, trained."""
-    record = greedy_record(target)
+def overfit(target: Target, folder: Path, draft_vocab: int | None = None) -> tuple[Record, Medusa1]:
+    """Heads that know the target's one text, trained; with a draft vocabulary of so many tokens."""
+    record, some = greedy_record(target), None
+    if draft_vocab is not None:
+        some = frequent_tokens(count_tokens([record], target.vocab_size), draft_vocab)
     with TrainingRun(folder, {}) as run:
-        made = trainer(target, [record], run)
+        made = trainer(target, [record], run, heads=new_heads(target, K, 1, token_map=some))
         made.train()
     return record, made

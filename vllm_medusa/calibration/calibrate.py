@@ -10,7 +10,7 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import Accuracy, measure_accuracy
 from vllm_medusa.calibration.collect import collect, remove_work
 from vllm_medusa.calibration.confidence import Fit
-from vllm_medusa.calibration.loading import check_folder, end_tokens, load
+from vllm_medusa.calibration.loading import check_folder, load
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.options import CalibrateOptions
 from vllm_medusa.calibration.pictures import check_picture, draw_calibration
@@ -92,7 +92,7 @@ def calibrate(
         target.lm_head if heads.shared_lm_head else None,
         options.heads,
         num_ranks=options.top_k,
-        end_tokens=end_tokens(target),
+        end_tokens=target.end_tokens,
         batch_tokens=options.batch_tokens,
         depends_on=source | {"limit": options.limit, "temperature": options.temperature},
         progress=progress,

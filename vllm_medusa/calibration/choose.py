@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.budgets import ALGORITHMS, Curve, Limits, StepCost, curve
-from vllm_medusa.calibration.loading import check_folder, end_tokens, load
+from vllm_medusa.calibration.loading import check_folder, load
 from vllm_medusa.calibration.measure import Measured, measure, walked_by_prompt
 from vllm_medusa.calibration.observations import FILE, Observations
 from vllm_medusa.calibration.options import MeasureOptions, TreeOptions
@@ -177,7 +177,7 @@ def _measure(
             temperature=temperature,
             seed=how.seed,
             samples=how.samples,
-            end_tokens=end_tokens(target),
+            end_tokens=target.end_tokens,
             progress=lambda: progress.at("texts", next(done), total),
         )
         for size in sizes

@@ -54,11 +54,3 @@ def load(
     if isinstance(loaded, HydraHeads):
         loaded.use_target_embedding(target.embedding_weight)
     return target, loaded, dtype
-
-
-def end_tokens(target: Target) -> set[int]:
-    """Ids after which the target writes nothing."""
-    ends = getattr(target.model.generation_config, "eos_token_id", None)
-    if ends is None:
-        ends = target.model.config.get_text_config().eos_token_id
-    return set(ends if isinstance(ends, list) else [] if ends is None else [ends])

@@ -12,6 +12,7 @@ from vllm_medusa.cli.console import ConsoleProgress
 from vllm_medusa.options import Options, Source, option
 
 if TYPE_CHECKING:
+    from vllm_medusa.heads import HeadsInfo
     from vllm_medusa.heads.inspection import Inspection
 
 _DESCRIPTION = """\
@@ -125,7 +126,7 @@ def _lines(found: Inspection, target: str | None) -> Iterator[str]:
         f"{'with' if info.bias else 'without'} biases",
         "LM heads": _lm_heads(found),
         "hidden size": info.hidden_size,
-        "vocabulary": "not said" if info.vocab_size is None else info.vocab_size,
+        "vocabulary": _vocabulary(info),
         "stored": f"{found.parameters:,} parameters, {found.bytes / 1e6:.1f} MB, "
         + " and ".join(found.dtypes),
         "base model": info.base_model or "not said",
@@ -160,7 +161,22 @@ def _lm_heads(found: Inspection) -> str:
     else:
         text = f"one for each head, {info.lm_head_rows} rows"
     text += ", with biases" if info.lm_head_bias else ""
-    return text + (f", over {info.draft_vocab_size} tokens (token_map)" if info.token_map else "")
+    return text
+
+
+def _vocabulary(info: HeadsInfo) -> str:
+    """The target's, and what heads know of it; training tells how much of the texts that is."""
+    text = "not said" if info.vocab_size is None else str(info.vocab_size)
+    if not info.token_map:
+        return text
+    text += f", of which they draft {info.draft_vocab_size} (token_map)"
+    training = info.medusa.get("training")
+    told = training.get("draft_vocab") if isinstance(training, Mapping) else None
+    told = told if isinstance(told, Mapping) else {}
+    for key, texts in (("coverage", "the texts"), ("heldout_coverage", "held-out ones")):
+        if isinstance(told.get(key), float):
+            text += f", {told[key]:.1%} of {texts}"
+    return text
 
 
 def _tree(found: Inspection) -> Iterator[str]:

@@ -89,8 +89,6 @@ def load_heads(
     count = info.num_heads if max_heads is None else min(info.num_heads, max_heads)
     check_vocab(files, layout, info, vocab_size)
     token_map = read_token_map(files, layout, vocab_size) if layout.token_map else None
-    if token_map is not None and token_map.unique().numel() != token_map.numel():
-        raise HeadsError(f"{files.label}: {layout.names[TOKEN_MAP]!r} names some token twice")
     heads = MedusaHeads(
         num_heads=count,
         num_layers=info.num_layers,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
-from vllm_medusa.heads.packed import Linear, MakeLinear
+from vllm_medusa.heads.packed import Linear, MakeLinear, check_packable
 
 
 class HydraInput(nn.Module):
@@ -45,7 +45,7 @@ class HydraInput(nn.Module):
 class HydraHeads(MedusaHeads):
     """K Hydra heads of L >= 1 layers each; ``blocks`` are the layers after the first.
 
-    LM heads are as in `MedusaHeads`; there are no draft vocabularies.
+    LM heads and ``token_map`` are as in `MedusaHeads`; tokens that heads see are the target's ids.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class HydraHeads(MedusaHeads):
         *,
         num_lm_heads: int | None = None,
         lm_head_bias: bool = False,
+        token_map: Tensor | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class HydraHeads(MedusaHeads):
             vocab_size,
             shared_lm_head=count == 0,
             lm_head_bias=lm_head_bias,
+            token_map=token_map,
             num_lm_heads=count,
             device=device,
             dtype=dtype,
@@ -130,21 +132,22 @@ class HydraHeads(MedusaHeads):
         return x
 
     def level_logits(self, head: int, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """One head's logits: [T, H] -> [T, V]; ``lm_head`` as for `compute_logits`."""
+        """One head's logits: [T, H] -> [T, V_draft]; ``lm_head`` as for `compute_logits`."""
         if self.lm_head_weight is None:
             return self.compute_logits(x.unsqueeze(1), lm_head).squeeze(1)
-        bias = None if self.lm_head_bias is None else self.lm_head_bias[head]
-        return F.linear(x, self.lm_head_weight[head], bias)
+        slot = head if self.num_lm_heads > 1 else 0
+        bias = None if self.lm_head_bias is None else self.lm_head_bias[slot]
+        return F.linear(x, self.lm_head_weight[slot], bias)
 
 
 class PackedHydra:
     """`HydraHeads.level` with matrices that a backend packed; see `PackedHeads`."""
 
-    token_map: Tensor | None = None
-
     def __init__(self, heads: HydraHeads, make: MakeLinear, rows: slice | None = None) -> None:
         """Pack ``heads`` with ``make``; ``rows`` keeps a part of stored LM heads' vocabulary."""
+        check_packable(heads)
         self.num_heads, self.vocab_size = heads.num_heads, heads.vocab_size
+        self.token_map = heads.token_map
         self._first: list[Linear] = []  # skip and layer in one product
         for first in heads.inputs:
             assert isinstance(first, HydraInput)
@@ -175,7 +178,7 @@ class PackedHydra:
     def level_logits(self, head: int, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
         """See `HydraHeads.level_logits`."""
         if self._lm_heads:
-            return self._lm_heads[head](x)
+            return self._lm_heads[head if len(self._lm_heads) > 1 else 0](x)
         if lm_head is None:
             raise HeadsError("these heads share the target's LM head: pass lm_head")
         return lm_head(x)[:, : self.vocab_size]

@@ -3,6 +3,7 @@
     hydra_mlp.{h}.0.linear.weight|bias, hydra_mlp.{h}.0.res_connection.weight|bias   first layer
     hydra_mlp.{h}.{l}.linear.weight|bias                                             later layers
     hydra_lm_head.{h}.weight|bias                                 none: the target's LM head
+    token_map                                                     ours, as beside Medusa heads
 
 The reference's files are ``hydra_lm_head.pt`` (its ``*.safetensors`` too) with or without
 ``hydra_head.`` before each name. Its prefix attention (Hydra++) is refused.
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.heads.files import CheckpointFiles, TensorSpec
-from vllm_medusa.heads.formats import Layout, layer_name, lm_head_name
+from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_name
 from vllm_medusa.heads.hydra import HydraHeads, HydraInput
-from vllm_medusa.heads.info import FLOATS, HeadsInfo
+from vllm_medusa.heads.info import FLOATS, INTEGERS, HeadsInfo, read_token_map, stated_vocab_size
 from vllm_medusa.heads.model import HeadsError, ResBlock
 
 FORMAT = "hydra"
@@ -56,7 +57,10 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
     specs = {name: files.specs([original])[original] for name, original in bare.items()}
     hidden = _rows(specs, "hydra_mlp.0.0.linear.weight")
     rows = _rows(specs, "hydra_lm_head.0.weight") if stored else None
+    mapped = _rows(specs, TOKEN_MAP) if TOKEN_MAP in specs else None
     shapes = _shapes(num_heads, num_layers, hidden, rows, bias)
+    if mapped is not None:
+        shapes[TOKEN_MAP] = (mapped,)
     for name in [*shapes, *bare]:
         if name not in bare:
             raise HeadsError(f"{files.label} lacks {name!r}: the file is damaged or cut")
@@ -65,28 +69,34 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
                 f"{files.label} has {bare[name]!r} left over beside {num_heads} Hydra heads of "
                 f"{num_layers} layers: a format that this version does not read"
             )
-        if specs[name].shape != shapes[name] or specs[name].dtype not in FLOATS:
+        kinds, word = (INTEGERS, "integers") if name == TOKEN_MAP else (FLOATS, "floats")
+        if specs[name].shape != shapes[name] or specs[name].dtype not in kinds:
             raise HeadsError(
                 f"{files.label}: {bare[name]!r} is {specs[name].dtype} {list(specs[name].shape)}; "
-                f"it must be a float of shape {list(shapes[name])}"
+                f"it must be {word} of shape {list(shapes[name])}"
             )
-    stated = files.config.get("vocab_size")
-    vocab = rows if rows is not None else stated if isinstance(stated, int) else None
+    vocab = stated_vocab_size(files) if rows is None or mapped is not None else rows
+    if mapped is not None and rows not in (None, mapped):
+        raise HeadsError(
+            f"{files.label}: 'token_map' names {mapped} tokens, and the LM heads score {rows}. "
+            "The file is damaged"
+        )
     extra = files.config.get("medusa")
     base = files.config.get("base_model_name_or_path")
-    dtypes = [spec.dtype for spec in specs.values() if isinstance(spec.dtype, torch.dtype)]
+    floats = [spec.dtype for name, spec in specs.items() if name != TOKEN_MAP]
+    dtypes = [dtype for dtype in floats if isinstance(dtype, torch.dtype)]
     return HeadsInfo(
         format=FORMAT,
         num_heads=num_heads,
         num_layers=num_layers,
         hidden_size=hidden,
         vocab_size=vocab,
-        draft_vocab_size=vocab,
+        draft_vocab_size=vocab if mapped is None else mapped,
         bias=True,
         num_lm_heads=num_heads if stored else 0,
         lm_head_bias=bias,
         lm_head_rows=rows,
-        token_map=False,
+        token_map=mapped is not None,
         dtype=reduce(torch.promote_types, dtypes),
         tree=extra.get("tree") if isinstance(extra, dict) else None,
         base_model=base if isinstance(base, str) and base not in ("", "N/A") else None,
@@ -112,7 +122,7 @@ def layout_of(files: CheckpointFiles, info: HeadsInfo) -> Layout:
         bias=True,
         num_lm_heads=info.num_lm_heads,
         lm_head_bias=info.lm_head_bias,
-        token_map=False,
+        token_map=info.token_map,
         names=names,
     )
 
@@ -128,12 +138,16 @@ def load(
 ) -> tuple[HydraHeads, HeadsInfo]:
     """Load Hydra heads; see `checkpoint.load_heads`. The target's embedding is bound later."""
     info = describe(files)
-    if info.hidden_size != hidden_size or info.lm_head_rows not in (None, vocab_size):
+    known = info.vocab_size if info.token_map else info.lm_head_rows
+    if info.hidden_size != hidden_size or known not in (None, vocab_size):
         raise HeadsError(
             f"{files.label} was made for a target of hidden size {info.hidden_size} and "
-            f"{info.lm_head_rows or vocab_size} tokens; this one has {hidden_size} and "
-            f"{vocab_size}. Use heads of this very model"
+            f"{known or vocab_size} tokens; this one has {hidden_size} and {vocab_size}. Use heads "
+            "of this very model"
         )
+    token_map = None
+    if info.token_map:
+        token_map = read_token_map(files, layout_of(files, info), vocab_size)
     count = info.num_heads if max_heads is None else min(info.num_heads, max_heads)
     heads = HydraHeads(
         count,
@@ -142,10 +156,12 @@ def load(
         vocab_size,
         num_lm_heads=count if info.num_lm_heads else 0,
         lm_head_bias=info.lm_head_bias,
+        token_map=token_map,
         device=device,
         dtype=dtype or info.dtype,
     ).requires_grad_(False)
     slots = named_tensors(heads)
+    slots.pop(TOKEN_MAP, None)
     original = {name: name.removeprefix(_PREFIX) for name in files.files}
     for name, tensor in files.tensors([n for n, bare in original.items() if bare in slots]):
         slot = slots[original[name]]
@@ -177,6 +193,8 @@ def named_tensors(heads: HydraHeads) -> dict[str, Tensor]:
             tensors[f"hydra_lm_head.{head}.weight"] = heads.lm_head_weight.detach()[head]
         if heads.lm_head_bias is not None:
             tensors[f"hydra_lm_head.{head}.bias"] = heads.lm_head_bias.detach()[head]
+    if heads.token_map is not None:
+        tensors[TOKEN_MAP] = heads.token_map
     return tensors
 
 
@@ -191,6 +209,7 @@ def config_of(heads: HydraHeads) -> dict[str, Any]:
         "grounded_heads": True,
         "hidden_size": heads.hidden_size,
         "vocab_size": heads.vocab_size,
+        "truncated_vocab_size": heads.draft_vocab_size,
     }
 
 

@@ -15,7 +15,7 @@ from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, read_layout
 from vllm_medusa.heads.model import HeadsError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _describe(files: CheckpointFiles, layout: Layout) -> HeadsInfo:
         shape = allowed.get(name, (hidden,) if name.endswith("bias") else (hidden, hidden))
         if spec.shape != shape:
             raise _wrong_shape(files, layout, name, spec, str(list(shape)))
-        kinds = _INTEGERS if name == TOKEN_MAP else FLOATS
+        kinds = INTEGERS if name == TOKEN_MAP else FLOATS
         if spec.dtype not in kinds:
             raise HeadsError(
                 f"{files.label}: {layout.names[name]!r} is {_word(spec.dtype)}; it must be one of "
@@ -146,7 +146,7 @@ def _describe(files: CheckpointFiles, layout: Layout) -> HeadsInfo:
         )
     base = files.config.get("base_model_name_or_path")
     mapped = specs[TOKEN_MAP].shape[0] if layout.token_map else None
-    vocab = _stated_vocab_size(files)
+    vocab = stated_vocab_size(files)
     if mapped is None and rows is not None and (vocab is None or vocab > rows):
         vocab = rows
     return HeadsInfo(
@@ -173,7 +173,7 @@ def check_vocab(files: CheckpointFiles, layout: Layout, info: HeadsInfo, vocab_s
     rows = info.lm_head_rows
     if rows in (None, vocab_size) or (info.token_map and rows == info.draft_vocab_size):
         return
-    stated = _stated_vocab_size(files)
+    stated = stated_vocab_size(files)
     assert rows is not None
     if rows > vocab_size and stated == vocab_size:
         return
@@ -186,7 +186,10 @@ def check_vocab(files: CheckpointFiles, layout: Layout, info: HeadsInfo, vocab_s
 
 
 def read_token_map(files: CheckpointFiles, layout: Layout, vocab_size: int) -> Tensor:
-    """The token map [V_draft] of heads that have one; refuses ids outside ``vocab_size``."""
+    """The token map [V_draft] of heads that have one.
+
+    Raises `HeadsError` for ids outside ``vocab_size``, and for one that is named twice.
+    """
     name = layout.names[TOKEN_MAP]
     ((_, stored),) = files.tensors([name])
     token_map = stored.to(torch.int64)
@@ -196,10 +199,13 @@ def read_token_map(files: CheckpointFiles, layout: Layout, vocab_size: int) -> T
             f"{files.label}: {name!r} holds token id {int(bad[0])}; the target's ids are 0 to "
             f"{vocab_size - 1}. Use heads of this very model"
         )
+    if token_map.unique().numel() != token_map.numel():
+        raise HeadsError(f"{files.label}: {name!r} names some token twice")
     return token_map
 
 
-def _stated_vocab_size(files: CheckpointFiles) -> int | None:
+def stated_vocab_size(files: CheckpointFiles) -> int | None:
+    """What the checkpoint's config says of the target's vocabulary; None: nothing."""
     value = files.config.get("vocab_size")
     return value if isinstance(value, int) and value > 0 else None
 

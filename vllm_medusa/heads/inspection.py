@@ -168,10 +168,10 @@ def _vocabulary(
     except HeadsError as error:
         return Check(name, _NOT, str(error))
     rows = info.lm_head_rows
-    if rows is None:
-        return Check(name, "fits", f"the heads use the target's LM head of {vocab} tokens")
     if info.token_map:
         return Check(name, "fits", f"{info.draft_vocab_size} of the target's {vocab} tokens")
+    if rows is None:
+        return Check(name, "fits", f"the heads use the target's LM head of {vocab} tokens")
     padding = f" and {rows - vocab} rows of padding" if rows > vocab else ""
     return Check(name, "fits", f"{vocab} tokens, as the target{padding}")
 

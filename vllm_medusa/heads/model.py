@@ -151,6 +151,23 @@ class MedusaHeads(nn.Module):
         rows = self._target_rows(weight)
         self.target_lm_head = rows if self.token_map is None else rows[self.token_map]
 
+    def store_lm_head(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Store the target's rows of the draft vocabulary as one LM head of all heads.
+
+        ``weight`` is [V_draft, H], ``bias`` [V_draft]. For inference by heads that store none: no
+        other row of the target's LM head is read from then on.
+        """
+        if not self.shared_lm_head:
+            raise HeadsError("these heads store LM heads of their own; there is no room for more")
+        if weight.shape != (self.draft_vocab_size, self.hidden_size):
+            raise HeadsError(
+                f"the rows are {list(weight.shape)}; these heads score {self.draft_vocab_size} "
+                f"tokens from states of {self.hidden_size}"
+            )
+        self.lm_head_weight = nn.Parameter(weight.detach()[None], requires_grad=False)
+        if bias is not None:
+            self.lm_head_bias = nn.Parameter(bias.detach()[None], requires_grad=False)
+
     @torch.no_grad()
     def init_lm_heads(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Copy the target's LM head (weight [>= vocab_size, H], bias [>= vocab_size]) into ours.

@@ -33,8 +33,7 @@ class PackedHeads:
         self.num_heads = heads.num_heads
         self.vocab_size = heads.vocab_size
         self.token_map = heads.token_map
-        if heads.target_lm_head is not None:
-            raise HeadsError("these heads have the target's LM head bound: pack unbound ones")
+        check_packable(heads)
         self.own_weights = 0  # of a head's residual layers
         self._layers: list[list[Linear]] = []
         for block in heads.blocks:
@@ -79,10 +78,18 @@ class PackedHeads:
             return self._lm_heads[0](rows).unflatten(0, (batch, k))
         if lm_head is None:
             raise HeadsError("these heads share the target's LM head: pass lm_head")
-        logits = lm_head(rows)[:, : self.vocab_size]
-        if self.token_map is not None:
-            logits = logits.index_select(1, self.token_map)
-        return logits.unflatten(0, (batch, k))
+        return lm_head(rows)[:, : self.vocab_size].unflatten(0, (batch, k))
+
+
+def check_packable(heads: MedusaHeads) -> None:
+    """Refuse heads whose logits a backend can't make as they are."""
+    if heads.target_lm_head is not None:
+        raise HeadsError("these heads have the target's LM head bound: pack unbound ones")
+    if heads.shared_lm_head and heads.token_map is not None:
+        raise HeadsError(
+            "these heads score some of the target's tokens: store the target's rows of these "
+            "(store_lm_head), then pack them"
+        )
 
 
 def _per_head(make: MakeLinear, weight: Tensor, bias: Tensor | None) -> list[Linear]:

@@ -29,7 +29,7 @@ class HydraStep:
         choose: Choose | None = None,  # how choices are read off logits; None: they are whole
     ) -> None:
         self._heads, self._embed, self._lm_head = heads, embed, lm_head
-        self._sharpness, self._choose = sharpness, choose or _whole
+        self._sharpness, self._choose = sharpness, choose or self._whole
         self._seen = hidden_states.unsqueeze(1)  # [B, k, (level + 1) * H] above the nodes
 
     def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
@@ -42,6 +42,5 @@ class HydraStep:
         factors = None if self._sharpness is None else self._sharpness[level].expand(nodes)
         return self._choose(logits, width, factors)
 
-
-def _whole(logits: Tensor, width: int, factors: Tensor | None) -> Choices:
-    return marginals(logits, logits.shape[1], width, factors)
+    def _whole(self, logits: Tensor, width: int, factors: Tensor | None) -> Choices:
+        return marginals(logits, logits.shape[1], width, factors, self._heads.token_map)

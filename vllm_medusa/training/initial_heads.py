@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
-from itertools import chain
-
 import torch
 from torch import Tensor
 
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.offline.records import Record
 from vllm_medusa.training.losses import LMHead
 from vllm_medusa.training.target import Target
 
@@ -23,7 +18,7 @@ def new_heads(
     *,
     lm_heads: str = "shared",
     token_map: Tensor | None = None,  # int64 [V_draft], the token ids that are scored; None: all
-    kind: str = "medusa",  # or "hydra", which have no token map
+    kind: str = "medusa",  # or "hydra"
 ) -> MedusaHeads:
     """Make fp32 heads for ``target``, on its LM head's device, with residual layers of zero.
 
@@ -41,6 +36,7 @@ def new_heads(
             target.vocab_size,
             num_lm_heads=num_heads if own else 0,
             lm_head_bias=own and bias is not None,
+            token_map=token_map,
             device=weight.device,
             dtype=torch.float32,
         )
@@ -84,14 +80,3 @@ def target_lm_head(
         return target.shape_logits(torch.nn.functional.linear(x.to(weight.dtype), weight, bias))
 
     return lm_head
-
-
-def frequent_tokens(records: Iterable[Record], count: int, vocab_size: int) -> Tensor:
-    """The ``count`` token ids that were generated most, ascending: int64 [<= count].
-
-    Ties go to the lower id; tokens that never occur fill up, lowest first.
-    """
-    written = chain.from_iterable(r.token_ids[s:e] for r in records for s, e in r.generated)
-    seen = torch.bincount(torch.tensor(array("q", written)), minlength=vocab_size)
-    best = seen.sort(descending=True, stable=True).indices[:count]
-    return best.sort().values

@@ -14,8 +14,14 @@ from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.records import digest_of
+from vllm_medusa.training.draft_vocab import (
+    count_tokens,
+    coverage,
+    frequent_tokens,
+    usual_size,
+)
 from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates, StateSource
-from vllm_medusa.training.initial_heads import frequent_tokens, new_heads
+from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.inputs import DataError, Inputs, require_labels
 from vllm_medusa.training.options import HeadOptions, TrainOptions
 from vllm_medusa.training.recipe import Recipe
@@ -40,7 +46,7 @@ class Job:
         layers: of the target, whose inputs an EAGLE-3 drafter reads; none for heads.
         cache_dtype: what the states of the text to train on are kept in.
         recipe: how the heads are trained alone.
-        settings: everything that the heads depend on, plain JSON.
+        settings: everything that the heads depend on, plain JSON; then also the draft vocabulary.
 
     """
 
@@ -147,11 +153,27 @@ class Job:
         )
 
     def token_map(self, target: Target) -> torch.Tensor | None:
-        """The draft vocabulary that is asked for, int64 [V_draft]; None: all of the target's."""
-        size = self.options.heads.draft_vocab
-        if size is None or size >= target.vocab_size:
+        """The draft vocabulary that heads are to have, int64 [V_draft]; None: all of the target's.
+
+        Said, and noted in `settings`.
+        """
+        size, known = self.options.heads.draft_vocab, target.vocab_size
+        counts = count_tokens(self.inputs.train, known)
+        if size is None:
+            size = usual_size(self.inputs.train, known)
+        if not size or size >= known:
             return None
-        return frequent_tokens(self.inputs.train, size, target.vocab_size)
+        ends = {token for token in target.end_tokens if token < known}
+        token_map = frequent_tokens(counts, size, ends)
+        told = {"size": size, "coverage": round(coverage(counts, token_map), 4)}
+        text = f"{told['coverage']:.1%} of the generated tokens"
+        if self.inputs.heldout:
+            unseen = coverage(count_tokens(self.inputs.heldout, known), token_map)
+            told["heldout_coverage"] = round(unseen, 4)
+            text += f" and {unseen:.1%} of the held-out ones"
+        self.settings["draft_vocab"] = told
+        self.progress.note(f"draft vocabulary: {size} of {known} tokens, {text} (--draft-vocab)")
+        return token_map
 
     def states(
         self,

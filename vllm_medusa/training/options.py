@@ -183,8 +183,11 @@ class HeadOptions(Options):
         "shared: all heads use the target's LM head; own: each trains a copy of it",
         default="shared",
     )
-    draft_vocab: Positive | None = option(
-        "predict only the N most frequent tokens", default=None, metavar="N"
+    draft_vocab: FromZero | None = option(
+        "predict only the N tokens that the texts have most; 0: all",
+        default=None,
+        metavar="N",
+        shown="4096 to 16384, with 99% of the texts; all of no more than 16384",
     )
     aux_layers: tuple[FromZero, ...] = option(
         "of eagle3: three of the target's layers, whose inputs it reads",
@@ -390,11 +393,6 @@ class TrainOptions(Options):
             raise ValueError(
                 f"--heads hydra goes with --method medusa-1; the method is {self.method}. Leave it "
                 "out, or train Medusa heads with it."
-            )
-        if self.heads.draft_vocab is not None:
-            raise ValueError(
-                f"--draft-vocab {self.heads.draft_vocab} is for Medusa heads: Hydra's score all "
-                "tokens. Leave it out."
             )
 
     def _check_eagle3(self) -> None:

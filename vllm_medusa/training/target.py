@@ -122,6 +122,14 @@ class Target:
         """The LM head's bias, [V], if it has one."""
         return getattr(self.head, "bias", None)
 
+    @property
+    def end_tokens(self) -> set[int]:
+        """Ids after which the target writes nothing."""
+        ends = getattr(self.model.generation_config, "eos_token_id", None)
+        if ends is None:
+            ends = self.model.config.get_text_config().eos_token_id
+        return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """What the LM head sees, after the final norm.
 

@@ -24,6 +24,7 @@ from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.worker import compat, sharding
 from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.target_rows import store_target_rows
 
 AnyHeads = MedusaHeads | PackedHeads | PackedHydra
 
@@ -68,6 +69,7 @@ class MedusaDrafter:
     tree: TreeTensors | None = None  # the one static tree for all; None: dynamic ones
     stages: Stages | None = None  # None: heads that run are run at once
     _sharpness: Tensor | None = None
+    _soft_cap: float | None = None  # of the target's logits, where its rows are stored
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.options = EngineOptions.of(vllm_config)
@@ -93,8 +95,8 @@ class MedusaDrafter:
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads beside ``target_model``, whose LM head serves heads that store none.
 
-        Of stored LM heads a tensor-parallel rank keeps its own rows only, and no others ever come
-        to its device.
+        Of a draft vocabulary its rows are stored with the heads. Of stored LM heads a
+        tensor-parallel rank keeps its own rows only.
         """
         if self.options.heads is None:
             compat.logger.info(
@@ -114,6 +116,10 @@ class MedusaDrafter:
             revision=self.options.revision,
             max_heads=self.options.tree.max_depth,
         )
+        if heads.shared_lm_head and heads.token_map is not None:
+            where = self.device, self.model_config.dtype
+            with adapters_left_out(self._adapted):
+                self._soft_cap = store_target_rows(heads, target_model, *where)
         shard = self._shard = self._shard_of(heads)
         rows = None
         if shard is not None and not heads.shared_lm_head:
@@ -205,6 +211,8 @@ class MedusaDrafter:
     def _choose(self, logits: Tensor, width: int, sharpness: Tensor | None) -> Choices:
         """Read the choices off logits [B, D, V] of this rank."""
         depth, mapped = logits.shape[1], self.heads.token_map
+        if self._soft_cap is not None:
+            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
         if self._shard is None:
             return marginals(logits, depth, width, sharpness, mapped)
         return marginals_sharded(
@@ -246,8 +254,8 @@ class MedusaDrafter:
         """How packed heads may run in two goes."""
         if not isinstance(self.heads, PackedHeads):
             return None
-        rows = heads.vocab_size if heads.shared_lm_head else heads.draft_vocab_size
-        own, again = self.heads.own_weights, heads.hidden_size * rows // sharding.num_ranks()
+        rows = heads.draft_vocab_size // sharding.num_ranks()
+        own, again = self.heads.own_weights, heads.hidden_size * rows
         if heads.num_lm_heads == heads.num_heads:
             own, again = own + again, 0
         return Stages(own, again)
@@ -255,8 +263,6 @@ class MedusaDrafter:
     def _shard_of(self, heads: MedusaHeads) -> VocabShard | None:
         if not heads.shared_lm_head:
             return sharding.shard_of_rows(heads.draft_vocab_size)
-        if heads.token_map is not None:  # its ids are strewn over the target's shards
-            return None
         row = torch.zeros(1, heads.hidden_size, dtype=self.model_config.dtype, device=self.device)
         with adapters_left_out(self._adapted):
             return sharding.shard_of_target(self._target, row, heads.vocab_size)

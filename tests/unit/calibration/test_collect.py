@@ -6,7 +6,7 @@ import torch
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.collect import FOLDER, collect, find_spans, remove_work
-from vllm_medusa.calibration.observations import NO_LABEL
+from vllm_medusa.calibration.observations import MISSED, NO_LABEL
 from vllm_medusa.files import aside
 from vllm_medusa.heads import HydraHeads, MedusaHeads
 from vllm_medusa.job import Progress
@@ -53,7 +53,8 @@ def make_heads(kind="medusa"):
     torch.manual_seed(1)
     heads = MedusaHeads(HEADS, 1, HIDDEN, VOCAB, shared_lm_head=True)
     if kind == "hydra":
-        heads = HydraHeads(HEADS, 1, HIDDEN, VOCAB, num_lm_heads=0)
+        known = torch.randperm(VOCAB)[: VOCAB * 3 // 4]
+        heads = HydraHeads(HEADS, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known)
         heads.use_target_embedding(torch.randn(VOCAB, HIDDEN))
     with torch.no_grad():
         for parameter in heads.parameters():
@@ -98,9 +99,12 @@ def test_ranks_are_of_the_tokens_that_follow_whatever_the_batches(kind, tmp_path
             logits = heads.compute_logits(heads(states, HEADS, path), model.lm_head)
         for head in range(HEADS):
             label = ids[first + head + 2 : stop + head + 2]
-            own = logits[torch.arange(len(label)), head, label]
-            rank = (logits[:, head] > own[:, None]).sum(1)
+            known = torch.arange(VOCAB) if heads.token_map is None else heads.token_map
+            there, place = (label[:, None] == known).max(1)
+            own = logits[torch.arange(len(label)), head, place]
+            rank = (logits[:, head] > own[:, None]).sum(1).masked_fill(~there, MISSED)
             assert np.array_equal(rows[:, head], rank.numpy())
+    assert (observations.ranks == MISSED).any() == (kind == "hydra")
     assert all(fit is not None and fit.fitted_nll <= fit.nll + 1e-6 for fit in fits)
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_medusa import cli
-from vllm_medusa.heads import peek_heads, target_fingerprint
+from vllm_medusa.heads import HydraHeads, peek_heads, save_heads, target_fingerprint
 
 DEMO = Path(__file__).parents[3] / "demo"
 HEADS, TARGET = str(DEMO / "heads"), str(DEMO / "target")
@@ -70,6 +70,15 @@ def test_inspect_says_what_it_is_and_that_it_fits(command, tmp_path):
     status, out, _ = command("inspect", HEADS, "--json")  # for programs
     found = json.loads(out)
     assert (status, found["num_heads"], found["fits"]) == (0, 5, True)
+
+
+def test_inspect_tells_of_the_draft_vocabulary(command, tmp_path):
+    heads = HydraHeads(1, 1, 8, 50, num_lm_heads=0, token_map=torch.tensor([3, 9, 2]))
+    told = {"size": 3, "coverage": 0.991, "heldout_coverage": 0.8571}
+    save_heads(tmp_path, heads, {"training": {"draft_vocab": told}})
+    status, out, _ = command("inspect", tmp_path)
+    words = "50, of which they draft 3 (token_map), 99.1% of the texts, 85.7% of held-out ones\n"
+    assert status == 0 and words in out
 
 
 def test_inspect_says_that_it_does_not_fit(command, tmp_path):

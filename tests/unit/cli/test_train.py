@@ -21,7 +21,8 @@ from support.models import save_model
 from vllm_medusa.files import digest
 from vllm_medusa.heads import load_heads
 from vllm_medusa.offline.records import load_records
-from vllm_medusa.training import medusa1_run, train, workers
+from vllm_medusa.training import draft_vocab, medusa1_run, train, workers
+from vllm_medusa.training.target import Target
 
 Data = tuple[str, Path]
 
@@ -277,6 +278,24 @@ def test_states_that_are_not_finite_name_their_file(data, tmp_path, capsys):
     ):
         assert run(*arguments((target, file), tmp_path / "heads", *more, "--overwrite")) == 2
         assert f"{bad}, line 1: the target's hidden" in said(capsys)
+
+
+def test_a_large_vocabularys_draft_vocabulary_is_chosen(data, tmp_path, capsys, monkeypatch):
+    for name, value in (("LARGEST", 300), ("SMALLEST", 64), ("MULTIPLE", 64)):  # of 512 tokens
+        monkeypatch.setattr(draft_vocab, name, value)
+    brief = ("--num-heads", "1", "--epochs", "1", "--heads", "hydra")
+    assert run(*arguments(data, tmp_path / "few", *brief)) == 0
+    assert "draft vocabulary: 300 of 512 tokens" in said(capsys)
+    tensors = load_file(tmp_path / "few" / "model.safetensors")
+    (end,) = Target.load(data[0]).end_tokens
+    assert tensors["token_map"].shape == (300,) and end in tensors["token_map"]
+    assert not any(name.startswith("hydra_lm_head") for name in tensors)
+    told = json.loads((tmp_path / "few" / "config.json").read_text())["medusa"]["training"]
+    assert told["draft_vocab"]["size"] == 300
+    assert 0.3 < told["draft_vocab"]["heldout_coverage"] < told["draft_vocab"]["coverage"] < 1
+    assert run(*arguments(data, tmp_path / "all", *brief, "--draft-vocab", "0")) == 0
+    assert "draft vocabulary" not in said(capsys)
+    assert "token_map" not in load_file(tmp_path / "all" / "model.safetensors")
 
 
 def test_a_cache_can_be_kept_bounded_and_used_again(data, tmp_path, capsys):

@@ -1,5 +1,7 @@
 """Hydra heads: the module, packed heads and files against the definition."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,20 +29,27 @@ def shared():
     return torch.randn(2, VOCAB, HIDDEN, generator=generator).unbind()  # embedding, LM head
 
 
+MAP = torch.tensor([7, 0, 49, 12, 30])
+
+
+@pytest.mark.parametrize("token_map", [None, MAP])
 @pytest.mark.parametrize("own", [False, True])
-def test_every_head_of_a_path_is_the_definitions(own):
-    heads, (embedding, lm_head) = make(own=own), shared()
+def test_every_head_of_a_path_is_the_definitions(own, token_map):
+    heads, (embedding, lm_head) = make(own=own, token_map=token_map), shared()
     heads.use_target_embedding(embedding)
     states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
     path = torch.randint(0, VOCAB, (5, K), generator=torch.Generator().manual_seed(2))
     logits = heads.compute_logits(heads(states, K, path), lambda x: x @ lm_head.T)
-    packed = PackedHydra(heads, lambda w, b: lambda x: torch.nn.functional.linear(x, w, b))
+    stored = deepcopy(heads)
+    if token_map is not None and not own:
+        stored.store_lm_head(lm_head[token_map])
+    packed = PackedHydra(stored, lambda w, b: lambda x: torch.nn.functional.linear(x, w, b))
     for row, head in [(row, head) for row in range(5) for head in range(K)]:
         tokens = path[row, : head + 1].tolist()
         expected = dense_logits(heads, states[row], tokens, embedding, lm_head)
         torch.testing.assert_close(logits[row, head], expected, rtol=1e-4, atol=1e-4)
         seen = torch.cat([states[row], embedding[tokens].flatten()])[None]
-        for form in (heads, packed):
+        for form in (heads, stored, packed):
             one = form.level_logits(head, form.level(head, seen), lambda x: x @ lm_head.T)
             torch.testing.assert_close(one[0], expected, rtol=1e-4, atol=1e-4)
 
@@ -55,19 +64,23 @@ def test_untrained_heads_say_what_the_target_says():
     torch.testing.assert_close(logits, (states @ lm_head.T)[:, None].expand(-1, K, -1))
 
 
+@pytest.mark.parametrize("token_map", [None, MAP])
 @pytest.mark.parametrize("own", [False, True])
-def test_files_keep_every_bit(tmp_path, own):
-    heads = make(own=own)
+def test_files_keep_every_bit(tmp_path, own, token_map):
+    heads = make(own=own, token_map=token_map)
     save_heads(tmp_path, heads, {"tree": [[0], [0, 0]], "base_model_name_or_path": "x"})
     info = peek_heads(tmp_path)
     assert (info.format, info.is_hydra, info.num_heads, info.num_layers) == ("hydra", True, K, 3)
     assert info.num_lm_heads == (K if own else 0) and info.vocab_size == VOCAB
     assert info.tree == [[0], [0, 0]] and info.base_model == "x"
+    assert info.token_map == (token_map is not None)
+    assert info.draft_vocab_size == (VOCAB if token_map is None else len(MAP))
     loaded, _ = load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=VOCAB)
     assert isinstance(loaded, HydraHeads)
-    assert all(
-        torch.equal(a, b) for a, b in zip(loaded.parameters(), heads.parameters(), strict=True)
-    )
+    before = heads.state_dict()
+    assert dict.fromkeys(before, True) == {
+        name: torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items()
+    }
     fewer, _ = load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=VOCAB, max_heads=2)
     assert fewer.num_heads == 2 and torch.equal(fewer.inputs[1].weight, heads.inputs[1].weight)
 
@@ -100,6 +113,10 @@ def test_the_references_file_is_read(tmp_path):
         ({"hydra_head.hydra_mlp.0.odd": torch.ones(4)}, "left over"),
         ({"hydra_head.hydra_mlp.2.0.linear.weight": torch.ones(HIDDEN, 5)}, "of shape"),
         ({"hydra_head.hydra_lm_head.0.bias": torch.full((VOCAB,), torch.nan)}, "NaN"),
+        ({"token_map": torch.arange(VOCAB) * 1.0}, r"float32 \[50\]; it must be integers"),
+        ({"token_map": torch.arange(VOCAB - 1)}, "names 49 tokens, and the LM heads score 50"),
+        ({"token_map": torch.arange(VOCAB) + 1}, "'token_map' holds token id 50"),
+        ({"token_map": torch.arange(VOCAB) // 2}, "'token_map' names some token twice"),
     ],
 )
 def test_what_can_not_be_used_is_named(tmp_path, change, told):
@@ -120,3 +137,7 @@ def test_inspection_reads_every_value(tmp_path):
     nan = {"hydra_head.hydra_mlp.1.0.res_connection.bias": torch.full((HIDDEN,), torch.nan)}
     damaged = inspect_heads(reference(tmp_path / "damaged", **nan)).damage
     assert len(damaged) == 1 and "hydra_mlp.1.0.res_connection.bias" in damaged[0]
+    save_heads(tmp_path / "mapped", make(token_map=MAP), {})
+    mapped = inspect_heads(tmp_path / "mapped")
+    assert not mapped.damage and not mapped.suspicions
+    assert mapped.parameters == sum(p.numel() for p in make().parameters())

@@ -41,11 +41,13 @@ def random_heads(num_layers: int, num_lm_heads: int, bias: bool, mapped: bool) -
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
 def test_equal_to_the_heads(num_layers, num_lm_heads, bias, mapped):
     heads = random_heads(num_layers, num_lm_heads, bias, mapped)
-    packed = PackedHeads(heads, torch_linear)
     target = torch.randn(VOCAB + 3, HIDDEN)  # three rows of padding
     hidden = torch.randn(5, HIDDEN)
 
     wanted = heads.compute_logits(heads(hidden), lambda rows: rows @ target.T)
+    if mapped and num_lm_heads == 0:
+        heads.store_lm_head(target[heads.token_map])
+    packed = PackedHeads(heads, torch_linear)
     with torch.no_grad():
         for parameter in heads.parameters():  # packed weights are copies, so this must not show
             parameter.fill_(float("nan"))
@@ -86,3 +88,11 @@ def test_refuses_what_was_not_packed():
     bound.use_target_lm_head(torch.zeros(VOCAB, HIDDEN))
     with pytest.raises(HeadsError, match="bound"):
         PackedHeads(bound, torch_linear)
+    mapped = random_heads(1, 0, True, True)
+    with pytest.raises(HeadsError, match="store_lm_head"):
+        PackedHeads(mapped, torch_linear)
+    with pytest.raises(HeadsError, match=r"\[9, 16\]; these heads score 10 tokens"):
+        mapped.store_lm_head(torch.zeros(9, HIDDEN))
+    mapped.store_lm_head(torch.zeros(10, HIDDEN))
+    with pytest.raises(HeadsError, match="of their own"):
+        mapped.store_lm_head(torch.zeros(10, HIDDEN))

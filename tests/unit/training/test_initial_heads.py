@@ -1,23 +1,10 @@
-"""The draft vocabulary, and the LM head over it."""
+"""Untrained heads, and the LM head over a draft vocabulary."""
 
 import torch
 from support.models import save_model
 
-from vllm_medusa.offline.records import Record
-from vllm_medusa.training.initial_heads import frequent_tokens, new_heads, target_lm_head
+from vllm_medusa.training.initial_heads import new_heads, target_lm_head
 from vllm_medusa.training.target import Target
-
-
-def record(ids: tuple[int, ...], *spans: tuple[int, int]) -> Record:
-    return Record(0, 1, "a", ids, spans)
-
-
-def test_the_commonest_generated_tokens_are_kept():
-    records = [record((9, 9, 9, 9, 3, 3, 5), (4, 7)), record((7, 5, 6), (1, 2), (2, 3))]
-    assert frequent_tokens(records, 1, 12).tolist() == [3]  # of 3 and 5, twice each
-    assert frequent_tokens(records, 3, 12).tolist() == [3, 5, 6]
-    assert frequent_tokens(records, 5, 12).tolist() == [0, 1, 3, 5, 6]  # no prompt's 9 or 7
-    assert len(frequent_tokens(records, 50, 12)) == 12
 
 
 def test_the_draft_lm_head_is_the_targets_rows(tmp_path):

@@ -9,15 +9,21 @@ pytest.importorskip("vllm")
 import torch
 from support.one_rank import one_rank
 from support.random_heads import HIDDEN, VOCAB, random_heads, write
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.v1.worker.cpu_worker import Worker  # that module first: it fits V2 to the CPU
 
 from vllm_medusa.config import AcceptanceConfig
-from vllm_medusa.heads import MedusaHeads, load_heads, save_heads
+from vllm_medusa.heads import HydraHeads, MedusaHeads, load_heads, save_heads
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.worker import compat, drafting, sharding
 from vllm_medusa.worker.drafting import MedusaDrafter
 from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.target_rows import store_target_rows
 from vllm_medusa.worker.v2 import speculator
 
 
@@ -121,6 +127,65 @@ def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
         monkeypatch.setattr(sharding, "all_gather", lambda keys: keys.unsqueeze(0))
     root = torch.zeros(len(states), dtype=torch.int64)
     assert torch.equal(drafter.propose(states, root), known[logits[:, 0].topk(3).indices])
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_only_the_draft_vocabularys_rows_are_read(kind, alone, tmp_path):
+    known = torch.tensor([7, 11, 9, 13, 5])
+    heads = {
+        "medusa": MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=known),
+        "hydra": HydraHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known),
+    }[kind].requires_grad_(False)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.manual_seed(1))
+    save_heads(tmp_path, heads)
+    target = CappedTarget(soft_cap=None, scale=1.0, bias=False)
+    drafter = make_drafter(tmp_path, TokenTree.dense([3, 1]))
+    drafter.load_model(target)
+    target.processor = None  # nothing is asked of it any more
+    rows, root = target.lm_head.weight[:VOCAB], torch.tensor([3, 1, 4, 1])
+    states = torch.randn(4, HIDDEN)
+    if kind == "hydra":
+        heads.use_target_embedding(target.embedding.weight)
+    logits = heads.compute_logits(heads(states, 1, root[:, None]), lambda x: x @ rows.T)
+    found = drafter.propose(states, root)[:, ::2]  # nodes in depth-first order
+    assert torch.equal(found, known[logits[:, 0].topk(3).indices])
+    assert kind == "hydra" or drafter.stages._again == HIDDEN * len(known)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("soft_cap", "scale"), [(None, 1.0), (None, 0.3), (3.0, 1.0), (3.0, 0.5)])
+def test_stored_rows_give_the_targets_logits(soft_cap, scale, bias, alone):
+    torch.manual_seed(0)
+    known = torch.tensor([7, 11, 9, 13, 5])
+    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=known)
+    target = CappedTarget(soft_cap, scale, bias)
+    cap = store_target_rows(heads, target, torch.device("cpu"), torch.float32)
+    states = torch.randn(6, HIDDEN)
+    wanted = target.compute_logits(states)[:, known]
+    found = heads.compute_logits(states[:, None]).squeeze(1)
+    if cap is not None:
+        assert not torch.allclose(found, wanted, atol=0.1)
+        found = torch.tanh(found / cap) * cap
+    torch.testing.assert_close(found, wanted)
+    assert (cap is None) == (soft_cap is None) and target.processor.soft_cap == soft_cap
+
+
+class CappedTarget(torch.nn.Module):
+    """vLLM's LM head and embedding, without a model between them."""
+
+    def __init__(self, soft_cap: float | None, scale: float, bias: bool) -> None:
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(VOCAB, HIDDEN)
+        self.lm_head = ParallelLMHead(VOCAB, HIDDEN, bias=bias)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter)
+        for layer in (self.embedding, self.lm_head):
+            layer.quant_method.process_weights_after_loading(layer)
+        self.processor = LogitsProcessor(VOCAB, soft_cap=soft_cap, scale=scale)
+
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.processor(self.lm_head, states, self.lm_head.bias)
 
 
 def test_heads_outlive_a_sleep_of_level_2(tmp_path, monkeypatch):
