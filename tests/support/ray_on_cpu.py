@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 
-# Ray gives its server and its node 30 s to start, workers 60 s: too short where other tests have the
-# cores.
+# Ray gives its server and node 30 s to start, workers 60 s; other tests may have the cores.
 PATIENCE_S = 300
 LIMITS = {
     "RAY_gcs_server_port_wait_time_s": PATIENCE_S,
