@@ -110,19 +110,26 @@ def fitted_lm_head(
     worst_rank: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """The matrix [V, H] that gives each state's token a random rank, solved for.
+    """The matrix [V, H] that gives each state's token a random rank, solved for."""
+    wanted = random_ranks(token, vocab, worst_rank, generator)
+    solution: torch.Tensor = torch.linalg.lstsq(states.to(torch.float64), wanted).solution
+    return solution.T
 
-    Behind the token 16 others follow at distances of 0.05, so that rounding chooses none of them.
+
+def random_ranks(
+    token: torch.Tensor, vocab: int, worst_rank: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Logits, float64 [M, V], that give each token a random rank.
+
+    The 16 tokens behind it are 0.05 apart: a beam of up to as many chooses none by rounding.
     """
     rank = torch.randint(worst_rank + 1, (len(token), 1), generator=generator)
     order = torch.rand(len(token), vocab, generator=generator)
     order.scatter_(1, token[:, None], -1.0)  # never before itself
     others = order.argsort(dim=1, descending=True)[:, : worst_rank + 16]
-    place = torch.arange(others.shape[1])
+    place = torch.arange(worst_rank + 16)
     before = 2.0 + worst_rank - place
     behind = 0.8 - 0.05 * (place - rank)  # [M, worst_rank + 16]
     values = torch.where(place < rank, before, behind.clamp_min(0)).double()
     wanted = torch.zeros(len(token), vocab, dtype=torch.float64)
-    wanted.scatter_(1, others, values).scatter_(1, token[:, None], 1.0)
-    solution: torch.Tensor = torch.linalg.lstsq(states.to(torch.float64), wanted).solution
-    return solution.T
+    return wanted.scatter_(1, others, values).scatter_(1, token[:, None], 1.0)
