@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ if STARTUP not in sys.path:  # else this process has it already, and so have tho
 # Some thirty processes import vLLM, which takes nine seconds longer without compiled files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+with suppress(ImportError):  # a machine with a GPU may have pytest alone
+    from hypothesis import HealthCheck, settings
+
+    # Times say nothing on a busy machine.
+    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 
 # The longest files first, so that no worker of xdist waits for the others in the end.

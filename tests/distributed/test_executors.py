@@ -31,12 +31,12 @@ from support.ranks import WORKER, decisions
 from support.reference import differing
 from support.runner import sized
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(sized(600, 1800))]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 TREE: Any = sized("mc_sim_7b_63", {"dense": [2, 2]})
 NODES = sized(64, 7)
-START_S = sized(300.0, 900.0)
-DOWN_S = 90.0  # vLLM gives workers 5 s to end by themselves, 4 s after SIGTERM, then kills them
+START_S = 1200.0  # only what hangs takes as long
+DOWN_S = 240.0  # vLLM gives workers 5 s to end by themselves, 4 s after SIGTERM, then kills them
 COUNT = sized(24, 4)
 
 
@@ -154,5 +154,5 @@ def test_a_killed_rank_ends_the_engine(started: Started) -> None:
     who = {"mp": "VllmWorker-1", "ray": "rank=[1]"}[started.executor]
     log = (folder / "log").read_text(errors="replace")
     assert f"{who} died unexpectedly" in log
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=120)
     assert [member for member in alive if member.status() != psutil.STATUS_ZOMBIE] == []

@@ -32,7 +32,7 @@ from support.reference import assert_chaotic, differing
 from support.runner import sized
 from vllm import LLM, SamplingParams
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 DEPTH = sized(3, 2)
 TREE = {"dense": [2] * DEPTH}

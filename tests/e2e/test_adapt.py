@@ -64,7 +64,7 @@ def kill_in_stage(process: subprocess.Popen[str], name: str) -> None:
         children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    psutil.wait_procs(children, timeout=20)
+    psutil.wait_procs(children, timeout=120)
     assert not [child for child in children if child.is_running()]
 
 

@@ -232,6 +232,7 @@ def automatic(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(practice._Script, "observe", observe)
+        patch.setattr(practice, "SECONDS", 300.0)  # all that is planned, however busy the machine
         with engine(chaotic_llama, config, **FEW_ROWS) as first:
             assert budget_of(first).cost.steps > 20
     # the first of all is slow, and so is one behind plain steps

@@ -51,7 +51,8 @@ def expected(chaotic_llama: str) -> tuple[list[list[int]], list[Completion]]:
 def llm(chaotic_llama: str, expected: Any) -> Iterator[LLM]:
     """No heads. Few blocks, so that requests are preempted; step costs are measured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(practice, "SECONDS", 0.3)
+        patch.setattr(practice, "_PLAN", ((1, (0, 0, 4, 4)),))
+        patch.setattr(practice, "SECONDS", 300.0)
         config = {"method": "medusa", "lookup": True}
         blocks = {"block_size": 32, "num_gpu_blocks_override": 34, "enable_prefix_caching": True}
         with engine(chaotic_llama, config, **blocks) as llm:

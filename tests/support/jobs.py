@@ -40,14 +40,14 @@ def die(options: int, progress: Progress = SILENT) -> None:
     """End by a signal."""
     print("the last words", flush=True)
     os.kill(os.getpid(), options)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def sleep(options: Path, progress: Progress = SILENT) -> None:
     """Say who this is, and what happened to it."""
     options.write_text(str(os.getpid()))
     try:
-        time.sleep(60)
+        time.sleep(600)
     except KeyboardInterrupt:
         options.with_suffix(".interrupted").touch()
         raise
@@ -55,7 +55,7 @@ def sleep(options: Path, progress: Progress = SILENT) -> None:
 
 def leave(options: object, progress: Progress = SILENT) -> int:
     """End before a process that was started here; its process id."""
-    return subprocess.Popen(["sleep", "60"]).pid
+    return subprocess.Popen(["sleep", "600"]).pid
 
 
 class CopyOptions(Options):

@@ -119,14 +119,17 @@ def fitted_lm_head(
 def random_ranks(
     token: torch.Tensor, vocab: int, worst_rank: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Logits, float64 [M, V], that give each token a random rank."""
-    count = len(token)
-    rank = torch.randint(worst_rank + 1, (count,), generator=generator)
-    wanted = torch.zeros(count, vocab, dtype=torch.float64)
-    order = torch.rand(count, vocab, generator=generator)
+    """Logits, float64 [M, V], that give each token a random rank.
+
+    The 16 tokens behind it are 0.05 apart: a beam of up to as many chooses none by rounding.
+    """
+    rank = torch.randint(worst_rank + 1, (len(token), 1), generator=generator)
+    order = torch.rand(len(token), vocab, generator=generator)
     order.scatter_(1, token[:, None], -1.0)  # never before itself
-    before = order.topk(worst_rank).indices
-    for place in range(worst_rank):
-        better = (place < rank).to(wanted.dtype) * (2 + worst_rank - place)
-        wanted.scatter_(1, before[:, place : place + 1], better[:, None])
-    return wanted.scatter_(1, token[:, None], 1.0)
+    others = order.argsort(dim=1, descending=True)[:, : worst_rank + 16]
+    place = torch.arange(worst_rank + 16)
+    before = 2.0 + worst_rank - place
+    behind = 0.8 - 0.05 * (place - rank)  # [M, worst_rank + 16]
+    values = torch.where(place < rank, before, behind.clamp_min(0)).double()
+    wanted = torch.zeros(len(token), vocab, dtype=torch.float64)
+    return wanted.scatter_(1, others, values).scatter_(1, token[:, None], 1.0)

@@ -47,7 +47,7 @@ def once_more(suite: list[str]) -> tuple[Any, Any]:
 
 def _run(selected: list[str], report: Path) -> Outcomes:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "support.triton_on_cpu", "-p"]
-    command += ["no:cacheprovider", "--timeout", "300", f"--junitxml={report}", *selected]
+    command += ["no:cacheprovider", "--timeout", "900", f"--junitxml={report}", *selected]
     path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}, capture_output=True,

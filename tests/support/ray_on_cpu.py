@@ -8,6 +8,15 @@ from __future__ import annotations
 
 import os
 
+# Ray gives its server and node 30 s to start, workers 60 s; other tests may have the cores.
+PATIENCE_S = 300
+LIMITS = {
+    "RAY_gcs_server_port_wait_time_s": PATIENCE_S,
+    "RAY_raylet_start_wait_time_s": PATIENCE_S,
+    "RAY_worker_register_timeout_seconds": PATIENCE_S,
+    "RAY_agent_register_timeout_ms": 1000 * PATIENCE_S,
+}
+
 
 def call_cpus_gpus() -> None:
     """What Ray counts as a device of vLLM's CPU platform; Ray calls this in every worker."""
@@ -18,7 +27,8 @@ def call_cpus_gpus() -> None:
 
 def start_ray(num_devices: int) -> None:
     """A local cluster that ends with this process; vLLM's engine process joins it."""
-    import ray
+    os.environ |= {name: str(limit) for name, limit in LIMITS.items()}
+    import ray  # reads them
 
     call_cpus_gpus()
     cluster = ray.init(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -128,7 +128,6 @@ class TestTree:
         assert TreeConfig.resolve(None, None, 2, 100) == DEFAULT_TREE.cut(max_depth=2)
         assert TreeConfig.resolve(None, None, 1, 2).paths == ((0,), (1,))
 
-    @settings(deadline=None)
     @given(st.integers(1, 70))
     def test_the_cap_is_a_prefix(self, cap):
         tree = load_preset("mc_sim_7b_63")
@@ -248,7 +247,6 @@ class TestMedusaConfig:
         with pytest.raises(MedusaConfigError, match=words):
             MedusaConfig.from_speculative_config(options)
 
-    @settings(deadline=None)
     @given(
         model=st.none() | st.text(min_size=1, max_size=5),
         tree=st.sampled_from([None, "zephyr_stage2", [[0], [1]], {"dense": [2, 2]}]),

@@ -27,7 +27,7 @@ def run(code: str, folder: Path) -> str:
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={"PYTHONPATH": f"{folder}:{root}", "PATH": ""},
-        capture_output=True, text=True, timeout=120, cwd=folder,
+        capture_output=True, text=True, timeout=600, cwd=folder,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout

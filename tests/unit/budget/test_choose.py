@@ -146,8 +146,10 @@ def test_no_thread_but_its_own_works():
             return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e6
 
         own = str(os.getpid())
-        time.sleep(0.2)  # threads that start spin for a while
-        start = worked()
+        start = -1.0
+        while start != (now := worked()):  # threads that start spin for a while
+            start = now
+            time.sleep(0.2)
         budget = NodeBudget(StepCost(1024), Outlook(), 63, 5)
         for step in range(200):
             limit = budget.draft_next(16, 1000)

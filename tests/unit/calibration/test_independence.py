@@ -36,7 +36,7 @@ def naive_tree(table, num_nodes, depth):
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), st.integers(1, 40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_same_nodes_same_order_as_the_naive_search(seed, num_heads, num_ranks, size):
     """Few distinct values, so that ties are common; zeros, so that the search can end early."""
     rng = np.random.default_rng(seed)

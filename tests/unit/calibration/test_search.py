@@ -34,7 +34,7 @@ def grown(texts, size, max_rank):
 
 
 @given(texts_of_ranks, st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_node_is_the_best_next_one(texts, size):
     """Each prefix has the tau a walk by hand gives, and no candidate would have given more."""
     paths, taus = grown(texts, size, RANKS)

@@ -24,7 +24,7 @@ def random_texts(seed):
 
 
 @given(st.integers(0, 10**6), st.sampled_from(TREES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_visits_and_tau_are_those_of_walks_by_hand(seed, tree):
     texts = random_texts(seed)
     walks = Walks(texts, tree)
@@ -36,7 +36,7 @@ def test_visits_and_tau_are_those_of_walks_by_hand(seed, tree):
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_leaf_tried_gives_what_it_gives_when_added(seed):
     walks = Walks(random_texts(seed), [(0,)])
     leaves = [(1,), (0, 1)]

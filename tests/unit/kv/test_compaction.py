@@ -26,7 +26,7 @@ def test_a_batch_cut_below_the_tree_s_depth():
     assert src.tolist() == dst.tolist() == [[6, 5, 5]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     last=st.lists(st.integers(0, TREE.num_nodes - 1), min_size=1, max_size=5),

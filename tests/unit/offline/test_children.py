@@ -62,7 +62,7 @@ def test_a_job_gets_options_and_gives_its_result_back(log):
 
 def test_what_a_job_started_ends_with_it(log):
     left = run_in_process(jobs.leave, None, log=log)
-    wait_for(lambda: gone(left), 10)
+    wait_for(lambda: gone(left))
 
 
 def test_all_that_it_says_is_behind_what_the_log_had(log):
@@ -105,13 +105,13 @@ def test_an_interrupted_job_interrupts_who_waits(log):
 def test_a_killed_command_takes_its_child_along(running):
     process, child = running
     process.kill()
-    process.wait(10)
-    wait_for(lambda: gone(child), 10)
+    process.wait(60)
+    wait_for(lambda: gone(child))
 
 
 def test_an_interruption_reaches_the_child_which_may_end_well(running, tmp_path):
     process, child = running
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    assert process.wait(60) == 130
     assert gone(child)
     assert (tmp_path / "pid.interrupted").exists()

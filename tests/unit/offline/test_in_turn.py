@@ -88,17 +88,23 @@ def test_the_engines_take_turns_to_be_first(turn, orders):
     assert begun in orders
 
 
-def test_no_round_begins_that_would_end_too_late():
+def test_no_round_begins_that_would_end_too_late(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("vllm_medusa.offline.in_turn.time.perf_counter", lambda: now)
+
+    class Slow(Repeating):
+        def submit(self, *args):
+            nonlocal now
+            now += 1.0
+            super().submit(*args)
+
     def rounds(seconds):
-        slow = {"step_seconds": 0.005}
         found = run_in_turn(
-            Repeating(**slow), Repeating(**slow), PROMPTS[:1],
-            concurrency=1, seed=3, rounds=50, seconds=seconds,
-        )  # fmt: skip
+            Slow(), Slow(), PROMPTS[:1], concurrency=1, seed=3, rounds=50, seconds=seconds
+        )
         return len(found.candidate.rates)
 
-    assert rounds(0.0) == 1
-    assert 1 < rounds(0.5) < 50
+    assert [rounds(seconds) for seconds in (0.0, 3.9, 4.0, 11.9, 1000.0)] == [1, 1, 2, 5, 50]
 
 
 def test_nothing_compared_is_not_identical():

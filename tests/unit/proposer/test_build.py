@@ -72,7 +72,7 @@ def by_hand(seed: int, row: int, root: int, beam: Beam, num_nodes: int, deepest:
     st.integers(2, 40),
     st.lists(st.integers(0, 5), min_size=BATCH, max_size=BATCH),
 )
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_the_best_of_all_candidates_parents_first(seed, beam, num_nodes, deepest):
     root = torch.tensor([3, 7])
     proposal = build_tree(Drafter(seed), beam, root, num_nodes, torch.tensor(deepest))
@@ -93,7 +93,7 @@ def test_the_best_of_all_candidates_parents_first(seed, beam, num_nodes, deepest
 
 
 @given(st.integers(0, 2**31), st.integers(1, 12))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_few_drafts_need_few_nodes_expanded(seed, limit):
     """With a limit less is drafted, and the best so many drafts are the same."""
     beam, root, deep = Beam(6, 8, 4), torch.tensor([1, 2]), torch.tensor([9, 9])

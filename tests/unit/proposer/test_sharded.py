@@ -47,7 +47,7 @@ def heads(draw) -> tuple[Tensor, list[int], int]:
     return logits, widths, draw(st.integers(1, vocab))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=heads(), padding=st.integers(0, 3))
 def test_shards_equal_the_whole(case, padding):
     logits, widths, k = case

@@ -11,7 +11,7 @@ def by_sorting(logits: torch.Tensor, k: int) -> torch.Tensor:
     return logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_equals_a_stable_sort_whatever_the_ties(data):
     """Few distinct values, so that most decisions are ties; groups of 4 and of 128."""

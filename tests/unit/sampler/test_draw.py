@@ -38,7 +38,7 @@ def test_splitmix_known_bits():
     assert module._mix(words).tolist() == [6457827717110365317, 3203168211198807973]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     logits=st.lists(st.integers(-6, 6), min_size=1, max_size=12),
     top_k=st.integers(-1, 14),

@@ -8,7 +8,7 @@ from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(case=cases, seed=st.integers(0, 2**31))
 def test_equals_the_walk_with_an_argmax_sampler(case, seed):
     torch.manual_seed(seed)

@@ -107,7 +107,7 @@ def test_control_drafts_taken_unchecked_are_noticed():
     assert excess(histogram(biased.unsqueeze(1)), target.first) > 2 * LIMIT
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(case=cases, seed=st.integers(0, 2**31), early_exit=st.booleans())
 def test_follows_the_samples(case, seed, early_exit):
     """Any samples, different at every visit: the walk is the plain loop, with early exit or not."""

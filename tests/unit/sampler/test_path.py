@@ -17,7 +17,7 @@ def expected_path(case: Case, b: int, accepted: list[bool], score: list[float]) 
     return min(paths.values(), key=lambda p: (-len(p), -score[p[-1]], p[-1]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases, seed=st.integers(0, 2**31), scored=st.booleans())
 def test_longest_then_best_then_first(case, seed, scored):
     torch.manual_seed(seed)

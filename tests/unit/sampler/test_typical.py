@@ -27,7 +27,7 @@ def expected_path(case: Case, b: int, probs: list, epsilon: float, delta: float)
     return min(paths.values(), key=lambda p: (-len(p), -round(likelihood[p[-1]], 4), p[-1]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     case=cases, seed=st.integers(0, 2**31), epsilon=st.floats(0.01, 1.0), delta=st.floats(0.05, 1.0)
 )

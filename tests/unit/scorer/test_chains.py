@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.scorer.chains import first_rows, height, lay_out
@@ -49,7 +49,6 @@ requests = st.lists(
 
 
 @given(requests)
-@settings(deadline=None)
 def test_one_tree_for_all(shape):
     counts, by_path = map(list, zip(*shape, strict=True))
     tensors = TreeTensors.from_tree(BUSHY)
@@ -57,7 +56,6 @@ def test_one_tree_for_all(shape):
 
 
 @given(requests, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_trees_of_their_own(shape, rng):
     counts, by_path = map(list, zip(*shape, strict=True))
     parents = []

@@ -217,7 +217,7 @@ class TestInterpreted(Cases):
     __test__ = INTERPRETING  # in a process of its own, see below
     device = "cpu"
 
-    @settings(max_examples=20, deadline=None, derandomize=True)
+    @settings(max_examples=20, derandomize=True)
     @given(st.data())
     def test_random_batches(self, data):
         draw = data.draw

@@ -41,7 +41,7 @@ def test_blocks_may_stand_apart(isa):
     assert torch.equal(apart, cache)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.sampled_from(SUPPORTED_ISAS), st.permutations(range(128)), st.integers(0, 8))
 def test_copy_reads_all_before_it_writes(isa, slots, count):
     cache = numbered_cache(isa)

@@ -1,5 +1,5 @@
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.paged_trees import random_tree_batch
 
@@ -16,7 +16,6 @@ def test_ragged_rows_are_the_documented_example():
     assert node.tolist() == [0, 1, 2, 0]
 
 
-@settings(deadline=None)
 @given(sizes_and_bases, st.integers(0, 3), st.booleans())
 def test_written_rows_equal_a_loop_and_others_stay(cases, gap, wide):
     sizes, bases = [n for n, _ in cases], [c for _, c in cases]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.scorer.step import TreeStep
@@ -34,7 +34,6 @@ def build(shape: list[tuple[int, int]]) -> tuple[TreeStep, list[list[int]], torc
 
 
 @given(requests)
-@settings(deadline=None)
 def test_every_node_finds_its_row(shape):
     step, rows_of, ids = build(shape)
     assert step.batch_size == len(shape)
@@ -49,7 +48,6 @@ def test_every_node_finds_its_row(shape):
 
 
 @given(requests)
-@settings(deadline=None)
 def test_slots_are_where_the_runner_put_the_rows(shape):
     step, rows_of, ids = build(shape)
     mapping = torch.randperm(len(ids), generator=torch.Generator().manual_seed(1)) + 1000

@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(), st.sampled_from((0.0, 2.0)), st.booleans())
 def test_equals_the_reference(case, softcap, with_sinks):
     sinks = torch.linspace(-2, 3, case.query.shape[1]) if with_sinks else None

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.tree.packing import dense_ancestors, num_words, pack_ancestors, unpack_ancestors
@@ -34,13 +34,11 @@ def naive_ancestors(parents: list[int]) -> torch.Tensor:
     return dense
 
 
-@settings(deadline=None)
 @given(parent_lists())
 def test_dense_ancestors_match_a_naive_walk(parents):
     assert torch.equal(dense_ancestors(torch.tensor(parents)), naive_ancestors(parents))
 
 
-@settings(deadline=None)
 @given(parent_lists())
 def test_round_trip(parents):
     dense = naive_ancestors(parents)

@@ -52,7 +52,7 @@ def best_first(log_confidence: torch.Tensor, num_nodes: int) -> list[int]:
 
 
 @given(seeds, st.integers(1, 80))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_best_nodes_are_a_tree_best_first(seed, num_nodes):
     log_confidence = confidences(seed)
     survival = POOL.survival(log_confidence)
@@ -66,7 +66,7 @@ def test_the_best_nodes_are_a_tree_best_first(seed, num_nodes):
 
 
 @given(seeds, st.lists(st.integers(1, 40), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_trees_are_what_their_paths_say(seed, sizes):
     """Every request's tensors equal those of a static tree of the same paths."""
     found = candidates(confidences(seed, len(sizes)))

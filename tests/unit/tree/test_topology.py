@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
@@ -40,7 +40,6 @@ def test_lone_roots_chains_and_dense_trees_best_first():
     assert dense.head_widths == (2, 2)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_dense_has_every_combination_in_order(widths):
     expected, level = 1, 1
@@ -58,7 +57,6 @@ def test_dense_has_every_combination_in_order(widths):
     assert keys == sorted(keys)
 
 
-@settings(deadline=None)
 @given(trees())
 def test_parents_and_depths_agree_with_the_paths(tree):
     full = ((), *tree.paths)
@@ -70,7 +68,6 @@ def test_parents_and_depths_agree_with_the_paths(tree):
     assert max(tree.depths) == tree.max_depth == len(tree.head_widths)
 
 
-@settings(deadline=None)
 @given(trees(), st.data())
 def test_every_prefix_is_a_tree(tree, data):
     size = data.draw(st.integers(1, tree.num_nodes + 3))
@@ -81,7 +78,6 @@ def test_every_prefix_is_a_tree(tree, data):
     assert prefix.parents == tree.parents[:kept]
 
 
-@settings(deadline=None)
 @given(trees(), st.randoms(use_true_random=False))
 def test_any_order_gives_parents_first_and_the_same_nodes(tree, random):
     shuffled = list(tree.paths)
@@ -91,7 +87,6 @@ def test_any_order_gives_parents_first_and_the_same_nodes(tree, random):
     assert TokenTree.from_paths(reordered.paths) == reordered
 
 
-@settings(deadline=None)
 @given(trees())
 def test_a_good_order_is_kept(tree):
     assert TokenTree.from_paths(tree.to_lists()) == tree

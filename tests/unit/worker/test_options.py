@@ -84,15 +84,15 @@ def test_start_up_waits_for_a_comparison_no_longer_than_stated(heads, target, sa
     write(target / "model.safetensors", {name: torch.ones(4, 8) for name in names}, TARGET)
     from vllm_medusa.heads import fingerprint
 
-    original = fingerprint._runs
+    original, read = fingerprint._runs, []
 
     def slow(*arguments):
         time.sleep(0.02)
+        read.append(arguments)
         return original(*arguments)
 
     monkeypatch.setattr(fingerprint, "_runs", slow)
     monkeypatch.setattr(options, "_SECONDS_TO_COMPARE", 0.1)
-    start = time.perf_counter()
     ((level, message),) = said(heads, target)
-    assert time.perf_counter() - start < 0.7  # all fifty would take a second
+    assert len(read) < 10  # of fifty
     assert (level, "took longer than 0.1 s" in message) == ("INFO", True)
