@@ -41,10 +41,12 @@ class PlantedCopies:
         future = self._after[tuple(tokens[start:].tolist())][self._shift :][:count]
         return np.array([t if self._rng.random() < 0.98 else 3 for t in future], dtype=np.int64)
 
-    def _of_batch(self, texts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        matched, found = torch.zeros_like(lengths), torch.full((len(texts), count), -1)
-        for row, length in enumerate(lengths.tolist()):
-            tokens = texts[row, :length].numpy()
+    def _of_batch(
+        self, texts: Tensor, slots: Tensor, lengths: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        matched, found = torch.zeros_like(lengths), torch.full((len(slots), count), -1)
+        for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+            tokens = texts[slot, :length].numpy()
             matched[row], start = self._match(tokens)
             if matched[row]:
                 future = self._continuation(tokens, start, count, 0)

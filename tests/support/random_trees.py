@@ -6,7 +6,6 @@ import random
 from dataclasses import dataclass
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_medusa.tree.batch import TreeBatch
@@ -67,17 +66,6 @@ def make_case(seed: int, batch: int, max_nodes: int, vocab: int, deep: bool = Fa
         [[rng.randrange(vocab) for _ in range(max_nodes)] for _ in range(batch)]
     )
     return Case(tree, token_ids, vocab)
-
-
-# Few tokens, so that siblings often carry the same one and paths get long.
-cases = st.builds(
-    make_case,
-    seed=st.integers(0, 2**32 - 1),
-    batch=st.integers(1, 4),
-    max_nodes=st.integers(1, 14),
-    vocab=st.integers(1, 3),
-    deep=st.booleans(),
-)
 
 
 def padded(values: list[int], length: int, fill: int) -> list[int]:

@@ -170,8 +170,9 @@ def test_batches_on_the_device_are_as_requests_on_the_host(
             for name, text, tree, d, s in zip(names, texts, trees, depth, sampled, strict=True)
         ]
         lengths = torch.tensor([len(text) for text in texts])
-        shown = padded(texts, 300, VOCAB + 7).to(torch.int32)
-        args = slots, shown, lengths
+        table = torch.full((8, 300), VOCAB + 7, dtype=torch.int32)
+        table[slots] = padded(texts, 300, VOCAB + 7).to(torch.int32)
+        args = slots, table, lengths
         device.learn(*args, torch.from_numpy(said), torch.from_numpy(sampled))
         own = DraftTrees(
             padded([tree.token_ids for tree in trees], 1 + most),

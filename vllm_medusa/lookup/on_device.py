@@ -1,7 +1,8 @@
 """Lookup where texts are tensors: whole batches at once, without waiting for the device.
 
 The same as `Lookup` does request by request on the host: matches, continuations, what is believed
-of them, one tree of both. Slots tell the requests apart.
+of them, one tree of both. Slots tell the requests apart: a text is the row of its request's slot in
+a table of all texts. On a GPU the search is one kernel (`kernel`); the rest is torch everywhere.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_medusa.kernels import uses_kernel
 from vllm_medusa.lookup.chances import BUCKET, MOST, PRIOR, TRUST, WINDOW
 from vllm_medusa.lookup.lookup import LEAST
 from vllm_medusa.lookup.merge import BY_BOTH, BY_CHAIN
@@ -71,8 +73,8 @@ class LookupOnDevice:
 
         Args:
             slots: int64 [B].
-            texts: integer [B, L], prompts and outputs.
-            lengths: int64 [B], of the texts.
+            texts: integer [slots, L], prompts and outputs.
+            lengths: int64 [B], of the requests' texts.
             said: int64 [B], how many of a text's last tokens are new.
             sampled: bool [B], whether a request samples.
 
@@ -81,7 +83,7 @@ class LookupOnDevice:
         places = torch.arange(self._most, device=slots.device)
         before = self._length[slots]
         known = (found >= 0).sum(1).minimum(said).masked_fill(before + said != lengths, 0)
-        new = texts.gather(1, (before[:, None] + places).clamp(0, texts.shape[1] - 1))
+        new = texts[slots[:, None], (before[:, None] + places).clamp(0, texts.shape[1] - 1)]
         right = ((found == new) & (places < known[:, None])).cumprod(1).sum(1)
         tried = right + (right < known)
         agree = (self._matched[slots][:, None] + places).clamp_max(LONGEST)
@@ -111,15 +113,15 @@ class LookupOnDevice:
 
         Args:
             slots: int64 [B].
-            texts: integer [B, L], prompts and outputs.
-            lengths: int64 [B], of the texts.
+            texts: integer [slots, L], prompts and outputs.
+            lengths: int64 [B], of the requests' texts.
             trees: that were drafted for them.
             depth: int64 [B], the deepest node that each has a use for; 0: nothing is copied.
             sampled: bool [B], whether it samples.
             levels: bound of the depth of ``trees``.
 
         """
-        matched, found = continuations(texts, lengths, self._most)
+        matched, found = continuations(texts, slots, lengths, self._most)
         places = torch.arange(self._most, device=slots.device)
         strange = (found < 0) | (found >= self._vocab_size)
         ends = (strange | (places >= depth[:, None]) | (matched == 0)[:, None]).cumsum(1) > 0
@@ -133,12 +135,26 @@ class LookupOnDevice:
         return merge(trees, found, survival.log(), levels)
 
 
-def continuations(texts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def continuations(
+    texts: Tensor, slots: Tensor, lengths: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
     """How many of the last tokens stood before, and ``count`` tokens that followed them there.
 
-    int64 [B] and [B, count]; any tokens where none agree. See `search.continuation`. Texts are
-    integer [B, L] of ``lengths`` (int64 [B]).
+    int64 [B] and [B, count]; any tokens where none agree. See `search.continuation`. The texts of
+    ``slots`` (int64 [B]), of ``lengths`` (int64 [B]), are rows of ``texts`` (integer [slots, L]).
     """
+    if uses_kernel(texts.device.type):
+        from vllm_medusa.lookup import kernel
+
+        return kernel.continuations(texts, slots, lengths, count)
+    return continuations_torch(texts, slots, lengths, count)
+
+
+def continuations_torch(
+    texts: Tensor, slots: Tensor, lengths: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """`continuations` by torch alone."""
+    texts = texts[slots]  # [B, L]
     matched, start = longest_matches(texts, lengths)
     around = (lengths - start).clamp_min(1)[:, None]
     places = torch.arange(count, device=texts.device)
@@ -148,7 +164,7 @@ def continuations(texts: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, T
 def longest_matches(texts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """How many of the last tokens stood before, and where they went on: int64 [B], [B].
 
-    (0, 0): nowhere. See `search.longest_match`; texts and lengths are as for `continuations`.
+    (0, 0): nowhere. See `search.longest_match`; texts are integer [B, L] of ``lengths``.
     """
     size = texts.shape[1]
     places = torch.arange(size, device=texts.device)

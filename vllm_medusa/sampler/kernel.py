@@ -198,7 +198,7 @@ def plausible(
     accepted_b,
     score_ptr,  # out, float32 [B, N]
     score_b,
-    max_depth,
+    doublings,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -232,10 +232,10 @@ def plausible(
     logit = tl.load(logits_ptr + row * logits_r + tokens, mask=drafted, other=0.0).to(tl.float32)
     p = tl.exp(logit - base) / total
     accepted = drafted & (p > bar)  # never where the row has a NaN: the total is NaN
-    log_p = tl.log(tl.where(accepted, p, 1.0))
-    score = tl.zeros([BLOCK_N], tl.float32)
-    parents = parents.to(tl.int32)
-    for _ in range(max_depth):  # root to leaf, so that equal paths have equal sums
-        score = tl.where(index > 0, tl.gather(score, parents, 0) + log_p, 0.0)
+    score = tl.log(tl.where(accepted, p, 1.0))  # 0 at the root, which is its own parent here
+    above = parents.to(tl.int32)
+    for _ in range(doublings):  # of the part of the path that is summed; alike for equal paths
+        score += tl.gather(score, above, 0)
+        above = tl.gather(above, above, 0)
     tl.store(accepted_ptr + request * accepted_b + index, accepted, mask=exists)
     tl.store(score_ptr + request * score_b + index, score, mask=exists)

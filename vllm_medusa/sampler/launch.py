@@ -177,7 +177,7 @@ def typical_path(
         *_strided(tree.num_nodes),
         *_strided(scratch.node_accepted),
         *_strided(scratch.score),
-        tree.max_depth,
+        max(0, tree.max_depth - 1).bit_length(),
         BLOCK_S=_block(splits),
         BLOCK_N=_block(nodes),
         num_warps=8,

@@ -6,7 +6,6 @@ Import it late: it imports Triton.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from vllm_medusa.scorer.kernel import attend, merge
 from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.scorer.tiles import (
     FEWEST_SPLITS,
-    SHARED_BYTES,
+    DeviceLimits,
     num_splits,
     padded_head,
     tile_sizes,
@@ -44,9 +43,9 @@ def choose_splits(
     """
     limits = device_limits(device)
     rows = max_query_len * (num_heads // kv_heads)
-    tiles = tile_sizes(head_size, rows, dtype.itemsize, kv_dtype.itemsize, limits.shared_bytes)
-    query_tiles = -(-rows // tiles.block_m)
-    return num_splits(batch_size, kv_heads, max_seq_len, limits.num_sms, query_tiles, tiles.block_n)
+    tiles = tile_sizes(head_size, rows, dtype.itemsize, kv_dtype.itemsize, limits)
+    programs = batch_size * kv_heads * -(-rows // tiles.block_m)
+    return num_splits(programs, max_seq_len, limits.num_sms, tiles, kv_dtype.itemsize)
 
 
 def paged_tree_attention_kernel(
@@ -77,7 +76,7 @@ def paged_tree_attention_kernel(
         rows,
         query.element_size(),
         key_cache.element_size(),
-        device_limits(query.device).shared_bytes,
+        device_limits(query.device),
     )
     tiles_per_request = -(-rows // tiles.block_m)
     padded = padded_head(head_size)
@@ -158,18 +157,11 @@ def paged_tree_attention_kernel(
     return out
 
 
-class DeviceLimits(NamedTuple):
-    """What tiles and splits depend on."""
-
-    num_sms: int
-    shared_bytes: int  # that one block may have
-
-
 @functools.cache
 def device_limits(device: torch.device) -> DeviceLimits:
     """Ask once; a device that isn't CUDA counts as one multiprocessor."""
     if device.type != "cuda":
-        return DeviceLimits(1, SHARED_BYTES)
+        return DeviceLimits()
     properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", SHARED_BYTES)
-    return DeviceLimits(properties.multi_processor_count, shared)
+    shared = getattr(properties, "shared_memory_per_block_optin", DeviceLimits().shared_bytes)
+    return DeviceLimits(properties.multi_processor_count, shared, properties.major >= 9)

@@ -8,16 +8,23 @@ and shared-memory sizes; none was tuned on a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-# What every CUDA GPU since compute capability 8.0 lets one block have.
-SHARED_BYTES = 99 * 1024
 MAX_SPLITS = 64  # the merge holds one row of every part in registers
 FEWEST_SPLITS = 16  # a merge of fewer is one of 16 with empty ones: a kernel less to compile
 LARGEST_BLOCK_M = 128
 
-# In units of the time that one key tile takes.
-START_COST = 2  # a program's first loads, and writing its part
-MERGE_COST = 6  # one more kernel, and reading the parts back
+# In units of the time that a multiprocessor takes for one key tile.
+START_COST = 1  # a program's first loads
+MERGE_COST = 3  # one more kernel
+
+
+class DeviceLimits(NamedTuple):
+    """What tiles and splits depend on; by default, what every CUDA GPU since Ampere has."""
+
+    num_sms: int = 1
+    shared_bytes: int = 99 * 1024  # that one block may have; a multiprocessor has 1 KB more
+    async_mma: bool = False  # Hopper and later: products read keys and values in shared memory
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
+    per_sm: int = 1  # programs that a multiprocessor runs at a time
 
 
 def padded_head(head_size: int) -> int:
@@ -36,25 +44,22 @@ def padded_head(head_size: int) -> int:
 
 
 def tile_sizes(
-    head_size: int,
-    rows: int,
-    query_bytes: int,
-    key_bytes: int,
-    shared_bytes: int = SHARED_BYTES,
+    head_size: int, rows: int, query_bytes: int, key_bytes: int, device: DeviceLimits
 ) -> Tiles:
     """Choose the tiles of one launch.
 
     Registers: the accumulator is ``block_m * padded_head`` fp32 values, at most 64 a thread. fp32
     products run on the ordinary cores, fully unrolled: an eighth of that, or the compiler keeps
-    hundreds of bytes a thread in memory. Shared memory: the queries once, and the keys and values
-    once a pipeline stage.
+    hundreds of bytes a thread in memory. A thread takes up to 255 registers, so two programs of
+    four warps fit on a multiprocessor. They come first, then keys that are fetched further ahead:
+    `shared_bytes`.
 
     Args:
         head_size: Channels of one head, up to 256.
         rows: Upper bound of query rows x query heads of one key head in one request.
         query_bytes: Bytes of one query element.
         key_bytes: Bytes of one element of the cache.
-        shared_bytes: Shared memory that one block may have.
+        device: Where it runs.
 
     """
     dim = padded_head(head_size)
@@ -63,49 +68,80 @@ def tile_sizes(
     block_m = min(most, max(16, 1 << (rows - 1).bit_length()))
     # a key tile never straddles two words of an ancestor mask: at most 64 keys, a power of two
     block_n = (32 if dim <= 128 else 16) if exact else (64 if dim <= 128 else 32)
+    num_warps = 8 if exact or block_m == 128 or block_m * dim > 8192 else 4
 
-    def shared(block_m: int, block_n: int, stages: int) -> int:
-        return dim * (block_m * query_bytes + 2 * stages * block_n * max(key_bytes, query_bytes))
+    def fits(num_stages: int, per_sm: int = 1) -> bool:
+        used = shared_bytes(
+            dim, block_m, block_n, num_stages, query_bytes, key_bytes, device.async_mma
+        )
+        return used <= (device.shared_bytes + 1024) // per_sm - 1024
 
-    stages = 3
-    while stages > 1 and shared(block_m, block_n, stages) > shared_bytes:
-        stages -= 1
-    while block_n > 16 and shared(block_m, block_n, stages) > shared_bytes:
+    for per_sm in (2, 1) if num_warps == 4 else (1,):
+        for num_stages in (3,) if exact else (5, 3):
+            if fits(num_stages, per_sm):
+                return Tiles(block_m, block_n, num_warps, num_stages, per_sm)
+    while block_n > 16 and not fits(1):
         block_n //= 2
-    many = exact or block_m == 128 or block_m * dim > 8192
-    return Tiles(block_m, block_n, 8 if many else 4, stages)
+    return Tiles(block_m, block_n, num_warps, 1)
 
 
-def num_splits(
-    batch: int,
-    kv_heads: int,
-    max_seq_len: int,
-    num_sms: int,
-    query_tiles: int = 1,
-    block_n: int = 64,
+def shared_bytes(
+    dim: int,
+    block_m: int,
+    block_n: int,
+    num_stages: int,
+    query_bytes: int,
+    key_bytes: int,
+    async_mma: bool,
 ) -> int:
+    """Shared memory of a program; an upper bound, which tests compare with what Triton takes.
+
+    The keys' addresses come from the block table, so a tile takes two loads one after the other,
+    between which Triton's pipeliner shares out the stages: 3 and 4 fetch keys and values one tile
+    ahead, 5 and 6 two. Products that run on while the next tile is fetched hold one tile more. Keys
+    of fewer bytes (fp8) go through registers; asynchronous products then want them in shared memory
+    once more, in the dtype of the queries.
+    """
+    tile = 2 * block_n * dim
+    ahead = 0 if num_stages == 1 else max(1, (num_stages - 1) // 2)
+    used = block_m * dim * query_bytes + max(1, ahead) * tile * key_bytes
+    async_mma = async_mma and query_bytes < 4  # fp32 takes the ordinary cores
+    if async_mma and (ahead or key_bytes != query_bytes):
+        used += tile * query_bytes
+    if not async_mma:  # weights change their layout between the products
+        used += block_m * block_n * query_bytes
+    return used + 1536 * max(1, ahead)  # of blocks and slots
+
+
+def num_splits(programs: int, max_seq_len: int, num_sms: int, tiles: Tiles, key_bytes: int) -> int:
     """Into how many parts to cut the keys so that a small batch still fills the GPU.
 
     The least number of parts that comes within 5 % of the least cost, where every multiprocessor
-    runs one program at a time and a program costs its key tiles plus a start. All arguments are
-    upper bounds; a request shorter than ``max_seq_len`` leaves its last parts empty.
+    runs ``tiles.per_sm`` programs at a time and a program costs its key tiles plus a start. A part
+    is written and read again, in fp32. All arguments are upper bounds; a request shorter than
+    ``max_seq_len`` leaves its last parts empty.
 
     Args:
-        batch: Requests, padding included.
-        kv_heads: Key heads on this device.
+        programs: Requests (padding included) x key heads of this device x tiles that the query rows
+            of one request and key head take.
         max_seq_len: Tokens of the longest request.
         num_sms: Multiprocessors of the device.
-        query_tiles: Tiles that the query rows of one request and key head take.
-        block_n: Keys of one tile.
+        tiles: Of the launch.
+        key_bytes: Bytes of one element of the cache.
 
     """
-    programs = max(1, batch * kv_heads * query_tiles)
-    tiles = max(1, -(-max_seq_len // block_n))
+    programs = max(1, programs)
+    key_tiles = max(1, -(-max_seq_len // tiles.block_n))
+    part = 4 * tiles.block_m / (2 * tiles.block_n * key_bytes)  # its bytes in key tiles'
 
-    def cost(splits: int) -> int:
-        waves = -(-programs * splits // num_sms)
-        return waves * (-(-tiles // splits) + START_COST) + (MERGE_COST if splits > 1 else 0)
+    def cost(splits: int) -> float:
+        waves = -(-programs * splits // (num_sms * tiles.per_sm))
+        program = tiles.per_sm * -(-key_tiles // splits) + START_COST
+        if splits == 1:
+            return waves * program
+        merge = programs * splits / num_sms * part + MERGE_COST
+        return waves * (program + tiles.per_sm * part) + merge
 
-    costs = [cost(splits) for splits in range(1, min(MAX_SPLITS, tiles) + 1)]
+    costs = [cost(splits) for splits in range(1, min(MAX_SPLITS, key_tiles) + 1)]
     enough = min(costs) * 1.05
     return next(splits for splits, price in enumerate(costs, 1) if price <= enough)

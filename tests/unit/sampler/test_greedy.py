@@ -1,7 +1,8 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_trees import cases, padded
+from support.random_trees import padded
+from support.tree_strategies import cases
 
 from vllm_medusa.sampler import greedy_verdict, lossless_walk
 from vllm_medusa.tree import TokenTree

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_trees import cases, padded
+from support.random_trees import padded
+from support.tree_strategies import cases
 from torch import Tensor
 
 from vllm_medusa.sampler import lossless_walk

@@ -1,7 +1,8 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_trees import Case, cases, make_case, padded
+from support.random_trees import Case, make_case, padded
+from support.tree_strategies import cases
 
 from vllm_medusa.sampler import accept_path, close_path, path_to_node, select_verdict
 from vllm_medusa.tree import TokenTree

@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.random_trees import Case, cases, padded
+from support.random_trees import Case, padded
+from support.tree_strategies import cases
 
 from vllm_medusa.sampler import close_path, typical_path, typical_threshold
 from vllm_medusa.tree import TokenTree

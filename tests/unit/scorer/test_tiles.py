@@ -2,55 +2,91 @@
 
 import pytest
 
-from vllm_medusa.scorer.tiles import MAX_SPLITS, SHARED_BYTES, num_splits, padded_head, tile_sizes
+from vllm_medusa.scorer.tiles import (
+    MAX_SPLITS,
+    DeviceLimits,
+    Tiles,
+    num_splits,
+    padded_head,
+    shared_bytes,
+    tile_sizes,
+)
 
 HEAD_SIZES = (64, 80, 96, 112, 128, 160, 192, 256)
+H100 = DeviceLimits(132, 227 * 1024, async_mma=True)
+DEVICES = [DeviceLimits(1, 64 * 1024), DeviceLimits(), DeviceLimits(108, 163 * 1024), H100]
+ALONE, PAIRED = Tiles(128, 64, 8, 5), Tiles(64, 64, 4, 3, per_sm=2)
 
 
-@pytest.mark.parametrize("shared", [64 * 1024, SHARED_BYTES, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("query", "key"), [(2, 2), (2, 1), (4, 4), (4, 1)])
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_tiles_fit(head_size, query, key, shared):
+def test_tiles_fit(head_size, query, key, device):
     dim = padded_head(head_size)
     for rows in (1, 5, 16, 17, 64, 100, 4096):
-        tiles = tile_sizes(head_size, rows, query, key, shared)
+        tiles = tile_sizes(head_size, rows, query, key, device)
         for size in (tiles.block_m, tiles.block_n):
             assert size >= 16 and size & (size - 1) == 0
         assert 64 % tiles.block_n == 0  # never two words of an ancestor mask
         assert tiles.block_m * dim <= 64 * 32 * tiles.num_warps  # accumulators of a thread
-        used = dim * (tiles.block_m * query + 2 * tiles.num_stages * tiles.block_n * query)
-        assert used <= shared
+        assert 255 * 32 * tiles.num_warps * tiles.per_sm <= 65536  # registers of a multiprocessor
+        sizes = dim, tiles.block_m, tiles.block_n, tiles.num_stages
+        used = shared_bytes(*sizes, query, key, device.async_mma)
+        assert tiles.per_sm * (used + 1024) <= device.shared_bytes + 1024
+        assert tiles.num_stages >= 3 or device.shared_bytes == 64 * 1024
         assert tiles.block_m >= min(rows, 128 if (query == 2 and dim <= 128) else 16)
 
 
+def test_two_programs_come_before_keys_further_ahead():
+    assert tile_sizes(128, 64, 2, 2, H100) == PAIRED  # with 5 stages one would fit
+    assert tile_sizes(128, 256, 2, 2, H100) == ALONE
+    assert tile_sizes(128, 64, 2, 1, H100) == Tiles(64, 64, 4, 5, per_sm=2)
+
+
 def test_few_rows_get_small_tiles_and_heads_are_padded():
-    rows = [tile_sizes(128, r, 2, 2).block_m for r in (1, 16, 17, 64, 65, 999)]
+    rows = [tile_sizes(128, r, 2, 2, H100).block_m for r in (1, 16, 17, 64, 65, 999)]
     assert rows == [16, 16, 32, 64, 128, 128]
     heads = [padded_head(d) for d in (1, 16, 17, *HEAD_SIZES)]
     assert heads == [16, 16, 32, 64, 128, 128, 128, 128, 256, 256, 256]
 
 
+def splits_of(programs: int, length: int, sms: int = 132, tiles: Tiles = ALONE) -> int:
+    return num_splits(programs, length, sms, tiles, 2)
+
+
 def test_one_request_with_a_long_context_fills_the_gpu():
-    for kv_heads, sms in ((8, 132), (32, 132), (1, 108), (8, 108)):
-        splits = num_splits(1, kv_heads, 32768, sms)
-        assert 0.8 * sms < splits * kv_heads <= sms or splits == MAX_SPLITS
+    for programs, sms in ((8, 132), (32, 132), (1, 108), (8, 108)):
+        for tiles in (ALONE, PAIRED):
+            splits, slots = splits_of(programs, 32768, sms, tiles), sms * tiles.per_sm
+            assert 0.8 * slots < splits * programs <= slots or splits == MAX_SPLITS
+    assert splits_of(32, 4160, tiles=PAIRED) == 8  # 256 of 264 places
 
 
 def test_full_batches_and_short_contexts_are_not_split():
-    assert num_splits(64, 8, 32768, 132) == 1
-    assert num_splits(1, 8, 64, 132) == 1
-    assert num_splits(1, 8, 1, 132) == 1
-    assert num_splits(0, 8, 0, 132) == 1
+    assert splits_of(512, 32768) == 1
+    assert splits_of(8, 64) == 1
+    assert splits_of(8, 1) == 1
+    assert splits_of(0, 0) == 1
+
+
+def test_parts_cost_what_they_weigh():
+    """Four programs of 128 rows each, as of a 70B model on 8 GPUs, write 256 KB of parts a split.
+
+    So few keys are not cut as finely as places would allow; keys of one byte weigh half of that.
+    """
+    assert splits_of(4, 4160) == 22 < 132 // 4
+    assert splits_of(4, 4160, tiles=Tiles(16, 64, 4, 5)) == 33  # parts of 16 rows hardly count
+    assert num_splits(4, 4160, 132, ALONE, 1) < 22
 
 
 def test_splits_are_bounded_and_never_more_than_tiles():
     for batch in (1, 2, 3, 7, 16, 100):
         for length in (1, 64, 65, 1000, 4096, 10**6):
             for query_tiles in (1, 4):
-                splits = num_splits(batch, 4, length, 132, query_tiles)
+                splits = splits_of(batch * 4 * query_tiles, length)
                 assert 1 <= splits <= min(MAX_SPLITS, max(1, -(-length // 64)))
 
 
 def test_more_requests_never_mean_more_splits_at_powers_of_two():
-    splits = [num_splits(b, 8, 8192, 128) for b in (1, 2, 4, 8, 16)]
+    splits = [splits_of(b * 8, 8192, 128) for b in (1, 2, 4, 8, 16)]
     assert splits == sorted(splits, reverse=True) and splits[0] == 16 and splits[-1] == 1

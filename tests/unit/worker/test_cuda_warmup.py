@@ -20,6 +20,7 @@ from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MOST, NODES, Buffe
 
 from vllm_medusa.kv import kernel as kv
 from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.lookup import on_device as lookup
 from vllm_medusa.proposer import kernel as proposer
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.sampler import dispatch as sampler
@@ -27,6 +28,7 @@ from vllm_medusa.scorer import dispatch as scorer
 from vllm_medusa.scorer import launch
 from vllm_medusa.tree import TokenTree, TreeTensors
 from vllm_medusa.worker import cuda_attention, cuda_metadata
+from vllm_medusa.worker.v2.copies import Copies
 from vllm_medusa.worker.v2.cuda_warmup import warm_up_rules
 from vllm_medusa.worker.v2.topologies import Topologies
 
@@ -49,9 +51,9 @@ STEPS = [  # (rows, context) of requests, nodes of each
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    for module in (scorer, sampler, cuda_metadata):
+    for module in (scorer, sampler, lookup, cuda_metadata):
         monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
-    limits = launch.DeviceLimits(132, 227 * 1024)
+    limits = launch.DeviceLimits(132, 227 * 1024, async_mma=True)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
     cuda_metadata._splits.cache_clear()
 
@@ -125,7 +127,7 @@ def test_acceptance(dtype, vocab, dynamic):
         sampler.target_verdict(tree, ids, ids)
         logits = target_logits(batch * width, vocab, dtype)
         copy = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
-        for given in (logits, copy):
+        for given in (logits, copy, logits[width:]):  # the last is a part of a large batch
             sampler.typical_path(tree, ids, given, ids, torch.ones(batch), torch.ones(batch))
 
     used = many(step, nodes)
@@ -166,3 +168,18 @@ def test_proposals(vocab):
             step(batch)
     assert many(step, 1) <= compiled
     assert len(compiled) >= 3
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("length", [512, 777])
+def test_lookup(length):
+    """Any batch, and views of the texts' table up to any length."""
+    texts, most = torch.zeros(20, length, dtype=torch.int32), 63
+    with needed() as compiled:
+        Copies.warm_up(SimpleNamespace(_most=most), texts)
+
+    def step(batch, width):
+        slots = torch.arange(batch + 1)[1:]
+        lookup.continuations(texts[:, :width], slots, torch.zeros_like(slots), most)
+
+    assert many(step, length) == compiled and len(compiled) == 1

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_medusa.lookup.on_device import DraftTrees, LookupOnDevice
+from vllm_medusa.lookup.on_device import DraftTrees, LookupOnDevice, continuations
 from vllm_medusa.proposer.candidates import IMPOSSIBLE, Proposal
 from vllm_medusa.worker.grammar_scheduler import TreeDrafts
 from vllm_medusa.worker.options import EngineOptions
@@ -27,8 +29,23 @@ class Copies:
         vocab_size = vllm_config.model_config.get_vocab_size()
         most = tree.num_draft_tokens
         self.lookup = LookupOnDevice(vocab_size, requests.max_num_seqs, most, device)
-        self._levels = tree.max_depth
+        self._levels, self._most = tree.max_depth, most
         self._last: DraftTrees | None = None
+
+    @staticmethod
+    def keep_texts_on_device(states: RequestState) -> None:
+        """Replace vLLM's table of the requests' texts, which is in host memory by default.
+
+        Each step searches all of them. vLLM does the same for its own n-grams. Call it while
+        nothing else holds the table.
+        """
+        shape = states.max_num_reqs, states.max_model_len
+        states.all_token_ids = StagedWriteTensor(shape, dtype=torch.int32, device=states.device)
+
+    def warm_up(self, texts: Tensor) -> None:
+        """Compile the search through ``texts``, int32 [slots, most tokens of a text]."""
+        one = torch.ones(1, dtype=torch.int64, device=texts.device)
+        continuations(texts, one - 1, one, self._most)
 
     def join(
         self,
@@ -55,7 +72,7 @@ class Copies:
         assert trees.states is not None
         slots, lengths = batch.idx_mapping.to(torch.int64), num_tokens.to(torch.int64)
         longest = int(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs].max()) + 1
-        texts = trees.states.all_token_ids.gpu[:, :longest][slots]
+        texts = trees.states.all_token_ids.gpu[:, :longest]
         free, sampled = trees.requests.may_copy(batch.idx_mapping_np)
         self.lookup.learn(slots, texts, lengths, num_sampled.to(torch.int64), sampled)
         survival = proposal.log_survival

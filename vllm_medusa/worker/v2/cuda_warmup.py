@@ -35,6 +35,8 @@ def warm_up(runner: Any) -> None:
     slot = torch.zeros(1, dtype=torch.int64, device=device)
     warm_up_rules(trees.of(slot), trees.num_nodes, logits)
     speculator.warm_up()
+    if speculator.copies is not None:
+        speculator.copies.warm_up(runner.req_states.all_token_ids.gpu)
 
 
 def warm_up_rules(trees: TreesOf, nodes: int, logits: Tensor) -> None:

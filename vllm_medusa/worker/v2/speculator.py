@@ -35,14 +35,18 @@ def install() -> None:
 
 
 def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init_speculator(vllm_config: VllmConfig, device: torch.device, *args: Any) -> Any:
+    def init_speculator(vllm_config: VllmConfig, device: torch.device, states: Any) -> Any:
         if not is_medusa(vllm_config.speculative_config):
-            return original(vllm_config, device, *args)
+            return original(vllm_config, device, states)
+        kind = TreeSpeculator
         if is_eagle(vllm_config.speculative_config):
             from vllm_medusa.worker.v2.eagle import EagleTreeSpeculator
 
-            return EagleTreeSpeculator(vllm_config, device)
-        return TreeSpeculator(vllm_config, device)
+            kind = EagleTreeSpeculator
+        speculator = kind(vllm_config, device)
+        if speculator.copies is not None:
+            speculator.copies.keep_texts_on_device(states)
+        return speculator
 
     return init_speculator
 

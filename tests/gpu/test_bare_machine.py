@@ -1,0 +1,88 @@
+"""The tests for a GPU need torch, Triton and pytest alone; those that need vLLM are collected too.
+
+Here they run in a process that refuses every other package. Without a GPU it interprets a test of
+each file, so that what the tests and the package import late is there too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.interpreter import INTERPRETING
+
+ROOT = Path(__file__).parents[2]
+KERNELS = sorted(path.parent.name for path in ROOT.glob("tests/unit/*/test_kernel.py"))
+QUICK = [  # a test of each file that has some for the interpreter
+    "TestInterpreted and (nothing or wrong_slot or wrong_first or downwards)",
+    "TestInterpreted and (plain or reason or attention_is_checked)",
+]
+BARE = """
+import importlib.metadata as metadata, importlib.abc, re, sys
+
+allowed, waiting = {"vllm-medusa"}, ["torch", "triton", "pytest", "numpy"]
+while waiting:
+    name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+    if name not in allowed:
+        allowed.add(name)
+        try:
+            needed = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue  # of another system
+        waiting += [re.match(r"[\\w.-]+", line)[0] for line in needed if "extra ==" not in line]
+modules = {
+    module
+    for module, packages in metadata.packages_distributions().items()
+    if not {re.sub(r"[-_.]+", "-", package).lower() for package in packages} & allowed
+}
+assert {"vllm", "pydantic", "transformers", "hypothesis"} <= modules, sorted(modules)
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in modules:
+            raise ModuleNotFoundError(f"No module named {name!r}: not on a bare machine", name=name)
+
+sys.meta_path.insert(0, Refuse())
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def run_bare(*arguments: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, "-q", "-p", "no:cacheprovider", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment},
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+FILES = [f"tests/unit/{room}/test_kernel.py" for room in KERNELS]
+
+
+@pytest.mark.skipif(INTERPRETING, reason="this is a process that a test started")
+def test_all_are_collected():
+    pytest.importorskip("vllm", reason="nothing to refuse")
+    found = run_bare("--collect-only", "-m", "gpu", *FILES, "tests/gpu")
+    for file in (*FILES, "tests/gpu/test_decode.py", "tests/gpu/test_engine.py"):
+        assert f"{file}::" in found
+    assert int(re.search(r"(\d+)(?:/\d+)? tests collected", found)[1]) > 200
+
+
+@pytest.mark.skipif(INTERPRETING, reason="this is a process that a test started")
+@pytest.mark.parametrize(
+    ("files", "selection"),
+    [(FILES, QUICK[0]), (["tests/gpu/test_decode.py", "tests/gpu/test_timing.py"], QUICK[1])],
+    ids=["kernels", "steps"],
+)
+def test_one_of_each_runs(files, selection):
+    pytest.importorskip("vllm", reason="nothing to refuse")
+    found = run_bare("-k", selection, *files, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert re.search(r"\b[1-9]\d* passed", found) and "skipped" not in found
