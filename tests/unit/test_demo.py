@@ -73,6 +73,13 @@ def test_files_are_written(run, tmp_path):
     assert (tmp_path / "p.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.parametrize("option", ["--json", "--record"])
+def test_where_nothing_can_be_written_is_said_before(run, tmp_path, capfd, option):
+    assert run(RECORDING, option, str(tmp_path / "none" / "file")) == 2
+    captured = capfd.readouterr()
+    assert "none" in captured.err and not captured.out
+
+
 def test_marks_leave_spaces_outside():
     spaced = replace(TAKE, steps=(replace(TAKE.steps[0], pieces=("\n a", " ", "b")),))
     assert report.marked(spaced).plain == "\n «a» b"

@@ -65,6 +65,8 @@ def file(model, tmp_path_factory):
     writer.add_vocab_size(SIZES["vocab_size"])
     vocab = json.loads(tokenizer().backend_tokenizer.to_str())["model"]
     tokens = sorted(vocab["vocab"], key=vocab["vocab"].get)
+    merges = [" ".join(merge) for merge in vocab["merges"] if "".join(merge) != tokens[-1]]
+    tokens[-1] = "12"  # a token that no text is to be split into
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
@@ -74,7 +76,7 @@ def file(model, tmp_path_factory):
             for token in tokens
         ]
     )
-    writer.add_token_merges([" ".join(merge) for merge in vocab["merges"]])
+    writer.add_token_merges(["1 2", *merges])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(2)
