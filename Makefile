@@ -1,10 +1,9 @@
-# make demo    real vLLM, plain beside tree Medusa: same tokens, fewer steps
+# make demo    a chat model in plain vLLM and with tree drafts: same tokens, fewer steps
 # make test    every check: lint, format, types, the whole test suite
 # Both do all the set-up first, in .venv (see scripts/setup.sh).
 .DEFAULT_GOAL := help
 SHELL := bash
 VENV ?= .venv
-DEMO := .demo
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
 # Every test has one thread, and a file's tests share its engines. Three files at a time keep two
@@ -22,17 +21,8 @@ help:  ## this list
 setup:  ## the virtual environment with vLLM for CPU, no CUDA packages
 	@scripts/setup.sh
 
-demo: setup $(DEMO)/target/config.json  ## plain vLLM and tree Medusa on the repository's model
-	@echo 'The demo model, 4M parameters, was made 344M by widths and layers that compute nothing'
-	@echo '(benchmarks/enlarge_target.py), so that weights dominate a step as they do in real models.'
-	@echo
-	@$(BIN)/python -m demo --target $(DEMO)/target --heads $(DEMO)/heads \
-		--prompts demo/prompts.jsonl --limit 8 --max-tokens 96 $(DEMO_ARGS)
-
-$(DEMO)/target/config.json: demo/target/model.safetensors demo/heads/model.safetensors Makefile | setup
-	@rm -rf $(DEMO)
-	@$(BIN)/python -m benchmarks enlarge demo/target $(DEMO) --heads demo/heads \
-		--num-layers 12 --intermediate-size 8192
+demo: setup  ## a chat model in plain vLLM and with tree drafts, side by side
+	@$(BIN)/python -m demo $(DEMO_ARGS)
 
 test: setup lint  ## all checks: ruff, mypy, the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \
@@ -60,13 +50,13 @@ wheel:  ## the wheel alone, in a fresh environment, does what the README promise
 
 SOAK_ARGS ?=
 soak: setup  ## 2,000 requests of all kinds to a server: answers, memory (some minutes)
-	$(BIN)/python -m benchmarks soak demo/target demo/heads --eager --json build/soak.json \
-		$(SOAK_ARGS)
+	$(BIN)/python -m benchmarks soak tests/assets/target tests/assets/heads --eager \
+		--json build/soak.json $(SOAK_ARGS)
 
-serve-example: setup  ## an OpenAI-compatible server with the demo model, at port 8000
-	$(BIN)/vllm-medusa serve demo/target --speculative-model demo/heads --dtype float32 \
-		--gpu-memory-utilization 0.5 \
+serve-example: setup  ## an OpenAI-compatible server with the test model, at port 8000
+	$(BIN)/vllm-medusa serve tests/assets/target --speculative-model tests/assets/heads \
+		--dtype float32 --gpu-memory-utilization 0.5 \
 		--chat-template examples/plain_chat_template.jinja
 
 clean:  ## remove caches and the virtual environment
-	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

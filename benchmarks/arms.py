@@ -36,7 +36,9 @@ class ArmOptions(Options):
         "JSON of `vllm-medusa tree --output`, or paths, best first; absent: the heads' own",
         default=None,
     )
-    prompt_file: Path = option(default=ROOT / "demo" / "prompts.jsonl", shown="demo/prompts.jsonl")
+    prompt_file: Path = option(
+        default=ROOT / "tests" / "assets" / "prompts.jsonl", shown="tests/assets/prompts.jsonl"
+    )
     prompts: Positive = option("so many of them, again from the first if it has fewer", default=8)
     max_tokens: Positive = option("of each answer", default=64)
     batch: tuple[Positive, ...] = option("requests at a time", default=(1,))

@@ -39,7 +39,9 @@ class DraftersOptions(ArmOptions):
     """What is measured."""
 
     texts: tuple[Path, ...] = option(
-        "files of prompts", default=(ROOT / "demo" / "prompts.jsonl",), shown="demo/prompts.jsonl"
+        "files of prompts",
+        default=(ROOT / "tests" / "assets" / "prompts.jsonl",),
+        shown="tests/assets/prompts.jsonl",
     )
     others: tuple[Path, ...] = option("more heads or drafters", default=(), metavar="HEADS")
     nodes: tuple[Positive, ...] = option("draft nodes of trees", default=(15,))

@@ -1,6 +1,6 @@
-"""Steps that drafts save requests which follow a JSON schema.
+r"""Steps that drafts save requests which follow a JSON schema.
 
-    python -m benchmarks grammar demo/target demo/heads
+    python -m benchmarks grammar tests/assets/target tests/assets/heads
 
 The arms: a step a token; a chain whose masks and drafts end where the grammar first forbids one,
 which is what vLLM does; trees with masks along every branch, of which the grammar chose the nodes,
@@ -13,7 +13,8 @@ Times do: with `--rounds` the automatic budget takes turns with plain vLLM on ba
 schemas; with `--waves 3` a turn has three answers for each place of the batch, which the next
 request takes when one has ended, as in a server.
 
-    python -m benchmarks grammar demo/target demo/heads --rounds 7 --batch 1 16 --waves 3
+    python -m benchmarks grammar tests/assets/target tests/assets/heads \
+        --rounds 7 --batch 1 16 --waves 3
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Makes a target that writes JSON, and heads for it: what `grammar` is counted on besides the demo.
+"""Makes a target that writes JSON, and heads for it: `grammar` is counted on it, too.
 
-    python -m benchmarks json_target demo/target build/json
+    python -m benchmarks json_target tests/assets/target build/json
     python -m benchmarks grammar build/json/target build/json/heads --eager
 
 The small model goes on training for minutes, on documents of `benchmarks.schemas` with random
@@ -102,7 +102,7 @@ def _train_target(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from demo.target_stage import learning_rate
+    from vllm_medusa.training.optimisation import rate_at
 
     torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
@@ -118,7 +118,7 @@ def _train_target(
         part = rows[step * options.batch : (step + 1) * options.batch]
         ids = torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=-100)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, options.learning_rate, 20)
+            group["lr"] = options.learning_rate * rate_at(step, steps, 20)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(ids.clamp_min(0)).logits[:, :-1].float()
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

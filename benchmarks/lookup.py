@@ -1,6 +1,6 @@
 """Tokens per step with heads, with lookup and with both in one tree, all of one number of nodes.
 
-    python -m benchmarks lookup TARGET HEADS --texts demo/prompts.jsonl MORE.jsonl
+    python -m benchmarks lookup TARGET HEADS --texts tests/assets/prompts.jsonl MORE.jsonl
 
 HEADS may be an EAGLE drafter. Gains are those above the heads alone; a share is the part of all
 accepted tokens that lookup alone proposed. Tokens have to be plain vLLM's. Counts depend on nothing
@@ -29,7 +29,9 @@ class LookupOptions(ArmOptions):
     """What is measured."""
 
     texts: tuple[Path, ...] = option(
-        "files of prompts", default=(ROOT / "demo" / "prompts.jsonl",), shown="demo/prompts.jsonl"
+        "files of prompts",
+        default=(ROOT / "tests" / "assets" / "prompts.jsonl",),
+        shown="tests/assets/prompts.jsonl",
     )
     nodes: Positive = option("draft nodes of a request", default=15)
     prompts: Positive = option("of each file", default=16)

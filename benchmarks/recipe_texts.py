@@ -8,19 +8,21 @@ on. The prompts held out are of other files.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from demo.corpus import default_roots, find_sources
-from demo.recipe import BOS, CorpusRecipe
 from vllm_medusa.offline.records import load_records
 
 _HELDOUT_EVERY = 8  # of the files
 _SHORTEST, _LONGEST = 8, 64  # tokens of a prompt
 _PER_FILE = 6
+_FEWEST_BYTES, _MOST_BYTES = 256, 200_000  # of a file; larger ones are mostly generated tables
+_BOS = "<s>"
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,10 @@ def windows(tokenizer: Any, count: int, length: int, *, heldout: bool) -> list[W
 
 def _windows(tokenizer: Any, count: int, length: int, heldout: bool) -> Iterator[Window]:
     found = 0
-    sources = find_sources(default_roots()[:1], CorpusRecipe())
-    for source in sources:
-        if (int(source.digest, 16) % _HELDOUT_EVERY == 0) != heldout:
+    for digest, text in _library():
+        if (int(digest, 16) % _HELDOUT_EVERY == 0) != heldout:
             continue
-        ids = tokenizer.encode(source.text(), add_special_tokens=False)
+        ids = tokenizer.encode(text, add_special_tokens=False)
         step = max(len(ids) // _PER_FILE, _LONGEST + length)
         for start in range(0, len(ids) - _LONGEST - length, step):
             size = _SHORTEST + (7 * found) % (_LONGEST - _SHORTEST)
@@ -61,9 +62,25 @@ def _windows(tokenizer: Any, count: int, length: int, heldout: bool) -> Iterator
                 return
 
 
+def _library() -> Iterator[tuple[str, str]]:
+    """Digests and texts of the standard library's files, by digest, no text twice."""
+    root = Path(sysconfig.get_paths()["stdlib"]).resolve()
+    found = dict[str, Path]()
+    for path in sorted(root.rglob("*.py")):
+        if {"site-packages", "dist-packages"}.intersection(path.relative_to(root).parts):
+            continue  # inside the library's folder, but not of it
+        if path.is_file() and _FEWEST_BYTES <= path.stat().st_size <= _MOST_BYTES:
+            found.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
+    for digest in sorted(found):
+        try:
+            yield digest, found[digest].read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
 def write_prompts(path: Path, some: list[Window]) -> None:
     """Write a file of prompts."""
-    lines = [json.dumps({"prompt": f"{BOS}{window.prompt}"}) + "\n" for window in some]
+    lines = [json.dumps({"prompt": f"{_BOS}{window.prompt}"}) + "\n" for window in some]
     path.write_text("".join(lines))
 
 

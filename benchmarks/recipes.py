@@ -1,4 +1,4 @@
-"""Ways to make heads for the demo target, each on the same prompts and as many tokens.
+"""Ways to make heads for the test target, each on the same prompts and as many tokens.
 
     python -m benchmarks recipes --out build/recipes
 
@@ -52,7 +52,7 @@ TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [3], [0, 0, 1], [0, 0,
 class RecipesOptions(Options):
     """What is trained and measured."""
 
-    target: Path = option(default=ROOT / "demo" / "target", shown="demo/target")
+    target: Path = option(default=ROOT / "tests" / "assets" / "target", shown="tests/assets/target")
     out: Path = option("folder for texts and heads")
     prompts: Positive = option("to train on", default=384)
     heldout: Positive = option("prompts held out", default=64)

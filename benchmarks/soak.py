@@ -1,6 +1,6 @@
 r"""A server under thousands of requests of all kinds: nothing lost, nothing wrong, nothing grown.
 
-    python -m benchmarks soak demo/target demo/heads --json build/soak.json
+    python -m benchmarks soak tests/assets/target tests/assets/heads --json build/soak.json
 
 Sixty-four clients at a time, the official `openai` one, ask a server with heads for completions,
 chats, streams, tools, schemas, several choices, with penalties and stop texts; some go away in the

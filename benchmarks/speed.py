@@ -1,7 +1,7 @@
 r"""Speed of trees, of vLLM's own chain of the same drafter and of n-grams, beside plain vLLM.
 
-    python -m benchmarks enlarge demo/target BIG --heads demo/heads
-    vllm-medusa tree HEADS --num-draft-tokens 63 --output BIG/tree.json  # demo/heads, calibrated
+    python -m benchmarks enlarge tests/assets/target BIG --heads tests/assets/heads
+    vllm-medusa tree HEADS --num-draft-tokens 63 --output BIG/tree.json  # calibrated
     python -m benchmarks speed BIG/target BIG/heads --tree BIG/tree.json
     python -m benchmarks speed BIG/target BIG/heads --tree BIG/tree.json --prompts 2 \
         --batch 1 2 4 8 16 32 64 --tree-sizes 2 4 7 15 31 --only "^(auto|tree|chain 5, vLLM's)" \

@@ -2,7 +2,7 @@ r"""Tokens per step: trees of each request's and step's own beside static ones o
 
     vllm-medusa distill TARGET -i OTHER_PROMPTS -o RECORDS --samples 2 \
         --temperature 0,0.8
-    python -m benchmarks tau TARGET HEADS RECORDS --texts demo/prompts.jsonl MORE.jsonl
+    python -m benchmarks tau TARGET HEADS RECORDS --texts tests/assets/prompts.jsonl MORE.jsonl
 
 For each temperature heads are calibrated on the records of that temperature, and the static tree
 of a size is the one that `vllm-medusa tree` finds for it; its prefixes are the trees of smaller
@@ -51,7 +51,9 @@ class TauOptions(ArmOptions):
 
     records: Path = option("of `vllm-medusa distill`, to calibrate on", positional=True)
     texts: tuple[Path, ...] = option(
-        "files of prompts", default=(ROOT / "demo" / "prompts.jsonl",), shown="demo/prompts.jsonl"
+        "files of prompts",
+        default=(ROOT / "tests" / "assets" / "prompts.jsonl",),
+        shown="tests/assets/prompts.jsonl",
     )
     sizes: tuple[Positive, ...] = option("draft nodes", default=(2, 4, 7, 15, 31))
     prompts: Positive = option("of each file, at most", default=256)

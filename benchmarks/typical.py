@@ -1,6 +1,7 @@
 r"""What typical acceptance gives and takes: tokens per step against what becomes of the text.
 
-    python -m benchmarks typical demo/target demo/heads --json benchmarks/results/typical.json
+    python -m benchmarks typical tests/assets/target tests/assets/heads \
+        --json benchmarks/results/typical.json
 
 Plain vLLM, lossless and typical acceptance answer the same prompts with the same seeds. Of the
 answers: the mean log-probability of a token under the target at temperature 1; how many 4-grams

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from vllm import LLM, SamplingParams
 
-TARGET = "demo/target"
-HEADS = "demo/heads"
+TARGET = "tests/assets/target"
+HEADS = "tests/assets/heads"
 PROMPTS = [
     "<s>import json\n\n\ndef read_settings(path):\n",
     '<s>class Queue:\n    """A queue with a limited size."""\n\n    def __init__(self, size):\n',

@@ -2,11 +2,11 @@
 # The tree that suits heads: measure them on text the target wrote for prompts they were not trained
 # on, then build the tree, print what it will bring and draw it. The heads' config gets the tree.
 #
-#     examples/calibrate_and_tree.sh                       # a copy of the demo's heads
+#     examples/calibrate_and_tree.sh                       # a copy of the test model's heads
 #     examples/calibrate_and_tree.sh TARGET HEADS PROMPTS.jsonl FOLDER
 set -euo pipefail
 cd "$(dirname "$0")/.."
-target=${1:-demo/target} heads=${2:-demo/heads} prompts=${3:-demo/prompts.jsonl} out=${4:-.demo/tree}
+target=${1:-tests/assets/target} heads=${2:-tests/assets/heads} prompts=${3:-tests/assets/prompts.jsonl} out=${4:-.demo/tree}
 medusa=${MEDUSA:-.venv/bin/vllm-medusa}
 mkdir -p "$out"
 [ -d "$out/heads" ] || cp -r "$heads" "$out/heads"

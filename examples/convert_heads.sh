@@ -2,11 +2,11 @@
 # Heads between formats: what a checkpoint is, in the layout of another server, and back, bit for
 # bit. Formats: native, vllm, v1 and v2 (the reference implementation's), tgi, tensorrt-llm.
 #
-#     examples/convert_heads.sh                            # the demo's heads
+#     examples/convert_heads.sh                            # the test model's heads
 #     examples/convert_heads.sh HEADS TARGET FOLDER [FORMAT]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-heads=${1:-demo/heads} target=${2:-demo/target} out=${3:-.demo/converted} format=${4:-tgi}
+heads=${1:-tests/assets/heads} target=${2:-tests/assets/target} out=${3:-.demo/converted} format=${4:-tgi}
 medusa=${MEDUSA:-.venv/bin/vllm-medusa}
 mkdir -p "$out"
 

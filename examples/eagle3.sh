@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # An EAGLE-3 drafter: distill, train, look at it. vLLM's own `eagle3` loads the folder as well.
 #
-#     examples/eagle3.sh                                   # the demo target, minutes on two cores
+#     examples/eagle3.sh                                   # the test target, minutes on two cores
 #     examples/eagle3.sh TARGET PROMPTS.jsonl FOLDER
 #
 # Each command goes on where it was if it is stopped; repeat the script. Used:
 # speculative_config={"method": "eagle3", "model": "FOLDER/drafter", "tree": "dynamic"}
 set -euo pipefail
 cd "$(dirname "$0")/.."
-target=${1:-demo/target} prompts=${2:-demo/prompts.jsonl} out=${3:-.demo/eagle3}
+target=${1:-tests/assets/target} prompts=${2:-tests/assets/prompts.jsonl} out=${3:-.demo/eagle3}
 medusa=${MEDUSA:-.venv/bin/vllm-medusa}
 mkdir -p "$out"
 

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Hydra heads, which see the tokens before their own: distill, train, measure, choose a tree.
 #
-#     examples/hydra.sh                                    # the demo target, minutes on two cores
+#     examples/hydra.sh                                    # the test target, minutes on two cores
 #     examples/hydra.sh TARGET PROMPTS.jsonl FOLDER
 #
 # Each command goes on where it was if it is stopped; repeat the script. Served they need no tree:
 # vllm-medusa serve TARGET --speculative-model FOLDER/heads
 set -euo pipefail
 cd "$(dirname "$0")/.."
-target=${1:-demo/target} prompts=${2:-demo/prompts.jsonl} out=${3:-.demo/hydra}
+target=${1:-tests/assets/target} prompts=${2:-tests/assets/prompts.jsonl} out=${3:-.demo/hydra}
 medusa=${MEDUSA:-.venv/bin/vllm-medusa}
 mkdir -p "$out"
 

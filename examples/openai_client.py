@@ -1,6 +1,6 @@
 """Stream from a served model with the official `openai` client.
 
-Start a server, for instance with the demo model (`make serve-example`), then:
+Start a server, for instance with the test model (`make serve-example`), then:
 
     python examples/openai_client.py
 """

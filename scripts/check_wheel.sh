@@ -15,8 +15,8 @@ step "build and install"
 "$PYTHON" -m pip wheel -q --no-deps -w "$folder" . && rm -rf build
 wheels=("$folder"/*.whl)
 VENV="$folder/venv" PACKAGE="${wheels[0]}[cpu,train,parquet]" scripts/setup.sh
-cp -r demo/target demo/heads demo/prompts.jsonl "$folder"
-head -n 12 demo/prompts.jsonl >"$folder/few.jsonl"
+cp -r tests/assets/target tests/assets/heads tests/assets/prompts.jsonl "$folder"
+head -n 12 tests/assets/prompts.jsonl >"$folder/few.jsonl"
 cp examples/plain_chat_template.jinja "$folder"
 cd "$folder"
 PATH="$folder/venv/bin:$PATH"

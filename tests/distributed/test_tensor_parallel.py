@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.assets import HEADS, TARGET, code_prompts
 from support.budgets import budget_of, fickle
-from support.demo import HEADS, TARGET, demo_prompts
 from support.eagle_case import TOKENS as LEARNT_TOKENS
 from support.eagle_case import Case, asked
 from support.engines import complete, engine, greedy, medusa
@@ -138,7 +138,7 @@ def test_repaired_ranks_agree_again(llm: LLM, two_ranks: dict[str, Run], plain: 
 
 def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """One scheduler decides for both ranks, which timed their steps together at the start."""
-    prompts = demo_prompts(0, sized(12, 4))
+    prompts = code_prompts(0, sized(12, 4))
     with engine(TARGET) as alone:
         expected = complete(alone, prompts, greedy(TOKENS))
     config = {"method": "medusa", "model": HEADS, "budget": "auto"}

@@ -16,8 +16,8 @@ from vllm_medusa.heads import load_heads
 
 pytestmark = pytest.mark.engine
 
-DEMO = Path(__file__).parents[2] / "demo"
-PATH = os.pathsep.join([str(DEMO.parent / "tests"), os.environ.get("PYTHONPATH", "")])
+ASSETS = Path(__file__).parents[2] / "tests" / "assets"
+PATH = os.pathsep.join([str(ASSETS.parent), os.environ.get("PYTHONPATH", "")])
 NODES = 3
 OPTIONS = {
     "--samples": 2,
@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 def start(folder: Path, program: str = "vllm_medusa.cli") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", program, "adapt", str(DEMO / "target")]
+    command = [sys.executable, "-m", program, "adapt", str(ASSETS / "target")]
     command += ["--prompts", str(folder / "prompts.jsonl"), "--output", str(folder / "heads")]
     command += [str(part) for option in OPTIONS.items() for part in option]
     return subprocess.Popen(
@@ -74,7 +74,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines(keepends=True)[:8]
+    lines = (ASSETS / "prompts.jsonl").read_text().splitlines(keepends=True)[:8]
     (tmp_path / "prompts.jsonl").write_text("".join(lines))
     kill_in_stage(start(tmp_path), "train")
     heads = tmp_path / "heads"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support import demo
-from support.demo import HEADS, TARGET, demo_prompts
+from support import assets
+from support.assets import HEADS, TARGET, code_prompts
 from support.engines import complete, engine, generate, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
@@ -81,12 +81,12 @@ def test_chaotic_model(
     assert sum(gap > NEAR_TIE for gap in wrong) > 0.7 * len(prompts)
 
 
-def test_demo_model() -> None:
-    prompts = demo_prompts()
+def test_trained_model() -> None:
+    prompts = code_prompts()
     with engine(TARGET, dtype="bfloat16") as llm:
         plain = run_plain(llm, prompts)
     with engine(TARGET, medusa(HEADS, "heads"), dtype="bfloat16") as llm:
-        gaps = run_trees(llm, plain, demo.VOCAB)
+        gaps = run_trees(llm, plain, assets.VOCAB)
         real = plain.gaps([c.token_ids for c in complete(llm, prompts, greedy(TOKENS))])
     assert all(gap <= NEAR_TIE for gap in gaps + real), sorted(gaps + real)
     assert len(gaps) < 0.2 * len(prompts) and len(real) < 0.2 * len(prompts)

@@ -1,7 +1,7 @@
-"""Every format of heads in real vLLM: plain vLLM's tokens, and the acceptance of the demo's heads.
+"""Every format of heads in real vLLM: plain vLLM's tokens, and the acceptance of trained heads.
 
-The demo's trained heads are written again in each spelling. What says the same must accept the
-same drafts in every single step; a tensor in a wrong place would not.
+The test model's heads are written again in each spelling. What says the same must accept the same
+drafts in every single step; a tensor in a wrong place would not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.demo import DEMO, TARGET, VOCAB, demo_prompts
+from support.assets import ASSETS, TARGET, VOCAB, code_prompts
 from support.engines import complete, engine, greedy
 from support.reference import Reference, differing, plain_greedy
 from support.spies import accepted_per_step, recorded_steps
@@ -23,7 +23,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.engine
 
-HEADS = DEMO / "heads"
+HEADS = ASSETS / "heads"
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0, 0]]
 TOKENS = 40
 CONFIG = json.loads((HEADS / "config.json").read_text())
@@ -33,7 +33,7 @@ Steps = list[list[int]]  # accepted drafts, per prompt and step
 
 
 def blocks() -> Tensors:
-    """The residual layers of the demo's heads, in vLLM's names; no LM head is with them."""
+    """The residual layers of the test model's heads, in vLLM's names; no LM head is with them."""
     return load_file(HEADS / "model.safetensors")
 
 
@@ -135,7 +135,7 @@ OTHERS = [vllm_without_biases, vllm_small_token_map, vllm_lm_head_biases]
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     with engine(TARGET) as llm:
-        return plain_greedy(llm, demo_prompts(12, 22), TOKENS)
+        return plain_greedy(llm, code_prompts(12, 22), TOKENS)
 
 
 def steps_with(reference: Reference, config: dict[str, Any], model: str = TARGET) -> Steps:

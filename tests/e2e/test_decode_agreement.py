@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.demo import HEADS as HEADS_OF_DEMO
-from support.demo import TARGET, demo_prompts
+from support.assets import HEADS as TRAINED_HEADS
+from support.assets import TARGET, code_prompts
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB, save_fitted_heads, save_model
 from support.reference import assert_chaotic
@@ -165,13 +165,13 @@ def test_hidden_state_of_the_wrong_node(
 
 
 @pytest.mark.parametrize("tree", ["own", "mc_sim_7b_63"])
-def test_demo(tree: str) -> None:
+def test_trained_model(tree: str) -> None:
     """Trained heads on real prompts, in fp32."""
-    own = peek_heads(HEADS_OF_DEMO).tree
+    own = peek_heads(TRAINED_HEADS).tree
     assert own is not None
     topology = TokenTree.from_paths(own) if tree == "own" else load_preset(tree)
-    prompts = demo_prompts(0, 12)
+    prompts = code_prompts(0, 12)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    expected = oracle(model, HEADS_OF_DEMO, topology, prompts, 64)
-    with engine(TARGET, medusa(HEADS_OF_DEMO, topology.to_lists())) as llm:
+    expected = oracle(model, TRAINED_HEADS, topology, prompts, 64)
+    with engine(TARGET, medusa(TRAINED_HEADS, topology.to_lists())) as llm:
         assert assert_agreement(llm, prompts, expected, 64) > 0.5

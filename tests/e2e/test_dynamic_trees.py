@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.assets import HEADS as TRAINED_HEADS
+from support.assets import TARGET, code_prompts
 from support.budgets import budget_of, fickle
-from support.demo import HEADS as HEADS_OF_DEMO
-from support.demo import TARGET, demo_prompts
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.metrics import added, counts
 from support.models import VOCAB
@@ -66,18 +66,18 @@ def llm(reference: Reference, chaotic_llama: str, random_heads: str) -> Iterator
 @pytest.mark.parametrize("budget", [2, 7, 31])
 def test_accepts_what_the_oracle_accepts(budget: int) -> None:
     """Trained heads on real prompts, in fp32."""
-    prompts = demo_prompts(0, 10)
+    prompts = code_prompts(0, 10)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     lengths = [LENGTHS[index % len(LENGTHS)] for index in range(len(prompts))]
     with (
-        engine(TARGET, dynamic(HEADS_OF_DEMO, budget)) as llm,
+        engine(TARGET, dynamic(TRAINED_HEADS, budget)) as llm,
         recorded_steps() as steps,
     ):
         tree = EngineOptions.of(llm.llm_engine.vllm_config).tree
         assert isinstance(tree, DynamicTree) and tree.num_draft_tokens == budget
         got = complete(llm, prompts, [greedy(length) for length in lengths])
     heads, _ = load_heads(
-        HEADS_OF_DEMO,
+        TRAINED_HEADS,
         hidden_size=model.config.hidden_size,
         vocab_size=model.config.vocab_size,
         dtype=torch.float32,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
-from support.demo import HEADS, TARGET, demo_prompts
+from support.assets import HEADS, TARGET, code_prompts
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
@@ -106,9 +106,9 @@ def test_random_heads(tree_engine: tuple[int, LLM], reference: Reference) -> Non
     assert len(tree_rows(steps)) > 10 * len(part.prompts)
 
 
-def test_demo_model() -> None:
-    """Trained heads, real prompts: what `make demo` promises, in fp32."""
-    prompts = demo_prompts()
+def test_trained_model() -> None:
+    """Trained heads, real prompts: in fp32."""
+    prompts = code_prompts()
     with engine(TARGET) as llm:
         expected = plain_greedy(llm, prompts, TOKENS)
     assert len(expected.prompts) >= 0.9 * len(prompts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.demo import HEADS, TARGET, demo_prompts, tokenizer
+from support.assets import HEADS, TARGET, code_prompts, tokenizer
 from support.engines import complete, engine
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -48,7 +48,7 @@ def ignoring(llm: LLM) -> list[Any]:
         )
         for seed in range(4)
     ]  # fmt: skip
-    got = complete(llm, demo_prompts(0, 4), params)
+    got = complete(llm, code_prompts(0, 4), params)
     return [(each.token_ids, each.finish_reason) for each in got]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.assets import HEADS, TARGET, code_prompts
 from support.budgets import budget_of, fickle
-from support.demo import HEADS, TARGET, demo_prompts
 from support.engines import Completion, complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.planted_copies import PlantedCopies
@@ -110,7 +110,7 @@ def test_a_wrong_chain_costs_acceptance(
 
 def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
     """On texts that repeat themselves more is accepted than with heads alone, tokens are equal."""
-    prompts = demo_prompts(0, 6)
+    prompts = code_prompts(0, 6)
     with engine(TARGET) as llm:
         first = complete(llm, prompts, greedy(TOKENS))
         asked = [[*p, *c.token_ids, *p] for p, c in zip(prompts, first, strict=True)]

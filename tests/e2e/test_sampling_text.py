@@ -1,4 +1,4 @@
-"""What needs a tokenizer: banned words and grammars, on the demo model with its trained heads."""
+"""What needs a tokenizer: banned words and grammars, on the test model with its trained heads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.assets import HEADS, TARGET, VOCAB, code_prompts, tokenizer
 from support.budgets import budget_of, fickle
-from support.demo import HEADS, TARGET, VOCAB, demo_prompts, tokenizer
 from support.engines import complete, engine, medusa
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
 from support.planted import planted_by_seed
@@ -70,7 +70,7 @@ GRAMMARS = {
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    return demo_prompts(0, 6)
+    return code_prompts(0, 6)
 
 
 def cases() -> dict[str, list[SamplingParams]]:
@@ -230,7 +230,7 @@ def test_grammars_force_drafts_without_heads(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(practice, "SECONDS", 0.0)
     monkeypatch.setattr(NodeBudget, "copying", True)
-    monkeypatch.setattr(grammars, "LEAST", 0.1)  # the demo model often takes shorter tokens
+    monkeypatch.setattr(grammars, "LEAST", 0.1)  # the test model often takes shorter tokens
     monkeypatch.setattr(Chance, "value", 0.85)
     config = {"method": "medusa", "model": HEADS, "budget": "auto"}
     with engine(TARGET, config, skip_tokenizer_init=False, max_num_seqs=16) as llm:
@@ -302,7 +302,7 @@ def test_grammars_that_begin_after_reasoning() -> None:
         "skip_tokenizer_init": False,
         "structured_outputs_config": {"reasoning_parser": "until_colon"},
     }
-    prompts, grammars = demo_prompts(4, 16), itertools.cycle(GRAMMARS.values())
+    prompts, grammars = code_prompts(4, 16), itertools.cycle(GRAMMARS.values())
     params = [
         seeded(1, 7000 + i, temperature=0.0, structured_outputs=next(grammars), max_tokens=30)[0]
         for i in range(len(prompts))

@@ -22,7 +22,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from support.demo import HEADS, TARGET, demo_texts, tokenizer
+from support.assets import HEADS, TARGET, code_texts, tokenizer
 from support.engine_process import of_session
 from support.engines import engine
 from vllm import SamplingParams
@@ -53,7 +53,7 @@ class Answer:
 
 
 def prompts() -> list[str]:
-    return demo_texts(22, 26)
+    return code_texts(22, 26)
 
 
 def rendered(chat: list[dict[str, str]]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.demo import HEADS, HIDDEN, TARGET, VOCAB, demo_prompts
+from support.assets import HEADS, HIDDEN, TARGET, VOCAB, code_prompts
 from support.engines import engine, medusa
 from support.outcomes import Outcome, assert_same, outcomes, seeded, steady_outcomes
 from support.runner import ON_V2, sized
@@ -41,7 +41,7 @@ Prompts = list[list[int]]
 
 @pytest.fixture(scope="module")
 def prompts() -> Prompts:
-    return demo_prompts(0, COUNT)
+    return code_prompts(0, COUNT)
 
 
 @pytest.fixture(scope="module")

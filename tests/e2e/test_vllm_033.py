@@ -118,7 +118,7 @@ def run(environment: dict[str, str], *arguments: str) -> None:
 @pytest.mark.parametrize(
     ("file", "selection"),
     [
-        ("test_equality.py", "8_nodes or 14_nodes or demo or reference"),
+        ("test_equality.py", "8_nodes or 14_nodes or trained or reference"),
         ("test_refusals.py", ""),
         ("test_requests.py", ""),
         ("test_serve.py", ""),

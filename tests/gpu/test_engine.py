@@ -1,4 +1,4 @@
-"""With vLLM on a GPU: the demo's target with trees gives plain vLLM's tokens, greedy and seeded.
+"""With vLLM on a GPU: the test model with trees gives plain vLLM's tokens, greedy and seeded.
 
 Tokens are compared in fp32. vLLM's Triton attention would round fp32 to TF32, ours never does; both
 engines are told not to. Once warm, no step with trees may compile a kernel of ours (vLLM says when
@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 def generate(engine: dict[str, Any], **environment: str) -> tuple[dict[str, Any], str]:
     """Token ids by temperature, from an engine in a process of its own, and what it printed."""
-    lines = (ROOT / "demo/prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "tests/assets/prompts.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines[:PROMPTS]]
     asked = {"engine": engine, "prompts": prompts, "temperatures": [0.0, 0.8], "tokens": TOKENS}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -89,7 +89,7 @@ def own_kernels() -> set[str]:
 def test_trees_give_plain_tokens(eager: bool, trees: dict[str, Any]):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     engine = {
-        "model": str(ROOT / "demo/target"),
+        "model": str(ROOT / "tests/assets/target"),
         "dtype": "float32",
         "max_model_len": 512,
         "enforce_eager": eager,
@@ -98,7 +98,7 @@ def test_trees_give_plain_tokens(eager: bool, trees: dict[str, Any]):
         "attention_backend": "TRITON_ATTN",  # what ours stands in for
     }
     plain, _ = generate(engine)
-    medusa = {"method": "medusa", "model": str(ROOT / "demo/heads"), **trees}
+    medusa = {"method": "medusa", "model": str(ROOT / "tests/assets/heads"), **trees}
     got, output = generate(engine | {"speculative_config": medusa}, **(WATCH if eager else {}))
     assert got == plain
     assert not compiled_late(output) & own_kernels()

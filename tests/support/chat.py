@@ -1,11 +1,11 @@
-"""Chat templates in the styles of well-known models, over the demo's tokenizer."""
+"""Chat templates in the styles of well-known models, over the test model's tokenizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-DEMO = Path(__file__).parents[2] / "demo" / "target"
+ASSETS = Path(__file__).parents[2] / "tests" / "assets" / "target"
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -45,10 +45,10 @@ _TOKENS = (
 
 
 def tokenizer(template: str | None) -> Any:
-    """The demo's tokenizer with a chat template and its tokens."""
+    """The test model's tokenizer with a chat template and its tokens."""
     from transformers import PreTrainedTokenizerFast
 
-    loaded = PreTrainedTokenizerFast.from_pretrained(DEMO)
+    loaded = PreTrainedTokenizerFast.from_pretrained(ASSETS)
     loaded.add_special_tokens({"additional_special_tokens": _TOKENS.split()})
     loaded.chat_template = template
     return loaded

@@ -1,57 +1,128 @@
-from typing import Any
+"""The demo from a recording: what it prints, draws and writes, and its exit status."""
+
+import io
+import json
+import re
+from dataclasses import replace
 
 import pytest
-from support.fake_engine import FakeEngine
+from rich.console import Console
+from support.recordings import RECORDING, RUN, TAKE
 
-from demo import __main__ as demo
+from demo import report
+from demo.__main__ import main
+from demo.recording import Recording
+from demo.replay import frame, replay
 
 
-class Engine(FakeEngine):
-    """Stands in for `VllmEngine`; wrong only when it speculates and is told to be."""
-
-    error: int | None = None
-
-    def __init__(self, settings: Any, sampling: Any, **_: Any):
-        super().__init__(max_tokens=20, step_sizes=(3, 1) if settings.speculative_config else (1,))
-        self.wrong_at = self.error if settings.speculative_config else None
-
-    def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
-        self.prompts.pop(key, None)
-        super().submit(key, prompt, seed)
-
-    def pieces(self, token_ids: list[int]) -> list[str]:
-        return [f"{t} " for t in token_ids]
-
-    def close(self) -> None:
-        pass
+def wrong(recording: Recording) -> Recording:
+    first, *others = recording.runs
+    drafted = replace(first.drafted, token_ids=(0, 1, 9, 3, 4, 5, 6))
+    return replace(recording, runs=(replace(first, drafted=drafted), *others))
 
 
 @pytest.fixture
-def arguments(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "VllmEngine", Engine)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n' * 5)
-    for name in ("target", "heads"):
-        (tmp_path / name).mkdir()
-    target, heads, prompts = (str(tmp_path / n) for n in ("target", "heads", "prompts.jsonl"))
-    return ["--target", target, "--heads", heads, "--prompts", prompts]
+def run(tmp_path):
+    def run(recording: Recording, *more: str) -> int:
+        recording.save(tmp_path / "r.json")
+        return main(["--from", str(tmp_path / "r.json"), *more])
+
+    return run
 
 
-def test_equal_tokens_end_with_success(arguments, capsys):
-    assert demo.main(arguments) == 0
+def terminal(height: int = 30) -> Console:
+    return Console(
+        file=io.StringIO(), width=100, height=height, force_terminal=True, color_system=None
+    )
+
+
+def test_equal_tokens_end_with_success(run, capsys):
+    assert run(RECORDING) == 0
     shown = capsys.readouterr().out
-    for words in ("IDENTICAL", "sampled, batch 1", "greedy, batch 1", "ratio", "accepted draft"):
-        assert words in shown
+    assert "IDENTICAL: all 42 tokens of 6 answers" in shown
+    rows = [
+        " ".join(re.findall(r"[\w.>/-]+", line)) for line in shown.splitlines() if "3/3" in line
+    ]
+    assert rows == [
+        "T 0 10.0 14.0 1.40x 2.00 18 -> 9 3/3",
+        "T 0.7 10.0 14.0 1.40x 2.00 18 -> 9 3/3",
+    ]
+    assert "a«bc»d«e»fg" in shown and "prompt 0" in shown
 
 
-def test_a_wrong_token_ends_with_failure(arguments, monkeypatch, capsys):
-    monkeypatch.setattr(Engine, "error", 3)
-    assert demo.main(arguments) == 1
-    assert "DIFFERENT" in capsys.readouterr().out
+def test_a_wrong_token_ends_with_failure_in_float32_alone(run, capsys):
+    assert run(wrong(RECORDING)) == 1
+    shown = capsys.readouterr().out
+    assert "DIFFERENT: 1 of 6 answers" in shown
+    assert "p0, T 0: from token 2 on" in shown
+    assert "2/3" in shown and "3/3" in shown
+    assert run(replace(wrong(RECORDING), dtype="bfloat16")) == 0
+    assert "near-ties" in capsys.readouterr().out
 
 
-def test_what_is_missing_is_named(arguments, tmp_path, capfd):
-    (tmp_path / "heads").rmdir()
-    assert demo.main(arguments) == 2
-    error = capfd.readouterr().err
-    assert "heads does not exist" in error
-    assert "--heads" in error
+@pytest.mark.parametrize("option", ["--target", "--drafter", "--prompts", "--from"])
+def test_what_is_missing_is_named(option, tmp_path, capfd):
+    there = [word for name in ("--target", "--drafter") for word in (name, str(tmp_path))]
+    assert main([*there, option, str(tmp_path / "none")]) == 2
+    assert f"{tmp_path / 'none'}" in capfd.readouterr().err
+
+
+def test_files_are_written(run, tmp_path):
+    assert run(RECORDING, "--json", str(tmp_path / "j"), "--record", str(tmp_path / "p.svg")) == 0
+    assert json.loads((tmp_path / "j").read_text()) == json.loads((tmp_path / "r.json").read_text())
+    assert (tmp_path / "p.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("option", ["--json", "--record"])
+def test_where_nothing_can_be_written_is_said_before(run, tmp_path, capfd, option):
+    assert run(RECORDING, option, str(tmp_path / "none" / "file")) == 2
+    captured = capfd.readouterr()
+    assert "none" in captured.err and not captured.out
+
+
+def test_marks_leave_spaces_outside():
+    spaced = replace(TAKE, steps=(replace(TAKE.steps[0], pieces=("\n a", " ", "b")),))
+    assert report.marked(spaced).plain == "\n «a» b"
+
+
+def test_slow_drafts_are_explained(run, capsys):
+    run(replace(RECORDING, runs=(replace(RUN, plain=RUN.drafted, drafted=RUN.plain),)))
+    assert "below 1x" in capsys.readouterr().out
+
+
+def shown_at(clock: float) -> str:
+    console = terminal()
+    console.print(frame(console, RUN, clock, "eagle3"))
+    return console.file.getvalue()
+
+
+def test_a_frame_has_what_both_engines_delivered_by_then():
+    early, late = shown_at(0.35), shown_at(0.75)
+    assert re.search(r"│ abc +││ abcd +│", early)
+    assert "0.3 s, 3 tokens, 9 tokens/s" in early and "0.3 s, 4 tokens, 11 tokens/s" in early
+    assert "the speed" not in early
+    assert re.search(r"│ abcdefg +││ abcdefg +│", late)
+    assert "0.5 s, 7 tokens, 14 tokens/s, done" in late
+    assert "1.40x the speed, the same 7 tokens" in late
+    assert "Say [/] & <this>" in late
+    assert len(early.splitlines()) == len(late.splitlines())
+
+
+def test_a_low_terminal_shows_the_end():
+    console = terminal(height=11)
+    long = replace(
+        RUN, plain=replace(TAKE, steps=(replace(TAKE.steps[0], pieces=("a\nb\nc\nd\ne",)),))
+    )
+    console.print(frame(console, long, 9, "eagle3"))
+    left = re.findall(r"^│ (\w)", console.file.getvalue(), re.MULTILINE)
+    assert left == ["c", "d", "e"]
+
+
+def test_the_replay_takes_as_long_as_the_engines_did():
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    replay(terminal(), RECORDING, [RUN, RUN], now=lambda: clock[0], sleep=sleep)
+    assert clock[0] == pytest.approx(2 * (RUN.seconds + 1.5), abs=0.1)

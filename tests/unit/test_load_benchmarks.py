@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def options():
     return ServeOptions(
-        target=ROOT / "demo" / "target",
-        heads=ROOT / "demo" / "heads",
+        target=ROOT / "tests" / "assets" / "target",
+        heads=ROOT / "tests" / "assets" / "heads",
         rates=(1.0, 4.0),
         ramp=0.0,
         rounds=2,

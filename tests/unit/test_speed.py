@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def options():
     return SpeedOptions(
-        target=ROOT / "demo" / "target",
-        heads=ROOT / "demo" / "heads",
+        target=ROOT / "tests" / "assets" / "target",
+        heads=ROOT / "tests" / "assets" / "heads",
         chain_depths=(3,),
         stock_depths=(2,),
         tree_sizes=(2, 99),  # the heads' own tree has 12 nodes

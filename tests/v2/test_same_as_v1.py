@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from support.demo import HEADS, TARGET, demo_prompts, tokenizer
+from support.assets import HEADS, TARGET, code_prompts, tokenizer
 from support.engines import Completion, complete, engine, greedy, medusa
 from support.metrics import Counts, counts
 from support.runner import ON_V2, async_scheduling, on_v1
@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     """Ends of all kinds; some prompts come in chunks and beside trees, one comes twice."""
-    prompts = [prompt[:36] for prompt in demo_prompts(0, 4)]
+    prompts = [prompt[:36] for prompt in code_prompts(0, 4)]
     ends = tokenizer().convert_tokens_to_ids(["Ċ", "(", ")", ".", ",", "="])
     params = [
         greedy(14),

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.assets import TARGET
 from support.budgets import budget_of
-from support.demo import TARGET
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.metrics import counts, drafted_and_accepted
 from support.models import COMMON, VOCAB
@@ -45,7 +45,7 @@ if ON_V2:
     from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
     from vllm_medusa.worker.v2.sampler import TreeSampler
 
-DEMO = Path(__file__).parents[2] / "demo"
+ASSETS = Path(__file__).parents[2] / "tests" / "assets"
 TREE = [[0], [1], [0, 0], [1, 0], [1, 0, 0]]
 BLOCK = 32
 
@@ -296,14 +296,14 @@ def test_start_up_claims_the_logits_of_all_nodes(llm: LLM, monkeypatch: pytest.M
     assert max(rows) == 8 * (1 + len(TREE))
 
 
-DYNAMIC = {"method": "medusa", "model": str(DEMO / "heads"), "budget": 5}
+DYNAMIC = {"method": "medusa", "model": str(ASSETS / "heads"), "budget": 5}
 
 
 @pytest.mark.parametrize(
     ("ahead", "trees"),
     [
-        (False, medusa(str(DEMO / "heads"), TREE)),
-        (True, medusa(str(DEMO / "heads"), TREE)),
+        (False, medusa(str(ASSETS / "heads"), TREE)),
+        (True, medusa(str(ASSETS / "heads"), TREE)),
         (True, DYNAMIC),
     ],
     ids=["sync", "async", "async_dynamic"],
@@ -313,7 +313,7 @@ def test_structured_output_beside_trees(ahead: bool, trees: dict[str, Any]) -> N
 
     The async scheduler then waits for each step's tokens.
     """
-    target = str(DEMO / "target")
+    target = str(ASSETS / "target")
     kinds = [StructuredOutputsParams(choice=["yes, of course", "no, never"]), None,
              StructuredOutputsParams(regex=r"[0-9]{4}-[0-9]{2}"), None]  # fmt: skip
     params = [

@@ -225,19 +225,6 @@ class VllmEngine:
         """The target's tokenizer."""
         return self.llm.get_tokenizer()
 
-    def pieces(self, token_ids: list[int]) -> list[str]:
-        """Return the text that each token adds; characters of several tokens go to their last."""
-        tokenizer = self.tokenizer
-        pieces = []
-        done = ""
-        for end in range(1, len(token_ids) + 1):
-            text = tokenizer.decode(token_ids[:end])
-            if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(token_ids):
-                text = done  # the middle of a character
-            pieces.append(text[len(done) :])
-            done = text
-        return pieces
-
     def close(self) -> None:
         """Stop the engine and its processes."""
         self.llm.llm_engine.engine_core.shutdown()

@@ -72,7 +72,7 @@ def usual_rate(hidden_size: int) -> float:
     """Peak learning rate where none is given: 1e-3, and more for narrow targets, up to 5e-3.
 
     AdamW moves each weight by about the rate, so a layer's output by about rate times width. 1e-3
-    is the reference recipe's, for a width of 4096; at the demo target's 256, 5e-3 learns far more
+    is the reference recipe's, for a width of 4096; at the test target's 256, 5e-3 learns far more
     in the same steps.
     """
     return min(5e-3, max(1e-3, 1.28 / hidden_size))

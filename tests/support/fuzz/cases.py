@@ -16,7 +16,7 @@ from vllm.sampling_params import (
     StructuredOutputsParams,
 )
 
-from support.demo import VOCAB, tokenizer
+from support.assets import VOCAB, tokenizer
 from support.runner import ON_V2, sized
 
 MAX_MODEL_LEN = 256

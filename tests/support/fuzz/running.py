@@ -17,8 +17,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
+from support.assets import TARGET, VOCAB
 from support.budgets import fickle
-from support.demo import TARGET, VOCAB
 from support.eagle import Eagle1
 from support.engines import engine, metric
 from support.fuzz.cases import ADAPTERS, MAX_MODEL_LEN, STOPS, EngineCase, RequestCase
@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Models:
-    """A chaotic target with the demo's tokenizer, what drafts for it, adapters."""
+    """A chaotic target with the test model's tokenizer, what drafts for it, adapters."""
 
     target: str
     drafters: dict[str, str]  # by `EngineCase.drafter`

@@ -7,7 +7,7 @@ from support import commands
 
 from vllm_medusa.adapt import checks, job
 
-TARGET = Path(__file__).parents[3] / "demo" / "target"
+TARGET = Path(__file__).parents[3] / "tests" / "assets" / "target"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""On the demo's target and heads: what walks predict is what decoding does, step for step."""
+"""On the test model's target and heads: what walks predict is what decoding does, step for step."""
 
 import json
 import math
@@ -20,24 +20,24 @@ from vllm_medusa.heads import load_heads
 from vllm_medusa.offline.prompts import PromptError
 from vllm_medusa.tree import TokenTree
 
-DEMO = Path(__file__).parents[3] / "demo"
+ASSETS = Path(__file__).parents[3] / "tests" / "assets"
 TREE = TokenTree.dense([4, 3, 2, 1])
 TOKENS = 60
 
 
 @pytest.fixture(scope="module")
-def demo():
-    model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
-    heads, _ = load_heads(DEMO / "heads", hidden_size=256, vocab_size=4096, dtype=torch.float32)
+def trained():
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()
+    heads, _ = load_heads(ASSETS / "heads", hidden_size=256, vocab_size=4096, dtype=torch.float32)
     return model, heads
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_walks_of_the_targets_own_text_are_its_decoding(demo, tmp_path, temperature):
-    model, heads = demo
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
+def test_walks_of_the_targets_own_text_are_its_decoding(trained, tmp_path, temperature):
+    model, heads = trained
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
     texts, accepted = [], []
-    for number, ids in enumerate(prompt_ids(DEMO / "prompts.jsonl", tokenizer, 3)):
+    for number, ids in enumerate(prompt_ids(ASSETS / "prompts.jsonl", tokenizer, 3)):
         generator = torch.Generator().manual_seed(number)
         options = {"temperature": temperature, "generator": generator, "eos_token_id": 1}
         result = decode(model, heads, TREE, torch.tensor(ids), TOKENS, **options)
@@ -64,8 +64,8 @@ def test_walks_of_the_targets_own_text_are_its_decoding(demo, tmp_path, temperat
     assert compared > 60 and total > 15, "too little happened to tell"
 
 
-def test_what_is_measured_is_what_the_oracle_counts(demo):
-    model, heads = demo
+def test_what_is_measured_is_what_the_oracle_counts(trained):
+    model, heads = trained
     prompts = [[0, 45, 300, 12], [0, 882, 771, 290]]
     found = measure(
         model, heads, TREE, prompts, max_new_tokens=12, temperature=0.8, seed=5, samples=2
@@ -107,7 +107,7 @@ def test_prompts_of_records_and_of_texts(tmp_path):
     path.write_text(json.dumps(rows[0]) + '\n{"token_ids": [1]}\n')
     with pytest.raises(PromptError, match="line 2"):
         prompt_ids(path, None)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
     (tmp_path / "prompts.txt").write_text("def f(\nimport os\n")
     found = prompt_ids(tmp_path / "prompts.txt", tokenizer)
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]

@@ -14,13 +14,13 @@ from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.checkpoint import update_config
 from vllm_medusa.heads.provenance import provenance
 
-DEMO = Path(__file__).parents[3] / "demo"
-TARGET = str(DEMO / "target")
+ASSETS = Path(__file__).parents[3] / "tests" / "assets"
+TARGET = str(ASSETS / "target")
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Four texts that the demo's target wrote, two of each of two prompts."""
+    """Four texts that the test model's target wrote, two of each of two prompts."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     torch.manual_seed(0)
     rows = []
@@ -44,7 +44,7 @@ def records(tmp_path_factory):
 @pytest.fixture
 def heads(tmp_path):
     folder = tmp_path / "heads"
-    shutil.copytree(DEMO / "heads", folder)
+    shutil.copytree(ASSETS / "heads", folder)
     return folder
 
 
@@ -138,7 +138,7 @@ def test_what_can_not_work_is_refused(heads, records, capsys, arguments, message
 
 
 def test_texts_longer_than_the_target_reads_are_refused(heads, tmp_path, capsys):
-    room = json.loads((DEMO / "target" / "config.json").read_text())["max_position_embeddings"]
+    room = json.loads((ASSETS / "target" / "config.json").read_text())["max_position_embeddings"]
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"token_ids": [5] * (room + 1), "generated": [[1, 9]]}) + "\n")
     assert run("calibrate", TARGET, heads, "--data", path) == 2
@@ -149,7 +149,7 @@ def test_texts_longer_than_the_target_reads_are_refused(heads, tmp_path, capsys)
 def test_tokens_that_the_target_lacks_are_refused(heads, tmp_path, capsys, monkeypatch):
     """Where no tokenizer knows better."""
     monkeypatch.setattr(calibrate, "find_tokenizer", lambda source: None)
-    vocab = json.loads((DEMO / "target" / "config.json").read_text())["vocab_size"]
+    vocab = json.loads((ASSETS / "target" / "config.json").read_text())["vocab_size"]
     path = tmp_path / "foreign.jsonl"
     path.write_text(json.dumps({"token_ids": [5] * 8 + [vocab], "generated": [[1, 9]]}) + "\n")
     assert run("calibrate", TARGET, heads, "--data", path) == 2

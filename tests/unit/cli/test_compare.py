@@ -163,7 +163,7 @@ def test_prompts_of_records_are_what_stands_before_the_answers(arguments, tmp_pa
     ]
     data = tmp_path / "records.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    target = str(Path(__file__).parents[3] / "demo" / "target")
+    target = str(Path(__file__).parents[3] / "tests" / "assets" / "target")
     options = CompareOptions(target=target, heads="h", data=data)
     prompts, temperature = comparison.prompts_of(options)
     first, text = tuple(range(10)), (7,) * 32

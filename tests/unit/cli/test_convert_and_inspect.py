@@ -1,4 +1,4 @@
-"""The commands on the demo's heads: what they print and their exit status."""
+"""The commands on the test model's heads: what they print and their exit status."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from vllm_medusa import cli
 from vllm_medusa.heads import HydraHeads, peek_heads, save_heads, target_fingerprint
 
-DEMO = Path(__file__).parents[3] / "demo"
-HEADS, TARGET = str(DEMO / "heads"), str(DEMO / "target")
+ASSETS = Path(__file__).parents[3] / "tests" / "assets"
+HEADS, TARGET = str(ASSETS / "heads"), str(ASSETS / "target")
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_model_is_not_overwritten(command, tmp_path):
     out = tmp_path / "onlymodel"
     out.mkdir()
     for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(DEMO / "target" / name, out / name)
+        shutil.copyfile(ASSETS / "target" / name, out / name)
     options = ("--to", "vllm", "--output", out, "--target", TARGET, "--overwrite")
     status, _, err = command("convert", HEADS, *options)
     assert status == 2

@@ -142,7 +142,7 @@ def test_prompts_that_can_not_be_run(prompts, tmp_path, engine, capfd):
 
 
 @pytest.mark.parametrize(
-    ("model", "needed"), [(chat.DEMO, "a chat template"), (None, "the target's tokenizer")]
+    ("model", "needed"), [(chat.ASSETS, "a chat template"), (None, "the target's tokenizer")]
 )
 def test_self_talk_needs_more_before_an_engine(prompts, tmp_path, engine, capfd, model, needed):
     options = ("-i", prompts, "-o", tmp_path / "r.jsonl", "--self-talk")

@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 from PIL import Image
+from support.assets import HEADS, TARGET
 from support.commands import run, said
-from support.demo import HEADS, TARGET
 from support.serving import CPU
 
 from vllm_medusa.budget.cost import StepCost

@@ -14,14 +14,14 @@ from vllm_medusa.calibration.search import walk_taus
 from vllm_medusa.convert.job import FORMATS
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 
-DEMO = Path(__file__).parents[3] / "demo"
+ASSETS = Path(__file__).parents[3] / "tests" / "assets"
 
 
 @pytest.fixture
 def heads(tmp_path):
     """Heads with a calibration in which head 1 is right only after the second choice of head 0."""
     folder = tmp_path / "heads"
-    shutil.copytree(DEMO / "heads", folder)
+    shutil.copytree(ASSETS / "heads", folder)
     rng = np.random.default_rng(0)
     ranks = rng.choice([0, 1, 7], (400, 5), p=[0.5, 0.3, 0.2])
     ranks[:, 1] = np.where(ranks[:, 0] == 1, 0, 7)
@@ -75,7 +75,7 @@ def test_sizes_shown_end_with_the_tree(heads, capsys, ranks, nodes, rows):
 def test_measuring_without_a_step_is_said(heads, capsys):
     prompts, out = heads.parent / "records.jsonl", heads.parent / "tree.json"
     prompts.write_text('{"token_ids": [0, 523, 287, 9], "generated": [[3, 4]]}\n')
-    measure = ["--measure", prompts, "--target", DEMO / "target", "--max-tokens", 1]
+    measure = ["--measure", prompts, "--target", ASSETS / "target", "--max-tokens", 1]
     assert run("tree", heads, "-n", 2, *measure, "--sizes", 1, 2, "--output", out) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "No verification step was taken with 1, 2 nodes" in shown
@@ -165,7 +165,7 @@ def changed(file: Path) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_calibration_survives_conversion_of_its_heads(heads, form, tmp_path, capsys):
     there, back = tmp_path / "there", tmp_path / "back"
-    target = DEMO / "target"
+    target = ASSETS / "target"
     assert run("convert", heads, "--to", form, "-o", there, "--target", target) == 0
     assert run("convert", there, "--to", "native", "-o", back) == 0
     before = Observations.load(heads)

@@ -12,7 +12,7 @@ from support.random_heads import random_heads, write, write_sharded
 from vllm_medusa.heads import HeadsError, match_target, peek_heads, target_fingerprint
 from vllm_medusa.heads import fingerprint as module
 
-DEMO = Path(__file__).parents[3] / "demo" / "target"
+ASSETS = Path(__file__).parents[3] / "tests" / "assets" / "target"
 LAYERS, HIDDEN, VOCAB = 3, 96, 400
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "vocab_size": VOCAB,
@@ -123,13 +123,13 @@ def test_layers_in_another_order_show(plain, tmp_path):
     assert digest(saved(tmp_path / "a", swapped)) != plain
 
 
-def test_the_demo_target_stored_again_is_the_same(tmp_path):
-    tensors = load_file(DEMO / "model.safetensors")
+def test_the_target_stored_again_is_the_same(tmp_path):
+    tensors = load_file(ASSETS / "model.safetensors")
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    config = json.loads((DEMO / "config.json").read_text())
+    config = json.loads((ASSETS / "config.json").read_text())
     write(tmp_path / "pytorch_model.bin", twice, config)
-    assert target_fingerprint(tmp_path) == target_fingerprint(DEMO)
-    assert target_fingerprint(DEMO) == {
+    assert target_fingerprint(tmp_path) == target_fingerprint(ASSETS)
+    assert target_fingerprint(ASSETS) == {
         "sha256": "2fbae0fcfc51a0968b6fbc57bd22c27c9dc3f9e524c1f53a91375df0719c1ac1",
         "scheme": 1,  # another digest of the same weights needs another scheme
         "architecture": "LlamaForCausalLM",

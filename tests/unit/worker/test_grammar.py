@@ -1,4 +1,4 @@
-"""Grammars along branches, with xgrammar and the demo's words: every node has its own state."""
+"""Grammars along branches, with xgrammar and real words: every node has its own state."""
 
 import json
 import random
@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm")
 import torch
 import xgrammar as xgr
-from support.demo import VOCAB, tokenizer
+from support.assets import VOCAB, tokenizer
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_medusa.worker.grammar import (

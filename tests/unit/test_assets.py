@@ -1,4 +1,4 @@
-"""What lies in demo/: it loads, it fits together, it is small, and the heads can really predict."""
+"""The model that tests share: it loads, fits together, is small, and the heads can predict."""
 
 import json
 from functools import cache
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_medusa.heads import load_heads, peek_heads
 from vllm_medusa.tree import TokenTree
 
-DEMO = Path(__file__).parents[2] / "demo"
+ASSETS = Path(__file__).parents[2] / "tests" / "assets"
 LIMIT = 12_000_000  # bytes
 
 # Written for this test, so neither the target nor the heads were trained on it.
@@ -21,19 +21,21 @@ UNSEEN = (Path(__file__).parent / "unseen.txt").read_text()
 
 @cache
 def target():
-    return AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()
 
 
 @cache
 def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO / "target")
+    return AutoTokenizer.from_pretrained(ASSETS / "target")
 
 
 @cache
 def heads():
     config, options = target().config, {"dtype": torch.float32}
     sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-    return load_heads(DEMO / "heads", **sizes, **options, lm_head_weight=target().lm_head.weight)[0]
+    return load_heads(ASSETS / "heads", **sizes, **options, lm_head_weight=target().lm_head.weight)[
+        0
+    ]
 
 
 @cache
@@ -51,21 +53,21 @@ def unseen():
 
 
 def test_all_is_small_and_no_binary_but_safetensors():
-    files = [p for p in DEMO.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    files = [p for p in ASSETS.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     assert sum(path.stat().st_size for path in files) <= LIMIT
-    assert {p.suffix for p in files} <= {"", ".py", ".md", ".json", ".jsonl", ".safetensors"}
+    assert {p.suffix for p in files} <= {".json", ".jsonl", ".safetensors"}
 
 
 def test_stored_tensors_are_finite_bf16():
     for part in ("target", "heads"):
-        for name, tensor in load_file(DEMO / part / "model.safetensors").items():
+        for name, tensor in load_file(ASSETS / part / "model.safetensors").items():
             assert tensor.dtype == torch.bfloat16, (part, name)
             assert bool(tensor.isfinite().all()), (part, name)
 
 
 def test_heads_are_made_for_the_target_and_their_tree_for_them():
-    info = peek_heads(DEMO / "heads")
-    config = json.loads((DEMO / "target" / "config.json").read_text())
+    info = peek_heads(ASSETS / "heads")
+    config = json.loads((ASSETS / "target" / "config.json").read_text())
     assert (info.hidden_size, info.vocab_size) == (config["hidden_size"], config["vocab_size"])
     assert info.num_heads >= 4 and info.shared_lm_head
     tree = TokenTree.from_paths(info.tree)
@@ -74,7 +76,7 @@ def test_heads_are_made_for_the_target_and_their_tree_for_them():
 
 
 def test_measured_figures_agree_with_each_other():
-    document = json.loads((DEMO / "heads" / "config.json").read_text())["medusa"]
+    document = json.loads((ASSETS / "heads" / "config.json").read_text())["medusa"]
     taus = document["tree_tokens_per_step"]
     assert len(taus) == len(document["tree"])
     assert taus == sorted(taus), "every node of the tree adds to it"
@@ -108,7 +110,7 @@ def test_the_heads_know_more_than_the_lm_head_alone():
 
 
 def test_prompts_are_code_after_the_start_token():
-    lines = (DEMO / "prompts.jsonl").read_text().splitlines()
+    lines = (ASSETS / "prompts.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert 24 <= len(records) <= 40
     assert len({record["id"] for record in records}) == len(records)

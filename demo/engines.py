@@ -1,0 +1,131 @@
+"""Both engines on the demo's prompts, one after the other, each alone on the machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from demo.recording import Run, Step, Take
+from vllm_medusa.job import Progress
+from vllm_medusa.offline.batch import Answer, Conversation, Delta, Engine, Request
+from vllm_medusa.offline.engine import EngineSettings, Sampling
+from vllm_medusa.offline.process import EngineProcess
+from vllm_medusa.offline.prompts import Prompt
+
+_SEED = 20_000
+
+
+@dataclass
+class TimedAnswer(Answer):
+    """An answer that knows when each of its steps ended."""
+
+    began: float = field(default_factory=time.perf_counter)
+    times: list[float] = field(default_factory=list)  # seconds since it began
+
+    def add(self, delta: Delta) -> None:
+        """Take the tokens of one step."""
+        super().add(delta)
+        if delta.token_ids:
+            self.times.append(time.perf_counter() - self.began)
+
+
+class TimedConversation(Conversation):
+    """A conversation whose answers are `TimedAnswer`s."""
+
+    def next_request(self, engine: Engine) -> Request:
+        """See `vllm_medusa.offline.batch.Session`."""
+        answer = TimedAnswer()
+        request = super().next_request(engine)
+        self.answers[-1] = answer
+        return request
+
+
+def record(
+    target: Path,  # a folder
+    speculation: Mapping[str, Any],  # the `speculative_config` of the engine with drafts
+    prompts: Sequence[Prompt],
+    temperatures: Sequence[float],
+    max_tokens: int,
+    dtype: str,
+    engine_args: Mapping[str, Any],  # of both engines
+    progress: Progress,
+) -> tuple[Run, ...]:
+    """Let each engine answer all prompts, one at a time, at each temperature."""
+    from transformers import AutoTokenizer
+
+    plain = EngineSettings(str(target), None, dtype, engine_args=engine_args)
+    engines = {
+        # what is wrong with the options of drafting shows at once
+        "with drafts": replace(plain, speculative_config=speculation),
+        "plain vLLM": plain,
+    }
+    answers = {
+        name: _answers(name, settings, prompts, temperatures, max_tokens, progress)
+        for name, settings in engines.items()
+    }
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return tuple(
+        Run(
+            prompt.request_id,
+            prompt.turns[0] if prompt.turns else prompt.text or "",
+            temperature,
+            take(answers["plain vLLM"][temperature, prompt.index], tokenizer),
+            take(answers["with drafts"][temperature, prompt.index], tokenizer),
+        )
+        for temperature in temperatures
+        for prompt in prompts
+    )
+
+
+def _answers(
+    name: str,
+    settings: EngineSettings,
+    prompts: Sequence[Prompt],
+    temperatures: Sequence[float],
+    max_tokens: int,
+    progress: Progress,
+) -> dict[tuple[float, int], TimedAnswer]:
+    """Start an engine, ask it everything, and end it."""
+    progress.note(f"{name}: the engine starts")
+    ways = [Sampling(max_tokens=max_tokens, temperature=t) for t in temperatures]
+    answers = dict[tuple[float, int], TimedAnswer]()
+    with EngineProcess(settings, max(ways, key=lambda way: way.temperature)) as engine:
+        engine.session = TimedConversation
+        for engine.sampling in ways:  # warm up
+            engine.run(prompts[:1], 1, _SEED)
+        for engine.sampling in ways:
+            for done, prompt in enumerate(prompts, start=1):
+                (result,), _ = engine.run([prompt], 1, _SEED)
+                if result.error is not None:
+                    raise ValueError(f"prompt {prompt.request_id} was refused: {result.error}")
+                answer = result.answers[0]
+                assert isinstance(answer, TimedAnswer)
+                answers[engine.sampling.temperature, prompt.index] = answer
+                at = f"{name}, T {engine.sampling.temperature:g}"
+                progress.at(at, done, len(prompts))
+    return answers
+
+
+def take(answer: TimedAnswer, tokenizer: Any) -> Take:
+    """An answer as the recording has it."""
+    texts = iter(pieces(answer.token_ids, tokenizer))
+    steps = tuple(
+        Step(round(at, 4), tuple(next(texts) for _ in range(count)))
+        for at, count in zip(answer.times, answer.delivered, strict=True)
+    )
+    return Take(steps, tuple(answer.token_ids), answer.finish_reason)
+
+
+def pieces(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """The text that each token adds; characters of several tokens go to their last."""
+    found, done = [], ""
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:end], skip_special_tokens=True)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and end < len(token_ids):
+            text = done  # the middle of a character
+        found.append(text[len(done) :])
+        done = text
+    return found

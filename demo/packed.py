@@ -1,0 +1,109 @@
+"""A drafter's folder in half the space: weights as int8, one scale for each output row.
+
+    python -m demo.packed FOLDER OUTPUT     # a drafter to a packed one
+
+Tensors of one dimension stay as they are, but that ids are int32. What drafts are made of does not
+change what is generated, only how much of it is accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_medusa.files import FileRefused, new_folder
+
+FILE = "model.safetensors"
+FORMAT = "int8 rows 1"
+_SCALE = ".scale"  # of a matrix; behind its name
+
+
+def pack(folder: Path, output: Path) -> None:
+    """Write the packed form of a drafter's folder; its ``config.json`` is copied."""
+    tensors, _ = _read(folder)
+    packed, dtypes = dict[str, Tensor](), dict[str, str]()
+    for name, tensor in tensors.items():
+        dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+        if not tensor.is_floating_point():
+            packed[name] = tensor.int() if tensor.dtype == torch.int64 else tensor
+        elif tensor.dim() == 1:
+            packed[name] = tensor
+        else:
+            scale = tensor.float().abs().amax(-1, keepdim=True) / 127  # [..., O, 1]
+            packed[name] = (tensor.float() / scale.clamp_min(1e-30)).round().to(torch.int8)
+            packed[name + _SCALE] = scale
+    metadata = {"packed": FORMAT, "dtypes": json.dumps(dtypes), "digest": _digest(packed)}
+    with new_folder(output) as part:
+        save_file(packed, part / FILE, metadata)
+        shutil.copyfile(folder / "config.json", part / "config.json")
+
+
+def unpack(folder: Path, output: Path) -> None:
+    """Write the drafter that `pack` was given, its matrices rounded; replaces ``output``.
+
+    Raises:
+        FileRefused: the file is damaged or was not packed.
+
+    """
+    packed, metadata = _read(folder)
+    if metadata.get("packed") != FORMAT:
+        raise FileRefused(f"{folder / FILE} was not written by `python -m demo.packed`.")
+    if metadata.get("digest") != _digest(packed):
+        raise FileRefused(f"{folder / FILE} is damaged: its digest differs. Fetch it again.")
+    tensors = {}
+    for name, dtype in json.loads(metadata["dtypes"]).items():
+        tensor = packed[name]
+        if name + _SCALE in packed:
+            tensor = tensor.float() * packed[name + _SCALE]
+        tensors[name] = tensor.to(getattr(torch, dtype))
+    with new_folder(output, overwrite=True) as part:
+        save_file(tensors, part / FILE, {"format": "pt"})
+        shutil.copyfile(folder / "config.json", part / "config.json")
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether a folder is what `pack` writes."""
+    return (folder / FILE).is_file() and "packed" in _read(folder)[1]
+
+
+def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(folder / FILE, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise FileRefused(f"{folder / FILE} is damaged ({error}). Fetch it again.") from None
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}\n".encode())
+        found.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def main() -> int:
+    """``python -m demo.packed FOLDER OUTPUT``."""
+    parser = argparse.ArgumentParser(prog="python -m demo.packed", description=__doc__)
+    parser.add_argument("folder", type=Path, help="of a drafter")
+    parser.add_argument("output", type=Path, help="a new folder")
+    args = parser.parse_args()
+    try:
+        pack(args.folder, args.output)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

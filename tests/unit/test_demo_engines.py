@@ -1,0 +1,37 @@
+"""From an engine's steps to the demo's recording, without an engine."""
+
+import pytest
+from support.assets import tokenizer
+from support.fake_engine import FakeEngine
+
+from demo.engines import TimedConversation, pieces, take
+from vllm_medusa.offline.batch import run_batch
+from vllm_medusa.offline.prompts import Prompt
+
+
+def test_each_step_has_its_time_and_its_tokens():
+    engine = FakeEngine(max_tokens=32, step_sizes=(3, 1), step_seconds=0.02)
+    prompt = Prompt(0, 1, "p", turns=("Say something.",))
+    how = {"concurrency": 1, "seed": 3, "session": TimedConversation}
+    (result,) = run_batch([prompt], engine, **how)
+    (answer,) = result.answers
+    assert len(answer.token_ids) > 8
+    taken = take(answer, tokenizer())
+    assert [len(step.pieces) for step in taken.steps] == answer.delivered
+    assert taken.token_ids == tuple(answer.token_ids) and taken.finish_reason == "length"
+    times = [step.at for step in taken.steps]
+    assert all(b - a >= 0.02 for a, b in zip([0, *times], times, strict=False))
+
+
+@pytest.mark.parametrize("text", ["def f(a, b):\n    return a", "naïve 日本 🙂 ok", "</s>"])
+def test_pieces_are_the_text(text):
+    ids = tokenizer().encode(text)
+    assert "".join(pieces(ids, tokenizer())) == tokenizer().decode(ids, skip_special_tokens=True)
+    assert len(pieces(ids, tokenizer())) == len(ids)
+
+
+def test_no_piece_is_half_a_character():
+    ids = tokenizer().encode("🙂🙂")
+    assert len(ids) > 2
+    found = pieces(ids, tokenizer())
+    assert "".join(found) == "🙂🙂" and "\N{REPLACEMENT CHARACTER}" not in "".join(found)

@@ -1,0 +1,82 @@
+"""A drafter packed and unpacked: what is kept, how far weights move, what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from demo.packed import FILE, is_packed, pack, unpack
+from vllm_medusa.files import FileRefused
+
+IDS = torch.tensor([0, 7, 49_151, 2])
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    torch.manual_seed(0)
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    rows = torch.randn(48, 96) * torch.logspace(-3, 1, 48)[:, None]  # rows of unlike sizes
+    rows[5] = 0
+    tensors = {
+        "fc.weight": rows.bfloat16(),
+        "stacked": torch.randn(3, 8, 16).bfloat16(),
+        "norm.weight": torch.randn(96).bfloat16(),
+        "d2t": IDS,
+        "t2d": torch.tensor([True, False, True]),
+    }
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 96}))
+    return folder
+
+
+def test_there_and_back(drafter, tmp_path):
+    pack(drafter, tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "back")
+    before, after = load_file(drafter / FILE), load_file(tmp_path / "back" / FILE)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype and after[name].shape == tensor.shape
+        if name in ("fc.weight", "stacked"):
+            largest = tensor.float().abs().amax(-1, keepdim=True)
+            error = (after[name].float() - tensor.float()).abs()
+            # half an int8 step, and the rounding to bf16
+            assert bool((error <= largest * (0.5 / 127 + 2**-8)).all())
+            assert error.max() > 0
+        else:
+            assert torch.equal(after[name], tensor), name
+    assert (tmp_path / "back" / "config.json").read_text() == '{"hidden_size": 96}'
+
+
+def test_what_is_stored(drafter, tmp_path):
+    pack(drafter, tmp_path / "packed")
+    stored = load_file(tmp_path / "packed" / FILE)
+    assert stored["fc.weight"].dtype == torch.int8 and stored["fc.weight.scale"].shape == (48, 1)
+    assert stored["d2t"].dtype == torch.int32 and stored["d2t"].tolist() == IDS.tolist()
+    assert is_packed(tmp_path / "packed") and not is_packed(drafter)
+
+
+@pytest.mark.parametrize("place", ["weights", "cut short"])
+def test_a_damaged_file_is_refused(drafter, tmp_path, place):
+    pack(drafter, tmp_path / "packed")
+    file = tmp_path / "packed" / FILE
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content if place == "weights" else content[:-50])
+    with pytest.raises(FileRefused, match="damaged"):
+        unpack(tmp_path / "packed", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_file_of_another_kind_is_refused(drafter, tmp_path):
+    with pytest.raises(FileRefused, match="not written by"):
+        unpack(drafter, tmp_path / "back")
+
+
+def test_unpacking_again_replaces(drafter, tmp_path):
+    pack(drafter, tmp_path / "packed")
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "old").touch()
+    unpack(tmp_path / "packed", tmp_path / "back")
+    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["config.json", FILE]

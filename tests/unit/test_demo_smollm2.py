@@ -1,0 +1,142 @@
+"""The demo's model out of its package: a small GGUF file converted, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.assets import tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from demo import smollm2
+from demo.smollm2 import ModelUnavailable, build, convert
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attn_norm",
+    "model.layers": "blk",
+}
+HEADS, KV_HEADS = 4, 2
+
+
+def interleaved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """The order of rotary dimensions in GGUF files."""
+    rows, columns = tensor.shape
+    return tensor.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(tensor.shape)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    config = LlamaConfig(**SIZES, **heads, max_position_embeddings=512, tie_word_embeddings=True)
+    return LlamaForCausalLM(config).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def file(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("A name nobody can look up")
+    writer.add_context_length(512)
+    writer.add_embedding_length(SIZES["hidden_size"])
+    writer.add_block_count(SIZES["num_hidden_layers"])
+    writer.add_feed_forward_length(SIZES["intermediate_size"])
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(SIZES["vocab_size"])
+    vocab = json.loads(tokenizer().backend_tokenizer.to_str())["model"]
+    tokens = sorted(vocab["vocab"], key=vocab["vocab"].get)
+    merges = [" ".join(merge) for merge in vocab["merges"] if "".join(merge) != tokens[-1]]
+    tokens[-1] = "12"  # a token that no text is to be split into
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [
+            3 if token.startswith("<") and token.endswith(">") and len(token) > 2 else 1
+            for token in tokens
+        ]
+    )
+    writer.add_token_merges(["1 2", *merges])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue  # tied
+        for before, after in NAMES.items():
+            name = name.replace(before, after)
+        if "attn_q" in name or "attn_k" in name:
+            tensor = interleaved(tensor, HEADS if "attn_q" in name else KV_HEADS)
+        writer.add_tensor(name, tensor.float().numpy().astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_becomes_a_folder(model, file, tmp_path):
+    convert(file, tmp_path / "model")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    expected = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert stored[name].dtype == torch.bfloat16 and torch.equal(stored[name], tensor), name
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert not {"quantization_config", "_model_name_or_path"} & config.keys()
+    assert config["tie_word_embeddings"] and config["num_key_value_heads"] == KV_HEADS
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert loaded.tokenize("x = 123")[-3:] == ["1", "2", "3"]
+    assert loaded.decode(loaded.encode("def f(x): 10")) == "def f(x): 10"
+    assert loaded.chat_template and loaded.model_max_length == 512
+
+
+def test_another_file_is_refused(file, tmp_path):
+    with pytest.raises(ModelUnavailable, match=smollm2.GGUF_SHA256):
+        build(tmp_path / "model", gguf=file)
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_folder_that_is_there_is_kept(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert build(tmp_path, gguf=Path("none")) == tmp_path
+
+
+def test_without_its_package_the_way_out_is_said(tmp_path):
+    """With an empty index, as where pip reaches none."""
+    nowhere = {
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "demo.smollm2", str(tmp_path / "model")],
+        env=os.environ | nowhere,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert smollm2.PACKAGE in done.stderr and "--target FOLDER --drafter FOLDER" in done.stderr
+    assert "Traceback" not in done.stderr
