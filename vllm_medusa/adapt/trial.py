@@ -25,6 +25,7 @@ RATES = "rates.json"
 _STEPS = 5
 _MOST_ROWS = 512  # of a step; more of them take as long each
 _PROMPT_TOKENS, _ANSWER_TOKENS = 16, 256
+_TOKENS = 8000  # different ones, as texts have: heads may be for these alone
 
 
 class TrialOptions(Options):
@@ -115,7 +116,7 @@ def _write_random(path: Path, vocab: int, count: int, seed: int) -> None:
                 index=index,
                 line=index + 1,
                 request_id=str(index),
-                token_ids=tuple(draw.choices(range(vocab), k=size)),
+                token_ids=tuple(draw.choices(range(min(vocab, _TOKENS)), k=size)),
                 generated=((prompt, size),),
                 temperature=1.0,
             )

@@ -17,7 +17,7 @@ CHATS = [600] * 339 + [1900]  # one article among short prompts
 def test_one_long_prompt_does_not_make_all_others_long() -> None:
     room = fit(SMOL, CHATS, 64, 20 * GB)
     assert room.batch == 64
-    assert room.longest == 1900
+    assert 1900 < room.longest < 2000
     assert 63 * 600 + 1900 < room.cache / SMOL.per_token < 64 * 1100
     assert room.total < 4 * GB
 
@@ -70,7 +70,7 @@ def test_a_long_job_is_compiled_a_short_one_starts_sooner(plan) -> None:
     assert not plan(tokens=COMPILE_FROM - 1).compiled
     long = plan(tokens=COMPILE_FROM)
     assert long.compiled
-    assert long.arguments["max_model_len"] == 1900
+    assert 1900 < long.arguments["max_model_len"] < 2000
     assert long.arguments["kv_cache_memory_bytes"] < 2 * GB
 
 
