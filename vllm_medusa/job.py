@@ -40,4 +40,25 @@ class Progress:
         """
 
 
+def duration(seconds: float) -> str:
+    """A time in a few letters, as "40 s", "12 min" or "3.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class Pace:
+    """How long a part of a job still takes, from the first count that is told on."""
+
+    def __init__(self, now: float, done: float):
+        """Begin at ``done`` units, which may have been done before."""
+        self._began, self._first = now, done
+
+    def left(self, now: float, done: float, total: float | None) -> float | None:
+        """Seconds; None where nothing says how many."""
+        if total is None or done <= self._first:
+            return None
+        return (now - self._began) / (done - self._first) * max(0.0, total - done)
+
+
 SILENT = Progress()

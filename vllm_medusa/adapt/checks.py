@@ -8,17 +8,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from vllm_medusa.adapt.amounts import Amounts
+from vllm_medusa.adapt.needs import announced, check_disk, measure, with_dtype
 from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.files import (
     digest,
     digest_json,
-    free_bytes,
     read_json,
     refuse_strangers,
     require_parent,
 )
 from vllm_medusa.job import Progress
-from vllm_medusa.offline.prompts import Prompt, load_prompts
+from vllm_medusa.offline.defaults import EnginePlan, TargetSizes, plan_engine
+from vllm_medusa.offline.options import BatchOptions
+from vllm_medusa.offline.prompts import load_prompts
 from vllm_medusa.options import values_of
 from vllm_medusa.training.options import TrainOptions
 
@@ -36,8 +39,7 @@ _EXTRAS = {
     "peft": "train",
     "accelerate": "train",
 }
-_RECORD_BYTES = 16  # of a token in a file of records: its id in digits, its text
-_LEAST_FREE = 1 << 30
+_SMALL = 10**12  # tokens times bytes of weights: less is done before a trial would be
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ class Plan:
     options: AdaptOptions
     training: TrainOptions
     target: dict[str, Any]  # its fingerprint
-    prompts: tuple[Prompt, ...]
     different: int  # prompts that differ in more than their names
     prompts_digest: str
+    amounts: Amounts
+    engine: EnginePlan  # of the texts
+    small: bool = True  # done in minutes, so nothing is measured beforehand
 
     @property
     def key(self) -> str:
@@ -78,9 +82,24 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
             "on and one held out, and a few hundred for heads worth having."
         )
     target = _read_target(options.target)
-    plan = Plan(options, training, target, tuple(prompts), different, digest(files.prompts))
-    _check_disk(plan)
-    return plan
+    options, training, why = with_dtype(options, training)
+    sizes = TargetSizes.of(options.target, options.dtype)
+    lengths = measure(prompts, options, sizes.positions, progress)
+    texts = options.texts
+    room = sizes.positions or max(length.positions(texts.max_tokens) for length in lengths)
+    amounts = Amounts.of(lengths, texts.samples, texts.max_tokens, room)
+    engine = plan_engine(
+        options.target,
+        [n.positions(texts.max_tokens) for n in lengths for _ in range(texts.samples)],
+        texts.batch or BatchOptions.batch,
+        options.engine_args.get("max_model_len"),
+        dtype=options.dtype,
+        tokens=amounts.written,
+    )
+    disk = check_disk(options, training, amounts, target, sizes)
+    progress.note(announced(options, why, amounts, engine, disk))
+    small = (amounts.prompt_tokens + amounts.written) * sizes.weights < _SMALL
+    return Plan(options, training, target, different, digest(files.prompts), amounts, engine, small)
 
 
 def written_by_adapt(folder: Path) -> str | None:
@@ -140,13 +159,26 @@ def _read_target(target: str) -> dict[str, Any]:
 
     from vllm_medusa.heads.fingerprint import target_fingerprint
 
-    if not Path(target).exists():
+    folder = Path(target).expanduser()
+    if folder.is_file():
+        raise ValueError(
+            f"{target} is a file; adapt needs a folder as transformers saves a model, with "
+            "config.json, the tokenizer and safetensors. Of a GGUF file give the model that it was "
+            "made from, or save it as such a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
+            "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
+        )
+    if not folder.exists():
         _download(target)
+    what = "config.json"
     try:
         config = AutoConfig.from_pretrained(target)
+        what = "tokenizer"
         AutoTokenizer.from_pretrained(target)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{target} is not a model that can be read: {error}") from None
+    except Exception as error:  # transformers and its libraries raise anything
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{target} is not a model that can be read; its {what}: {reason}"
+        ) from None
     if config.is_encoder_decoder:
         raise ValueError(f"{target} is an encoder-decoder; heads need a decoder-only model.")
     return target_fingerprint(target)
@@ -165,21 +197,3 @@ def _download(name: str) -> None:
             f"{name}: no such folder, and from the hub it can't be had: "
             f"{str(error).splitlines()[0]}"
         ) from None
-
-
-def _check_disk(plan: Plan) -> None:
-    """Refuse a disk that certainly is too small; the cache of hidden states has its own bound."""
-    asked, shape = plan.options.texts, plan.training.heads
-    hidden = plan.target.get("hidden_size") or 0
-    texts = plan.different * asked.samples * asked.max_tokens * _RECORD_BYTES
-    layers = shape.num_heads * shape.num_layers
-    heads = layers * hidden * hidden * 4 * 6  # state, copies, result
-    needed = 2 * texts + heads + _LEAST_FREE
-    work = plan.options.work_folder
-    free = free_bytes(work)
-    if free < needed:
-        raise ValueError(
-            f"the disk of {work} has {free / 1e9:.1f} GB free, and records and heads may need "
-            f"{needed / 1e9:.1f} GB beside the target's hidden states. Free some, name a --work "
-            "folder on another disk, or lower --samples or --max-tokens."
-        )

@@ -53,11 +53,10 @@ def adapt(
             "--overwrite to replace them, or name another --output."
         )
     # after the check that all that these need is installed
-    from vllm_medusa.adapt.pipeline import DRAFTER_STAGES, STAGES, run_stages
+    from vllm_medusa.adapt.pipeline import count_stages, run_stages
     from vllm_medusa.adapt.report import collect, publish
 
-    stages = DRAFTER_STAGES if training.heads.kind == "eagle3" else STAGES
-    with WorkFolder(options.work_folder, stages, progress) as work:
+    with WorkFolder(options.work_folder, count_stages(plan), progress) as work:
         run_stages(plan, work)
         document = collect(plan, work.finished, command)
         publish(plan, document, work.finished)

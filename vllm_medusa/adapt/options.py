@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vllm_medusa.offline.options import CompareOptions, PromptFile, TreeSize
+from vllm_medusa.offline.options import PromptFile, TreeSize
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
@@ -78,11 +78,17 @@ class MeasuringOptions(Options):
         "the tree's size; absent: fastest", default=None, metavar="N"
     )
     budgets: tuple[TreeSize, ...] = option(
-        "sizes tried", default=CompareOptions.budgets, metavar="N"
+        "sizes tried, beside automatic trees", default=(4, 16), metavar="N"
+    )
+    positions: Positive = option(
+        "generated tokens to calibrate on, at most about", default=16_384, metavar="N"
     )
     measure_tokens: Positive = option("of an answer", default=128)
     measure_prompts: Positive = option("at most", default=32)
-    rounds: Positive = option("of the measurement", default=3)
+    rounds: Positive = option("of the measurement, at most", default=3)
+    measure_seconds: Above = option(
+        "about so long: fewer rounds and prompts where they take longer", default=300.0, metavar="S"
+    )
 
 
 class AdaptOptions(Options):

@@ -1,6 +1,6 @@
-"""The eight stages of adapt, each reading what earlier ones left.
+"""The stages of adapt, each reading what earlier ones left: eight, and a trial of longer jobs.
 
-An EAGLE-3 drafter grows its trees by itself: it is compared as it was trained, the fifth stage.
+An EAGLE-3 drafter grows its trees by itself: it is compared as it was trained.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from vllm_medusa.adapt.amounts import Amounts, Rates, batch_rows, expected_seconds
 from vllm_medusa.adapt.checks import Plan
 from vllm_medusa.adapt.report import FIGURES
 from vllm_medusa.adapt.served import ServedOptions, check_served
 from vllm_medusa.adapt.split import COUNTS, SplitOptions, split_texts
 from vllm_medusa.adapt.stages import Stage, WorkFolder
+from vllm_medusa.adapt.trial import RATES, TrialOptions, try_machine
 from vllm_medusa.calibration.calibrate import calibrate
 from vllm_medusa.calibration.choose import choose_tree
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
 from vllm_medusa.files import digest, read_json
-from vllm_medusa.job import SILENT, JobFailed, Progress
+from vllm_medusa.job import SILENT, JobFailed, Progress, duration
 from vllm_medusa.offline.comparison import compare
-from vllm_medusa.offline.defaults import engine_arguments
 from vllm_medusa.offline.options import BatchOptions, CompareOptions, EngineOptions
 from vllm_medusa.training.distill import distill
 from vllm_medusa.training.heldout import FILES
@@ -36,10 +37,16 @@ from vllm_medusa.training.options import (
 )
 from vllm_medusa.training.train import train
 
-STAGES, DRAFTER_STAGES = 8, 5
+_STAGES, _DRAFTER_STAGES = 8, 5
 RECORDS, RELIABILITY, PICTURE = "records.jsonl", "calibration.png", "tree.png"
 HEADS = ("config.json", "model.safetensors")
 CALIBRATED = (*HEADS, "calibration.safetensors")
+
+
+def count_stages(plan: Plan) -> int:
+    """How many there are."""
+    usual = _DRAFTER_STAGES if plan.training.heads.kind == "eagle3" else _STAGES
+    return usual + (not plan.small)
 
 
 def run_stages(plan: Plan, work: WorkFolder) -> None:
@@ -52,7 +59,13 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     served = ServedOptions(
         target=options.target, dtype=dtype, drafter=kind, aux_layers=training.heads.aux_layers
     )
-    work.run(Stage("check", check_served, lambda here: served, weights))
+    what = "will vLLM serve the target with such heads"
+    work.run(Stage("check", check_served, lambda here: served, weights, what=what))
+    rates = None
+    if not plan.small:
+        tried = work.run(_trying(plan))
+        rates = Rates(**read_json(tried / RATES))
+        _expect(plan, rates, plan.amounts, work)
     written = work.run(_distilling(plan))
     split = work.run(
         Stage(
@@ -66,8 +79,12 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             ),
             {"records": digest(written / RECORDS)},
             [*FILES, COUNTS],
+            what="which texts are to train, to calibrate and to measure on",
         )
     )
+    if rates is not None:  # now it is known how long the answers are
+        tokens = sum(read_json(split / COUNTS)["tokens"])
+        _expect(plan, rates, replace(plan.amounts, written=tokens), work)
     trained = work.run(
         Stage(
             "train",
@@ -104,6 +121,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
                 max_tokens=measuring.measure_tokens,
                 limit=measuring.measure_prompts,
                 rounds=measuring.rounds,
+                seconds=measuring.measure_seconds,
                 seed=options.seed,
                 engine=EngineOptions(dtype=dtype, engine_args=options.engine_args),
                 output=here / FIGURES,
@@ -124,6 +142,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
                 model=target,
                 heads=here / "heads",
                 data=split / FILES[1],
+                positions=measuring.positions,
                 plot=here / RELIABILITY,
                 machine=MachineOptions(dtype=dtype),
             ),
@@ -147,8 +166,8 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             partial(_copy, calibrated, CALIBRATED),
         )
 
-    tried = work.run(tree("tree", max(budgets)))
-    measured = work.run(comparison(tried))
+    grown = work.run(tree("tree", max(budgets)))
+    measured = work.run(comparison(grown))
     work.run(tree("final-tree", asked or read_json(measured / FIGURES)["fastest"]))
 
 
@@ -166,11 +185,41 @@ def train_unharmed(
         raise JobFailed(f"the new target is degraded: {trained.degradation}")
 
 
+def _trying(plan: Plan) -> Stage:
+    training = plan.training
+    return Stage(
+        "trial",
+        try_machine,
+        lambda here: TrialOptions(
+            training=replace(
+                training,
+                model=plan.options.target,
+                files=replace(training.files, output=here / "heads"),
+            ),
+            batch=min(plan.engine.batch, plan.amounts.texts),
+            rows=batch_rows(training, plan.amounts),
+        ),
+        {"target": plan.target["sha256"]},
+        [RATES],
+        what="a few steps on random text, to see how long the rest takes",
+    )
+
+
+def _expect(plan: Plan, rates: Rates, amounts: Amounts, work: WorkFolder) -> None:
+    """Say how long the stages that are left will take, as far as that is known."""
+    compiled = plan.engine.compiled
+    seconds = expected_seconds(amounts, rates, plan.options, plan.training, compiled=compiled)
+    work.expected = {name: each for name, each in seconds.items() if name not in work.finished}
+    known = "" if "distill" in work.finished else "at most "
+    work.progress.note(
+        f"  {known}about {duration(sum(work.expected.values()))} from here: "
+        + ", ".join(f"{name} {duration(each)}" for name, each in work.expected.items())
+    )
+
+
 def _distilling(plan: Plan) -> Stage:
     options = plan.options
     files, texts = options.files, options.texts
-    batch = texts.batch or BatchOptions.batch
-    engine_args = engine_arguments(options.target, plan.prompts, texts.max_tokens, batch)
 
     def asked(here: Path) -> DistillOptions:
         return DistillOptions(
@@ -189,7 +238,9 @@ def _distilling(plan: Plan) -> Stage:
                 seed=options.seed,
             ),
             engine=BatchOptions(
-                dtype=options.dtype, batch=batch, engine_args=engine_args | options.engine_args
+                dtype=options.dtype,
+                batch=plan.engine.batch,
+                engine_args=plan.engine.arguments | options.engine_args,
             ),
         )
 

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.files import FileRefused, digest, digest_json, read_json, take_lock, write_json
-from vllm_medusa.job import JobFailed, Progress
+from vllm_medusa.job import JobFailed, Progress, duration
 from vllm_medusa.offline.children import run_in_process
+from vllm_medusa.offline.engine import without_memory
 from vllm_medusa.options import Options, command_line, values_of
 
 DONE, LOG = "done.json", "log.txt"
 # Options that say where something is: no difference, since what is there stands in `inputs`.
 PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output", "plot", "draw"}
+MACHINE = {"batch"}  # follows from the memory that is available, as engines' `MEMORY_OPTIONS` do
 
 
 class StageFailed(JobFailed):
@@ -42,12 +44,15 @@ class Stage:
     command: str = ""  # of `vllm-medusa`, that does the same; "": there is none
     # before every attempt, puts there what the job changes in place
     prepare: Callable[[Path], None] = lambda here: None
+    what: str = ""  # it does, where there is no command
 
     @property
     def key(self) -> str:
         """The digest in the folder's name, wherever the folders are and however they are named."""
         values = values_of(self.options(Path()))
-        settings = {name: value for name, value in values.items() if name not in PLACES}
+        settings = {name: value for name, value in values.items() if name not in PLACES | MACHINE}
+        if engine := settings.get("engine_args"):
+            settings["engine_args"] = without_memory(engine)
         return digest_json([settings, self.inputs])[:12]
 
 
@@ -70,6 +75,7 @@ class WorkFolder:
         """
         self.folder, self.count, self.progress = folder, count, progress
         self.finished: dict[str, Finished] = {}  # by the stages' names
+        self.expected: dict[str, float] = {}  # seconds of the stages, as far as they are known
 
     def __enter__(self) -> WorkFolder:
         busy = f"{self.folder}: another adapt is working in it. Wait for it, or name another folder"
@@ -95,16 +101,22 @@ class WorkFolder:
         here = self.folder / f"{stage.name}-{stage.key}"
         options = stage.options(here)
         words = ["vllm-medusa", stage.command, *command_line(options)] if stage.command else []
-        command = shlex.join(words) or "(no command)"
+        command = shlex.join(words) or stage.what
         head = f"{len(self.finished) + 1}/{self.count} {stage.name}"
         seconds = _seconds_of(stage, here)
         if seconds is not None:
-            self.progress.note(f"{head}: done before ({_duration(seconds)})")
+            self.progress.note(f"{head}: done before ({duration(seconds)})")
         else:
-            self.progress.note(f"{head}: {command}")
+            self.progress.note(f"{head}: {command}{self._expectation(stage.name)}")
             seconds = self._attempt(stage, here, options, words)
         self.finished[stage.name] = Finished(here, command, seconds)
         return here
+
+    def _expectation(self, name: str) -> str:
+        if name not in self.expected:
+            return ""
+        left = sum(s for n, s in self.expected.items() if n not in self.finished)
+        return f"\n  about {duration(self.expected[name])}; in all {duration(left)} left"
 
     def _attempt(self, stage: Stage, here: Path, options: Options, words: list[str]) -> float:
         """Run the job and note that it is finished; returns the seconds that it took."""
@@ -144,7 +156,3 @@ def _seconds_of(stage: Stage, here: Path) -> float | None:
         return float(done["seconds"]) if done["outputs"] == outputs else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from vllm_medusa.calibration import CalibrationError
@@ -94,7 +95,8 @@ def calibrate(
         num_ranks=options.top_k,
         end_tokens=target.end_tokens,
         batch_tokens=options.batch_tokens,
-        depends_on=source | {"limit": options.limit, "temperature": options.temperature},
+        depends_on=source
+        | {name: getattr(options, name) for name in ("limit", "positions", "temperature")},
         progress=progress,
     )
     observations.source.update(source)
@@ -126,7 +128,7 @@ def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
             raise CalibrationError(
                 f"{data} has no record of temperature {options.temperature:g}; it has {shown}."
             )
-    records = records[: options.limit]
+    records = _first(records[: options.limit], options.positions)
     if not records:
         raise CalibrationError(f"{data}: no records in it.")
     if foreign := sum(record.temperature is None for record in records):
@@ -141,6 +143,14 @@ def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
             "--temperature T takes those of one."
         )
     return records
+
+
+def _first(records: list[Record], positions: int | None) -> list[Record]:
+    """The first records, up to the one with which they have so many generated tokens."""
+    if positions is None:
+        return records
+    before = accumulate((record.num_generated for record in records), initial=0)
+    return [record for record, count in zip(records, before, strict=False) if count < positions]
 
 
 def _check_ids(records: Sequence[Record], target: Target, options: CalibrateOptions) -> None:

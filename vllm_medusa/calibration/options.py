@@ -23,6 +23,9 @@ class CalibrateOptions(Options):
         "refuse: do nothing while the file has a bad line; skip: leave it out", default="refuse"
     )
     limit: Positive | None = option("use only the first N records", default=None, metavar="N")
+    positions: Positive | None = option(
+        "use only the first records, with about N generated tokens", default=None, metavar="N"
+    )
     temperature: AtLeastZero | None = option(
         "use only records sampled at this temperature", default=None
     )

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from vllm_medusa.job import JobFailed, Progress
+from vllm_medusa.job import JobFailed, Pace, Progress, duration
 
 _PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
 _DRAWN_SECONDS = 0.1  # between drawings of the bars where there is one
@@ -26,6 +26,7 @@ class ConsoleProgress(Progress):
         self.console = console
         self._said = time.perf_counter()
         self._tasks: dict[str, TaskID] = {}
+        self._paces: dict[str, Pace] = {}
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -54,10 +55,14 @@ class ConsoleProgress(Progress):
         """Move the bar of ``what``."""
         now = time.perf_counter()
         if not self.console.is_terminal:
+            left = self._paces.setdefault(what, Pace(now, done)).left(now, done, total)
             if now - self._said > _PLAIN_SECONDS:
                 self._said = now
                 of = "" if total is None else f"/{total:.0f}"
-                self.note(f"{what}: {done:.0f}{of} {text}".rstrip())
+                rest = "" if left is None else f"{duration(left)} left"
+                self.note(
+                    f"{what}: {done:.0f}{of} {', '.join(filter(None, [text, rest]))}".rstrip()
+                )
             return
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total)

@@ -21,7 +21,7 @@ from vllm_medusa.heads.files import read_json
 from vllm_medusa.heads.fingerprint import config_sizes
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.offline.defaults import engine_arguments
+from vllm_medusa.offline.defaults import plan_engine, positions
 from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.machine import describe_machine, machine_in_words
@@ -33,6 +33,7 @@ from vllm_medusa.offline.records import Record, load_records
 FORMAT_VERSION = 1
 AUTOMATIC = "automatic"  # no tree is named: dynamic trees, as large as pays
 COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
+_LEAST_PROMPTS = 6  # to measure on, however slow they are
 _SHORT = 8  # tokens; a text whose first span starts before that has no prompt of its own
 _TEXT_PROMPT = 32  # tokens of such a text that become the prompt
 
@@ -73,14 +74,15 @@ def compare(
     tree, budgets = (None, drafter_budgets(options)) if drafter else budgets_of(options)
     refuse_misfit(options.heads, options.target)
     prompts, temperature = prompts_of(options, progress)
-    engine_args = engine_arguments(
+    arms = len(budgets) + (not options.no_automatic)
+    engine_args = plan_engine(
         options.target,
-        prompts,
-        options.max_tokens,
+        positions(options.target, prompts, options.max_tokens),
         options.batch,
         options.engine.max_model_len,
+        dtype=options.engine.dtype,
         engines=2,
-    )
+    ).arguments
     engine_args |= options.engine.engine_args
     data = options.data or options.prompts
     assert data is not None, "CompareOptions.check"
@@ -89,12 +91,10 @@ def compare(
         "target": options.target,
         "heads": options.heads,
         "data": data.name,
-        "prompts": len(prompts),
         "max_tokens": options.max_tokens,
         "temperature": temperature,
         "seed": options.seed,
         "batch": options.batch,
-        "rounds": options.rounds,
         "budgets": budgets,
         "engine_args": engine_args,
         "machine": describe_machine(),
@@ -118,7 +118,7 @@ def compare(
             config = medusa_config(options.heads, None, None, budget)
             if budget is not None:
                 config["tree"] = tree or OWN_TREE
-        done, groups = count(1), options.rounds * -(-len(prompts) // options.batch)
+        done, groups = count(1), rounds * -(-len(prompts) // options.batch)
         name = _name(budget)
         what = f"plain and {name} in turn"
         with start(f"vLLM with {name}", config) as medusa:
@@ -128,7 +128,7 @@ def compare(
                 prompts,
                 concurrency=options.batch,
                 seed=options.seed,
-                rounds=options.rounds,
+                rounds=rounds,
                 warm_up=True,
                 progress=lambda: progress.at(what, next(done), groups),
             )
@@ -137,6 +137,21 @@ def compare(
         return row
 
     with start("plain vLLM", None) as plain:
+        rounds = options.rounds
+        if options.seconds is not None:
+            first = prompts[: options.batch]
+            for _ in range(2):  # the first warms up
+                results, seconds = plain.run(first, options.batch, options.seed)
+            token = seconds / sum(result.num_tokens for result in results)
+            turn = 2 * arms * options.max_tokens * token  # of both engines, in all arms
+            number, rounds = affordable(options.seconds, turn, len(prompts), rounds)
+            if (number, rounds) != (len(prompts), options.rounds):
+                progress.note(
+                    f"measuring {rounds} rounds of {number} prompts, not {options.rounds} of "
+                    f"{len(prompts)}, to take about {options.seconds:.0f} s"
+                )
+            prompts = prompts[:number]
+        document |= {"prompts": len(prompts), "rounds": rounds}
         rows = [beside(plain, budget) for budget in budgets]
         automatic = None if options.no_automatic else beside(plain, None)
         document["dtype"] = plain.dtype
@@ -144,6 +159,18 @@ def compare(
     if output is not None:
         write_json(output, document)
     return Comparison(document)
+
+
+def affordable(seconds: float, turn: float, prompts: int, rounds: int) -> tuple[int, int]:
+    """Prompts and rounds that fit into a time, when a prompt takes ``turn`` seconds in a round.
+
+    Rounds go first, down to 2, then prompts, down to `_LEAST_PROMPTS`, and the other round last.
+    """
+    turns = int(seconds / turn)
+    rounds = min(rounds, max(2, turns // prompts))
+    if turns // rounds < _LEAST_PROMPTS:
+        rounds = min(rounds, max(1, turns // _LEAST_PROMPTS))
+    return min(prompts, max(_LEAST_PROMPTS, turns // rounds)), rounds
 
 
 def refuse_misfit(heads: str, target: str) -> None:

@@ -1,30 +1,138 @@
-"""Engine arguments for a job whose prompts are known: enough memory for it, and no more."""
+"""Engine arguments for a job whose prompts are known: memory for it, and no more than there is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import accumulate
 from typing import Any
 
-from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.offline.lengths import measure_prompts
+from vllm_medusa.offline.machine import available_memory
+from vllm_medusa.offline.prompts import BadLine, Prompt
 
-_SLACK = 64  # tokens of a chat template around a message, positions of drafts
+COMPILE_FROM = 50_000  # generated tokens; a compiled engine starts about a minute later
+ENGINE_BYTES = 3 << 29  # of vLLM's process, weights and cache aside
+_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
+_DRAFTS = 256  # slots for a tree's nodes
+_SLACK = 64  # tokens of an answer that has more of them in the next prompt, drafts at the end
+_LEAST_CACHE = 1 << 28
+_SHARE = 0.7  # for the cache, of the memory that weights and processes leave
 _GPU_SHARE = 0.84  # of its memory, for all engines together
 
 
-def engine_arguments(
+@dataclass(frozen=True)
+class TargetSizes:
+    """What of a target decides how much memory its engine takes."""
+
+    weights: int  # bytes
+    per_token: int  # bytes of the key-value cache
+    positions: int | None  # the longest text it reads, where its config says so
+
+    @classmethod
+    def of(cls, target: str, dtype: str = "auto") -> TargetSizes:
+        """Read them from a folder or hub name; ``dtype`` is as vLLM names it."""
+        from transformers import AutoConfig
+
+        from vllm_medusa.heads.files import find_target
+
+        config = AutoConfig.from_pretrained(target).get_text_config()
+        own = str(getattr(config, "dtype", None) or "float32")
+        size = 4 if (own if dtype == "auto" else dtype).endswith(("float32", "float")) else 2
+        files = find_target(target)
+        values = sum(spec.num_values for spec in files.specs(files.files).values())
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        return cls(
+            weights=values * size,
+            per_token=2 * config.num_hidden_layers * heads * width * size,
+            positions=getattr(config, "max_position_embeddings", None),
+        )
+
+
+@dataclass(frozen=True)
+class Room:
+    """What an engine gets of the memory."""
+
+    batch: int  # prompts at a time
+    longest: int  # positions of a text
+    cache: int  # bytes of the key-value cache
+    total: int  # bytes of all engines: weights and processes too
+
+
+def fit(
+    sizes: TargetSizes,
+    lengths: Iterable[int],  # positions that each text takes at most
+    batch: int,  # texts at a time that are wanted
+    available: int,  # bytes of memory
+    engines: int = 1,  # at the same time
+) -> Room:
+    """Cache for the longest ``batch`` texts at once, or for as many of them as there is room.
+
+    Raises:
+        ValueError: there is no room for a single one.
+
+    """
+    limit = sizes.positions
+    longest = nlargest(batch, (n if limit is None else min(n, limit) for n in lengths))
+    slots = [-(-(n + _DRAFTS) // _BLOCK) * _BLOCK for n in longest]
+    # one block more, which vLLM keeps for itself
+    needed = [(_BLOCK + total) * sizes.per_token for total in accumulate(slots)]
+    fixed = sizes.weights + ENGINE_BYTES
+    most = int(_SHARE * (available / engines - fixed))
+    if needed[0] > most:
+        who = f"{engines} engines need" if engines > 1 else "an engine needs"
+        raise ValueError(
+            f"{who} {engines * (fixed + needed[0] / _SHARE) / 1e9:.1f} GB of memory for a single "
+            f"text of {longest[0]} tokens ({sizes.weights / 1e9:.1f} GB of weights, "
+            f"{needed[0] / 1e9:.2f} GB of cache each), and {available / 1e9:.1f} GB are available. "
+            "Free memory, lower the tokens of an answer, leave out the longest prompts, or use a "
+            "smaller --dtype."
+        )
+    together = sum(each <= most for each in needed)
+    cache = min(most, max(_LEAST_CACHE, needed[together - 1]))
+    lowered = together if together < len(needed) else batch
+    most_tokens = longest[0] + _SLACK
+    most_tokens = most_tokens if limit is None else min(limit, most_tokens)
+    return Room(lowered, most_tokens, cache, engines * (fixed + cache))
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """How a job's engines are started."""
+
+    arguments: dict[str, Any]  # more of LLM's
+    batch: int  # prompts at a time
+    memory: int | None  # bytes of all engines together; None: vLLM takes what it wants
+
+    @property
+    def compiled(self) -> bool:
+        """Whether vLLM compiles the model."""
+        return not self.arguments.get("enforce_eager")
+
+
+def plan_engine(
     target: str,  # folder or hub name
-    prompts: Iterable[Prompt],  # of the job
-    max_tokens: int,  # of each answer
-    batch: int,  # prompts at a time
+    lengths: Iterable[int],  # positions that each text takes at most
+    batch: int,  # texts at a time
     max_model_len: int | None = None,  # where the user set one
     *,
+    dtype: str = "auto",
+    tokens: int = 0,  # that the job generates, at most
     engines: int = 1,  # on this machine at the same time
-) -> dict[str, Any]:
+) -> EnginePlan:
     """What engines are given unless the user says otherwise.
 
-    On CPUs they run eagerly, which needs no compiler and starts in seconds, with a key-value cache
-    for the job: vLLM would take half of the memory or more, and touch all of it. On a GPU several
-    engines share its memory. Prompts are prefilled whole every time, so that rounds are alike.
+    On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is for this
+    job: vLLM would take half of the memory or more, and touch all of it. On a GPU several engines
+    share its memory. Prompts are prefilled whole every time, so that rounds are alike.
+
+    Raises:
+        ValueError: not even one text fits into the memory that is available.
+
     """
     import torch
 
@@ -32,33 +140,25 @@ def engine_arguments(
     if torch.accelerator.is_available():
         if engines > 1:
             arguments["gpu_memory_utilization"] = round(_GPU_SHARE / engines, 2)
-        return arguments
-    arguments["enforce_eager"] = True
-    if max_model_len is None:
-        longest = max(_bound(prompt, max_tokens) for prompt in prompts)
-        arguments |= _small_cache(target, longest, batch)
-    return arguments
+        return EnginePlan(arguments, batch, None)
+    if tokens < COMPILE_FROM:
+        arguments["enforce_eager"] = True
+    if max_model_len is not None:
+        return EnginePlan(arguments, batch, None)
+    room = fit(TargetSizes.of(target, dtype), lengths, batch, available_memory(), engines)
+    arguments |= {"max_model_len": room.longest, "kv_cache_memory_bytes": room.cache}
+    return EnginePlan(arguments, room.batch, room.total)
 
 
-def _bound(prompt: Prompt, max_tokens: int) -> int:
-    """At least as many positions as prompt and answers take: a token is a byte or more."""
-    messages = [message["content"] for message in prompt.history]
-    texts = [prompt.text or "", *prompt.turns, *messages]
-    answers = max(1, len(prompt.turns)) * max_tokens
-    return len(prompt.token_ids) + answers + sum(len(t.encode()) + _SLACK for t in texts)
+def positions(target: str, prompts: Sequence[Prompt], max_tokens: int) -> list[int]:
+    """How many positions each prompt takes with its answers; refused prompts are left out."""
+    known = [len(p.token_ids) + max_tokens for p in prompts if p.token_ids]
+    others = [prompt for prompt in prompts if not prompt.token_ids]
+    if not others:
+        return known
+    from transformers import AutoTokenizer
 
-
-def _small_cache(target: str, longest: int, batch: int) -> dict[str, Any]:
-    """A key-value cache for twice the batch: what a tree's nodes take is within that."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(target).get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    length = longest if limit is None else min(limit, longest)
-    per_token = 2 * config.num_hidden_layers * heads * size * 4  # float32 at most
-    return {
-        "max_model_len": length,
-        "kv_cache_memory_bytes": max(1 << 28, 2 * (batch + 1) * length * per_token),
-    }
+    measured = measure_prompts(others, AutoTokenizer.from_pretrained(target))
+    return known + [
+        each.positions(max_tokens) for each in measured if not isinstance(each, BadLine)
+    ]

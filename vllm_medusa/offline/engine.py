@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.offline.batch import Delta, RequestRefused
+from vllm_medusa.offline.machine import available_memory
 from vllm_medusa.offline.prompts import Message
 
 if TYPE_CHECKING:
@@ -71,7 +72,12 @@ def medusa_config(
     return {"method": method or "medusa"} | {k: v for k, v in options.items() if v is not None}
 
 
-_MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}  # no token depends on them
+
+
+def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """LLM arguments that tokens may depend on."""
+    return {name: value for name, value in arguments.items() if name not in MEMORY_OPTIONS}
 
 
 def _share_of_free_memory() -> float:
@@ -81,8 +87,7 @@ def _share_of_free_memory() -> float:
     """
     import psutil
 
-    memory = psutil.virtual_memory()
-    return round(min(0.5, 0.8 * memory.available / memory.total), 3)
+    return round(min(0.5, 0.8 * available_memory() / psutil.virtual_memory().total), 3)
 
 
 class EngineRefused(ValueError):
@@ -143,7 +148,7 @@ class VllmEngine:
         if not torch.accelerator.is_available():
             if seeded:
                 arguments["enable_chunked_prefill"] = False
-            if not _MEMORY_OPTIONS & settings.engine_args.keys():
+            if not MEMORY_OPTIONS & settings.engine_args.keys():
                 arguments["gpu_memory_utilization"] = _share_of_free_memory()
         check_engine_args(settings.engine_args)
         arguments |= settings.engine_args

@@ -7,6 +7,11 @@ import platform
 from pathlib import Path
 from typing import Any
 
+_CGROUPS = (  # versions 2 and 1: limit, use and statistics of a container's memory
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores this process may use, memory in GB, load average, and GPUs if any."""
@@ -24,6 +29,30 @@ def describe_machine() -> dict[str, Any]:
         "load_average_at_start": round(os.getloadavg()[0], 2),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+def available_memory() -> int:
+    """Bytes that new processes can have now: of the machine, or of this container's share."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for folder, limit, used in _CGROUPS:
+        try:
+            most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
+            lines = Path(folder, "memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # no such file; "max"
+            continue
+        cached = next((line.split()[1] for line in lines if line.startswith("inactive_file ")), "0")
+        free = min(free, most - now + int(cached))
+    return max(0, free)
+
+
+def fast_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 natively."""
+    import torch
+
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
 
 
 def machine_in_words(machine: dict[str, Any]) -> str:

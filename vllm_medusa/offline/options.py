@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
 from vllm_medusa.options import (
+    Above,
     AtLeastZero,
     Number,
     Options,
@@ -231,6 +232,11 @@ class CompareOptions(Options):
     seed: Seed = option("prompt i uses SEED + i", default=0)
     batch: Positive = option("prompts at a time", default=1)
     rounds: Positive = option("repetitions", default=3)
+    seconds: Above | None = option(
+        "about so long: where all prompts and rounds take longer, fewer are measured",
+        default=None,
+        metavar="S",
+    )
     engine: EngineOptions = group(factory=EngineOptions)
     output: Path | None = option("write the figures as JSON", default=None, metavar="FILE")
 

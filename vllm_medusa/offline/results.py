@@ -29,6 +29,7 @@ from vllm_medusa.files import (
     try_lock,
     write_json,
 )
+from vllm_medusa.offline.engine import without_memory
 
 MANIFEST_VERSION = 2
 _CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".pt", ".json")
@@ -207,7 +208,8 @@ class ResultLog:
 def _without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in which checkpoints on this machine are known by their digests, not their paths.
 
-    Where a checkpoint stands, and how its path is spelled, is nothing that results depend on.
+    Where a checkpoint stands, how its path is spelled, and how much memory an engine got is nothing
+    that results depend on.
     """
     known, engine = settings.get("checkpoints"), settings.get("engine")
     if not isinstance(known, Mapping) or not isinstance(engine, Mapping):
@@ -217,7 +219,7 @@ def _without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
         "model": known.get(engine.get("model")),
         "speculative_model": known.get(speculation.get("model")),
     }
-    engine = dict(engine)
+    engine = {**engine, "engine_args": without_memory(engine.get("engine_args") or {})}
     if digests["model"] is not None:
         engine["model"] = None
     if digests["speculative_model"] is not None:

@@ -13,6 +13,7 @@ from vllm_medusa.heads.eagle_model import choose_layers
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
+from vllm_medusa.offline.machine import fast_bfloat16
 from vllm_medusa.offline.records import digest_of
 from vllm_medusa.training.draft_vocab import (
     count_tokens,
@@ -80,7 +81,7 @@ class Job:
                 raise DataError(f"{inputs.source} doesn't say how many layers it has.")
             self.layers = choose_layers(options.heads.aux_layers, depth)
         device, wanted = workers.device, options.cache.cache_dtype
-        self.dtype = _target_dtype(options.machine.dtype, inputs.dtype, device)
+        self.dtype = target_dtype(options.machine.dtype, inputs.dtype, device)
         self.cache_dtype = self.dtype if wanted == "auto" else DTYPES[wanted]
         self.recipe = Recipe.of(
             options.training,
@@ -270,7 +271,7 @@ def _line(entry: dict[str, Any]) -> str:
     return f"held-out top 1: {best}{lost}"
 
 
-def _target_dtype(choice: str, own: str | None, device: torch.device) -> torch.dtype:
+def target_dtype(choice: str, own: str | None, device: torch.device) -> torch.dtype:
     """What the target computes in: ``auto`` is its ``own`` on a GPU and float32 on a CPU."""
     if choice != "auto":
         return DTYPES[choice]
@@ -282,6 +283,5 @@ def _use_bf16(choice: str, device: torch.device) -> bool:
     if choice != "auto":
         return choice == "bfloat16"
     if device.type == "cpu":
-        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
+        return fast_bfloat16()
     return device.type == "cuda" and torch.cuda.is_bf16_supported()

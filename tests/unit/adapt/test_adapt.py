@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from support import commands
 
+from vllm_medusa import cli
 from vllm_medusa.adapt import checks, job
+from vllm_medusa.offline import defaults
 
 TARGET = Path(__file__).parents[3] / "tests" / "assets" / "target"
 
@@ -118,6 +120,51 @@ def test_a_target_that_is_none(refused, arguments, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET / name, broken)
     assert "weights" in refused()
+
+
+def test_a_file_is_no_target(refused, arguments, tmp_path):
+    arguments[1] = str(tmp_path / "model.gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    said = refused()
+    assert "is a file; adapt needs a folder" in said
+    assert "gguf_file=NAME" in said
+
+
+def test_prompts_longer_than_the_target(refused, arguments, tmp_path, capfd):
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "<s>def f(a):\n" * 5000}) + "\n")
+    said = refused()
+    assert "line 10:" in said
+    assert "tokens, and the target reads" in said
+    assert "--on-bad-line skip" in said
+
+
+def test_what_is_begun_is_said_first(arguments, tmp_path, monkeypatch, capfd):
+    class Begun(Exception):
+        pass
+
+    def begin(*_):
+        raise Begun
+
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "<s>def f(a):\n" * 5000}) + "\n")
+        file.write(json.dumps({"turns": ["def g("]}) + "\n")
+    monkeypatch.setattr(job, "WorkFolder", begin)
+    with pytest.raises(Begun):
+        cli.main([*arguments, "--on-bad-line", "skip"])
+    said = commands.said(capfd)
+    assert "skipping 1 bad lines" in said
+    assert "has no chat template, so the 1 conversations" in said
+    assert "10 texts of up to 512 new tokens" in said
+    assert "GB of memory (eager, dtype" in said
+    assert "GB of disk in" in said
+
+
+def test_memory_that_is_too_small(refused, monkeypatch):
+    monkeypatch.setattr(defaults, "available_memory", lambda: 10**9)
+    said = refused()
+    assert "an engine needs" in said
+    assert "1.0 GB are available" in said
 
 
 def test_missing_packages_are_named_with_their_extra(refused, monkeypatch):

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.told import Told
 
 from vllm_medusa.adapt import pipeline, split, stages
+from vllm_medusa.adapt.amounts import Amounts, Rates
 from vllm_medusa.adapt.checks import Plan
 from vllm_medusa.adapt.options import (
     AdaptFiles,
@@ -17,13 +19,13 @@ from vllm_medusa.adapt.options import (
     TrainingOptions,
     training_of,
 )
-from vllm_medusa.adapt.pipeline import CALIBRATED, HEADS, run_stages
+from vllm_medusa.adapt.pipeline import CALIBRATED, HEADS, count_stages, run_stages
 from vllm_medusa.adapt.split import SplitOptions, split_texts
 from vllm_medusa.adapt.stages import StageFailed, WorkFolder
 from vllm_medusa.files import digest, read_json, write_json
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
-from vllm_medusa.job import SILENT, JobFailed
-from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.job import JobFailed
+from vllm_medusa.offline.defaults import EnginePlan
 from vllm_medusa.training.train import Trained
 
 
@@ -43,19 +45,25 @@ class Run:
         self.failing = []
         self.called = []
         self.asked = {}
+        self.cache, self.batch, self.small = 1 << 30, 64, True
+        self.told = Told()
 
     def plan(self, **more: Any) -> Plan:
         files = AdaptFiles(prompts=Path("prompts.jsonl"), output=self.folder / "heads")
         options = AdaptOptions(target="target", files=files, **more)
-        prompts = (Prompt(0, 1, "0", text="a"),)
-        return Plan(options, training_of(options), {"sha256": "f"}, prompts, 9, "a")
+        engine = EnginePlan({"kv_cache_memory_bytes": self.cache}, self.batch, None)
+        amounts = Amounts(6, 6, 12)
+        return Plan(
+            options, training_of(options), {"sha256": "f"}, 9, "a", amounts, engine, self.small
+        )
 
     def run(self, **more: Any) -> dict[str, Path]:
         """Run all stages; the folder of each."""
         self.called.clear()
         plan = self.plan(**more)
-        with WorkFolder(plan.options.work_folder, pipeline.STAGES, SILENT) as work:
+        with WorkFolder(plan.options.work_folder, count_stages(plan), self.told) as work:
             run_stages(plan, work)
+        assert len(work.finished) == count_stages(plan)
         return {name: stage.folder for name, stage in work.finished.items()}
 
     def job(self, job, options, progress, *, log, command=()):
@@ -78,6 +86,9 @@ class Run:
             file.write(records(6) if "distill" not in self.failing else "{")
         if "distill" not in self.failing:
             (here / "records.jsonl").write_text(records(6))
+
+    def _trial(self, here: Path) -> None:
+        write_json(here / "rates.json", Rates(9.0, 0.1, 6, 5.0).to_dict())
 
     def _train(self, here: Path) -> None:
         heads = MedusaHeads(1, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
@@ -102,7 +113,6 @@ class Run:
 def adapt(tmp_path, monkeypatch):
     run = Run(tmp_path)
     monkeypatch.setattr(stages, "run_in_process", run.job)
-    monkeypatch.setattr(pipeline, "engine_arguments", lambda *_: {"enforce_eager": True})
     return run
 
 
@@ -147,8 +157,8 @@ def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(adapt, name
         ({"texts": TextsOptions(heldout_share=0.5)}, ALL[2:]),
         ({"seed": 1}, ["distill", "train", "calibrate", "tree", "compare", "final-tree"]),
         ({"measuring": MeasuringOptions(rounds=1)}, ["compare"]),
-        ({"measuring": MeasuringOptions(budgets=(4, 32))}, ["compare"]),
-        ({"measuring": MeasuringOptions(budgets=(4, 16))}, ["tree", "compare"]),
+        ({"measuring": MeasuringOptions(budgets=(8, 16))}, ["compare"]),
+        ({"measuring": MeasuringOptions(budgets=(4, 32))}, ["tree", "compare"]),
         ({"measuring": MeasuringOptions(num_draft_tokens=3)}, ALL[5:]),
     ],
 )
@@ -172,13 +182,35 @@ def test_later_stages_get_what_earlier_ones_left(adapt):
     assert asked["compare"].heads == str(folders["tree"] / "heads")
     assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets)
     assert asked["final-tree"].num_draft_tokens == 8
-    assert asked["distill"].engine.engine_args == {"enforce_eager": True}
+    assert asked["distill"].engine.engine_args == {"kv_cache_memory_bytes": 1 << 30}
+    assert asked["distill"].engine.batch == 64
+
+
+def test_other_memory_is_no_other_stage(adapt):
+    adapt.run()
+    adapt.cache, adapt.batch = 1 << 28, 3
+    adapt.run()
+    assert adapt.called == []
+
+
+def test_a_longer_job_is_tried_first_and_says_how_long_it_takes(adapt):
+    adapt.small = False
+    folders = adapt.run()
+    assert list(folders) == ["check", "trial", *ALL[1:]]
+    assert adapt.asked["trial"].rows == 256
+    assert adapt.asked["trial"].batch == 6  # there are no more texts
+    notes = adapt.told.notes
+    assert any("at most about" in note and "train " in note for note in notes)
+    (train,) = (note for note in notes if " train: vllm-medusa" in note)
+    assert "left" in train
+    adapt.told.notes.clear()
+    adapt.run()
+    assert adapt.called == []
 
 
 def test_a_drafter_is_compared_as_it_was_trained(adapt):
     folders = adapt.run(training=TrainingOptions(drafter="eagle3"))
     assert list(folders) == ["check", "distill", "split", "train", "compare"]
-    assert len(folders) == pipeline.DRAFTER_STAGES
     assert adapt.asked["check"].drafter == adapt.asked["train"].heads.kind == "eagle3"
     assert adapt.asked["compare"].heads == str(folders["train"] / "heads")
     assert list(adapt.run(training=TrainingOptions(drafter="hydra"))) == ALL

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vllm_medusa.adapt import checks, report
+from vllm_medusa.adapt.amounts import Amounts
 from vllm_medusa.adapt.checks import Plan, written_by_adapt
 from vllm_medusa.adapt.options import (
     AdaptFiles,
@@ -16,6 +17,7 @@ from vllm_medusa.adapt.options import (
 )
 from vllm_medusa.adapt.stages import Finished
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads
+from vllm_medusa.offline.defaults import EnginePlan
 
 TREE = [[0], [1], [0, 0]]
 
@@ -71,7 +73,8 @@ class Made:
     def plan(self) -> Plan:
         options = self.options()
         target = {"sha256": "f" * 64}
-        return Plan(options, training_of(options), target, (), 18, "a" * 64)
+        amounts, engine = Amounts(1, 1, 1), EnginePlan({}, 1, None)
+        return Plan(options, training_of(options), target, 18, "a" * 64, amounts, engine)
 
     def document(self) -> dict[str, Any]:
         return report.collect(self.plan(), self.stages, ["vllm-medusa", "adapt"])

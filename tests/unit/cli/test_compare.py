@@ -10,8 +10,8 @@ from support.fake_engine import FakeEngine
 
 from vllm_medusa.heads import MedusaHeads, save_heads
 from vllm_medusa.offline import comparison
-from vllm_medusa.offline import defaults as engine_defaults
 from vllm_medusa.offline.batch import run_batch
+from vllm_medusa.offline.defaults import TargetSizes
 from vllm_medusa.offline.options import CompareOptions
 
 AUTOMATIC = 0  # stands for no budget, and no tree
@@ -49,7 +49,8 @@ class Engine(FakeEngine):
 def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "EngineProcess", Engine)
     monkeypatch.setattr(Engine, "started", [])
-    monkeypatch.setattr(engine_defaults, "_small_cache", lambda *_: {"max_model_len": 99})
+    monkeypatch.setattr(comparison, "positions", lambda *_: [99])
+    monkeypatch.setattr(TargetSizes, "of", lambda *_: TargetSizes(1000, 10, None))
     heads = MedusaHeads(3, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
     tree = [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]
     save_heads(tmp_path / "heads", heads, {"tree": tree})
@@ -111,6 +112,15 @@ def test_a_group_warms_the_engines_up_and_does_not_count(arguments, tmp_path, mo
     assert run(*arguments, "--budgets", "2", "--rounds", "1", "--batch", "4") == 0
     assert groups[None] == groups[2] == [4, 4, 4, 2]
     assert figures(tmp_path)["rows"][0]["requests"] == 10
+
+
+def test_a_time_that_is_too_short_for_all_prompts_takes_fewer(arguments, tmp_path, capsys):
+    assert run(*arguments, "--budgets", "2", "--seconds", "1") == 0
+    document = figures(tmp_path)
+    assert (document["prompts"], document["rounds"]) == (6, 1)
+    assert document["rows"][0]["requests"] == 6
+    said = " ".join(capsys.readouterr().err.split())
+    assert "measuring 1 rounds of 6 prompts, not 3 of 10" in said
 
 
 def test_of_equally_fast_budgets_the_smallest_is_taken():

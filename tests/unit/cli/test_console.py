@@ -51,4 +51,6 @@ def test_plain_progress_is_a_line_now_and_then(monkeypatch, capfd):
         return 3
 
     assert console.run_job(job, interrupted="") == 3
-    assert capfd.readouterr().err == ("states: 2/9 3 tok/s [x]\ntexts: 4\na [b]\nwarning: c [d]\n")
+    assert capfd.readouterr().err == (
+        "states: 2/9 3 tok/s [x], 70 s left\ntexts: 4\na [b]\nwarning: c [d]\n"
+    )

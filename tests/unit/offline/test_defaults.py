@@ -1,0 +1,92 @@
+"""What engines are given on a CPU: memory that is there, counted from the prompts' tokens."""
+
+import dataclasses
+
+import pytest
+
+from vllm_medusa.offline import defaults
+from vllm_medusa.offline.comparison import affordable
+from vllm_medusa.offline.defaults import COMPILE_FROM, ENGINE_BYTES, TargetSizes, fit, plan_engine
+
+GB = 10**9
+# 30 layers of 3 key-value heads of 64 values in bfloat16, as SmolLM2-135M has them
+SMOL = TargetSizes(weights=269_000_000, per_token=2 * 30 * 3 * 64 * 2, positions=8192)
+CHATS = [600] * 339 + [1900]  # one article among short prompts
+
+
+def test_one_long_prompt_does_not_make_all_others_long() -> None:
+    room = fit(SMOL, CHATS, 64, 20 * GB)
+    assert room.batch == 64
+    assert 1900 < room.longest < 2000
+    assert 63 * 600 + 1900 < room.cache / SMOL.per_token < 64 * 1100
+    assert room.total < 4 * GB
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("available", [5 * GB, 8 * GB, 24 * GB])
+def test_never_more_than_is_available(available: int, engines: int) -> None:
+    room = fit(SMOL, [8192] * 100, 64, available, engines)
+    assert room.total <= available
+    assert room.cache >= 8192 * SMOL.per_token
+    assert room.batch <= 64
+
+
+def test_the_batch_is_lowered_and_the_cache_is_enough_for_it() -> None:
+    large = fit(SMOL, [8192] * 100, 64, 24 * GB)
+    small = fit(SMOL, [8192] * 100, 64, 4 * GB)
+    assert 1 <= small.batch < large.batch <= 64
+    assert small.cache >= small.batch * 8192 * SMOL.per_token
+
+
+def test_few_prompts_keep_the_batch_that_was_asked_for() -> None:
+    assert fit(SMOL, [100] * 3, 64, 24 * GB).batch == 64
+
+
+def test_larger_values_take_more() -> None:
+    single = dataclasses.replace(SMOL, per_token=2 * SMOL.per_token)
+    assert fit(single, CHATS, 64, 24 * GB).cache == 2 * fit(SMOL, CHATS, 64, 24 * GB).cache
+
+
+def test_no_text_is_longer_than_the_target_reads() -> None:
+    assert fit(SMOL, [100_000], 1, 24 * GB).longest == 8192
+
+
+def test_no_room_for_a_single_text_is_refused_with_the_figures() -> None:
+    with pytest.raises(ValueError, match=r"2 engines need .* of 8192 tokens .* 3\.0 GB are avail"):
+        fit(SMOL, [8192], 64, 3 * GB, engines=2)
+    with pytest.raises(ValueError, match=r"an engine needs 2\.\d GB .* 1\.6 GB are available"):
+        fit(SMOL, [8192], 64, ENGINE_BYTES)
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(defaults, "available_memory", lambda: 24 * GB)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr(TargetSizes, "of", lambda *_: SMOL)
+    return lambda *args, **more: plan_engine("target", CHATS, 64, *args, **more)
+
+
+def test_a_long_job_is_compiled_a_short_one_starts_sooner(plan) -> None:
+    assert not plan(tokens=COMPILE_FROM - 1).compiled
+    long = plan(tokens=COMPILE_FROM)
+    assert long.compiled
+    assert 1900 < long.arguments["max_model_len"] < 2000
+    assert long.arguments["kv_cache_memory_bytes"] < 2 * GB
+
+
+def test_a_length_that_the_user_set_leaves_the_cache_to_vllm(plan) -> None:
+    assert "kv_cache_memory_bytes" not in plan(4096).arguments
+
+
+@pytest.mark.parametrize(
+    ("seconds", "turn", "measured"),
+    [
+        (1000, 1.0, (32, 3)),  # all of it
+        (80, 1.0, (32, 2)),  # fewer rounds
+        (40, 1.0, (20, 2)),  # fewer prompts
+        (8, 1.0, (8, 1)),  # one round
+        (1, 100.0, (6, 1)),  # so many at least
+    ],
+)
+def test_rounds_and_prompts_that_fit_into_a_time(seconds, turn, measured) -> None:
+    assert affordable(seconds, turn, 32, 3) == measured

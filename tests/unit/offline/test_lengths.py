@@ -1,0 +1,52 @@
+"""Prompts counted by a real tokenizer, with and without a chat template."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from vllm_medusa.offline.lengths import Length, has_template, measure_prompts
+from vllm_medusa.offline.prompts import BadLine, Prompt
+
+DEMO = Path(__file__).parents[3] / "demo" / "target"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    found = AutoTokenizer.from_pretrained(DEMO)
+    found.chat_template = TEMPLATE
+    return found
+
+
+def measure(tokenizer, *prompts: Prompt) -> list[Length | BadLine]:
+    return list(measure_prompts(prompts, tokenizer))
+
+
+def test_tokens_are_the_tokenizers_not_bytes(tokenizer) -> None:
+    text = "def add(one, two):\n    return one + two\n" * 20
+    (length,) = measure(tokenizer, Prompt(0, 1, "0", text=text))
+    assert length.first == length.whole == len(tokenizer(text)["input_ids"]) < len(text) / 2
+    assert length.positions(10) == length.whole + 10
+
+
+def test_a_conversation_is_rendered_and_each_turn_is_answered(tokenizer) -> None:
+    (length,) = measure(tokenizer, Prompt(0, 1, "0", turns=("def f():", "def g():")))
+    first = tokenizer("<user>def f():\n<a>", add_special_tokens=False)["input_ids"]
+    assert length.first == len(first) < length.whole
+    assert length.positions(100) == length.whole + 200
+    tokenizer.chat_template = None
+    assert not has_template(tokenizer)
+    (plain,) = measure(tokenizer, Prompt(0, 1, "0", turns=("def f():", "def g():")))
+    assert plain.first == len(tokenizer("def f():")["input_ids"])
+
+
+def test_what_the_template_refuses_is_a_bad_line(tokenizer) -> None:
+    good, bad = measure(tokenizer, Prompt(0, 1, "0", text="x"), Prompt(1, 7, "1", turns=("bad",)))
+    assert isinstance(good, Length)
+    assert isinstance(bad, BadLine)
+    assert bad.line == 7
+    assert "refuses the conversation: no" in bad.reason
