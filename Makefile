@@ -13,7 +13,7 @@ DEMO_ARGS ?=
 MINUTES ?= 10
 export VENV
 
-.PHONY: help setup demo test lint format unit fuzz wheel soak serve-example clean
+.PHONY: help setup demo drafters test lint format unit fuzz wheel soak serve-example clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/ -/' | sort
@@ -23,6 +23,10 @@ setup:  ## the virtual environment with vLLM for CPU, no CUDA packages
 
 demo: setup  ## a chat model in plain vLLM and with tree drafts, side by side
 	@$(BIN)/python -m demo $(DEMO_ARGS)
+
+drafters: setup  ## train the demo's drafters again (hours; CONVERSATIONS=7500 for more texts)
+	@$(BIN)/python -m demo.smollm2 .demo/target
+	@demo/train_drafters.sh
 
 test: setup lint  ## all checks: ruff, mypy, the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \

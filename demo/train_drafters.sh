@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Train the demo's drafters again: make drafters
+#
+# SmolLM2 writes conversations with itself, both sides; Medusa heads, Hydra heads and an EAGLE-3
+# drafter are trained on its answers. Stopped at any point, the same command resumes.
+#
+#   CONVERSATIONS=7500 make drafters      more texts, about 600 tokens of answers each
+#   WORK=DIR make drafters                where texts and drafters are kept (build/drafters)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly BIN="${VENV:-.venv}/bin"
+readonly TARGET="${TARGET:-.demo/target}" WORK="${WORK:-build/drafters}"
+readonly CONVERSATIONS="${CONVERSATIONS:-2500}"
+
+mkdir -p "$WORK"
+"$BIN/vllm-medusa" distill "$TARGET" --self-talk --conversations "$CONVERSATIONS" --turns 2 \
+    --temperature 0.7,0.7,0 --samples 3 --max-tokens 400 --max-model-len 2048 --batch 96 \
+    -o "$WORK/texts.jsonl"
+
+train() { # KIND, more options
+    "$BIN/vllm-medusa" train "$TARGET" -i "$WORK/texts.jsonl" -o "$WORK/$1" --heads "$1" "${@:2}"
+}
+train medusa --num-heads 4 --cache "$WORK/states" --keep-cache
+train hydra --num-heads 3 --cache "$WORK/states" --keep-cache
+train eagle3 --num-heads 5 --epochs 2
+
+for kind in medusa hydra; do
+    "$BIN/vllm-medusa" calibrate "$TARGET" "$WORK/$kind" -i "$WORK/$kind/training/heldout.jsonl"
+done
+for kind in medusa hydra eagle3; do
+    "$BIN/python" -m demo.packed "$WORK/$kind" "demo/drafters/$kind"
+done
