@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.offline.lengths import Length
+from vllm_medusa.training.heldout import LEAST
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.recipe import usual_batch
 
@@ -89,7 +90,8 @@ def expected_seconds(
 ) -> dict[str, float]:
     """Of the longer stages, by their names: what the rates let expect."""
     tokens = amounts.prompt_tokens + amounts.written
-    share = min(1.0, options.measuring.positions / amounts.written)
+    share = max(options.texts.heldout_share, min(0.5, LEAST / amounts.texts)) / 2
+    share = min(share, options.measuring.positions / amounts.written)
     calibrated = share * (tokens / rates.prefill + amounts.written / rates.training)
     written = amounts.written / rates.batch * rates.step + amounts.prompt_tokens / rates.prefill
     epochs = training.training.epochs

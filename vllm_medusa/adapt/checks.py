@@ -175,9 +175,9 @@ def _read_target(target: str) -> dict[str, Any]:
         what = "tokenizer"
         AutoTokenizer.from_pretrained(target)
     except Exception as error:  # transformers and its libraries raise anything
-        reason = str(error).partition("\n")[0]
+        reason = " ".join(str(error).split())
         raise ValueError(
-            f"{target} is not a model that can be read; its {what}: {reason}"
+            f"{target} is not a model that can be read; its {what}: {reason:.300}"
         ) from None
     if config.is_encoder_decoder:
         raise ValueError(f"{target} is an encoder-decoder; heads need a decoder-only model.")

@@ -32,8 +32,8 @@ def announced(
         f"{amounts.texts} texts of up to {texts.max_tokens} new tokens (prompts: "
         f"{amounts.prompt_tokens} tokens), {engine.batch} at a time by vLLM{memory} ({how}, dtype "
         f"{options.dtype}{why and ', '}{why}); {names[own.drafter]} trained on them for "
-        f"{own.epochs} epochs; up to {(disk.files + disk.states) / 1e9:.2g} GB of disk in "
-        f"{options.work_folder}"
+        f"{own.epochs} epoch{'s' * (own.epochs > 1)}; up to "
+        f"{(disk.files + disk.states) / 1e9:.2g} GB of disk in {options.work_folder}"
     )
 
 
@@ -44,9 +44,9 @@ def with_dtype(
     import torch
     from transformers import AutoConfig
 
-    own = AutoConfig.from_pretrained(options.target).get_text_config().dtype
+    own = str(getattr(AutoConfig.from_pretrained(options.target).get_text_config(), "dtype", None))
     on_cpu = not torch.accelerator.is_available() and training.machine.device in ("auto", "cpu")
-    if options.dtype != "auto" or own != torch.bfloat16 or not on_cpu:
+    if options.dtype != "auto" or own != "torch.bfloat16" or not on_cpu:
         return options, training, ""
     dtype: Dtype = "bfloat16"
     why = "the target's own, which this CPU multiplies natively"

@@ -47,7 +47,9 @@ class TextsOptions(Options):
     samples: Positive = option("of each prompt", default=1)
     max_tokens: Positive = option("of each answer", default=512)
     temperature: AtLeastZero = option("also of the final measure", default=0.7)
-    batch: Positive | None = option("prompts at a time", default=None)
+    batch: Positive | None = option(
+        "prompts at a time", default=None, shown="64, fewer where memory is short"
+    )
     heldout_share: Annotated[float, Number(float, 0, 0.5, above=True)] = option(
         "of the prompts; half to calibrate, half to measure",
         default=0.1,

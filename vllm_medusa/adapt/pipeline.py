@@ -23,7 +23,7 @@ from vllm_medusa.calibration.calibrate import calibrate
 from vllm_medusa.calibration.choose import choose_tree
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
 from vllm_medusa.files import digest, read_json
-from vllm_medusa.job import SILENT, JobFailed, Progress, duration
+from vllm_medusa.job import SILENT, JobFailed, Progress
 from vllm_medusa.offline.comparison import compare
 from vllm_medusa.offline.options import BatchOptions, CompareOptions, EngineOptions
 from vllm_medusa.training.distill import distill
@@ -65,7 +65,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     if not plan.small:
         tried = work.run(_trying(plan))
         rates = Rates(**read_json(tried / RATES))
-        _expect(plan, rates, plan.amounts, work)
+        work.expected, work.at_most = _expected(plan, rates, plan.amounts), True
     written = work.run(_distilling(plan))
     split = work.run(
         Stage(
@@ -84,7 +84,8 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     )
     if rates is not None:  # now it is known how long the answers are
         tokens = sum(read_json(split / COUNTS)["tokens"])
-        _expect(plan, rates, replace(plan.amounts, written=tokens), work)
+        amounts = replace(plan.amounts, written=tokens)
+        work.expected, work.at_most = _expected(plan, rates, amounts), False
     trained = work.run(
         Stage(
             "train",
@@ -205,16 +206,9 @@ def _trying(plan: Plan) -> Stage:
     )
 
 
-def _expect(plan: Plan, rates: Rates, amounts: Amounts, work: WorkFolder) -> None:
-    """Say how long the stages that are left will take, as far as that is known."""
+def _expected(plan: Plan, rates: Rates, amounts: Amounts) -> dict[str, float]:
     compiled = plan.engine.compiled
-    seconds = expected_seconds(amounts, rates, plan.options, plan.training, compiled=compiled)
-    work.expected = {name: each for name, each in seconds.items() if name not in work.finished}
-    known = "" if "distill" in work.finished else "at most "
-    work.progress.note(
-        f"  {known}about {duration(sum(work.expected.values()))} from here: "
-        + ", ".join(f"{name} {duration(each)}" for name, each in work.expected.items())
-    )
+    return expected_seconds(amounts, rates, plan.options, plan.training, compiled=compiled)
 
 
 def _distilling(plan: Plan) -> Stage:

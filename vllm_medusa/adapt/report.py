@@ -20,6 +20,7 @@ PAGE, FIGURES = "report.md", "compare.json"
 FORMAT_VERSION = 1
 _HEADS = ("config.json", "model.safetensors", "calibration.safetensors")
 _NAMES = {"medusa": "Medusa heads", "hydra": "Hydra heads", "eagle3": "An EAGLE-3 drafter"}
+_WEAK_TAU = 1.5
 _CALIBRATION = "![calibration](calibration.png)\n"
 _TWO_TARGETS = """\
 The texts to train and calibrate on, from which the tree and the expected tau come, were written \
@@ -116,7 +117,15 @@ def conclusion(document: dict[str, Any]) -> str:
         tree = f"The heads' tree has the {nodes} draft nodes that were asked for."
     if document["tree"] is not None:
         tree += ' "tree": "heads" serves it; without that, trees are dynamic.'
-    return f"{comparison.conclusion(document['measured'])} {tree}"
+    said = [comparison.conclusion(document["measured"]), tree]
+    best = max(row["tau"] or 1 for row in document["measured"]["rows"])
+    if best < _WEAK_TAU:
+        said.append(
+            f"{best:.2f} tokens per step is little: more text to train on than "
+            f"{document['prompts']['trained_tokens']} tokens may help (more prompts, --samples, "
+            "--max-tokens)."
+        )
+    return " ".join(said)
 
 
 def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
@@ -134,6 +143,10 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
         else "not trained on, but calibrated on: there were too few"
     )
     eager = bool(measured["engine_args"].get("enforce_eager"))
+    stages = _lines(
+        f"| {stage['stage']} | {stage['seconds']:.0f} | {_code(stage['command'])} |"
+        for stage in document["stages"]
+    )
     versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
     return f"""\
 # {_NAMES[document["drafter"]]} for {target["name"]}
@@ -172,7 +185,7 @@ both engines took turns on the same machine.{" Both ran eagerly, without torch.c
 
 | stage | seconds | command |
 |---|---|---|
-{_lines(f"| {s['stage']} | {s['seconds']:.0f} | `{s['command']}` |" for s in document["stages"])}
+{stages}
 
 {machine_in_words(measured["machine"])}; {", ".join(versions)}{_commit(provenance["git"])}.
 
@@ -182,6 +195,11 @@ Command: `{" ".join(provenance["command"])}`
 
 def _lines(lines: Iterable[str]) -> str:
     return "\n".join(lines)
+
+
+def _code(command: str) -> str:
+    """As code, unless it only says in words what was done."""
+    return f"`{command}`" if command.startswith("vllm-medusa ") else command
 
 
 def _commit(git: dict[str, Any] | None) -> str:

@@ -75,7 +75,9 @@ class WorkFolder:
         """
         self.folder, self.count, self.progress = folder, count, progress
         self.finished: dict[str, Finished] = {}  # by the stages' names
-        self.expected: dict[str, float] = {}  # seconds of the stages, as far as they are known
+        # seconds of the stages that take long, as far as they are known; whether at most
+        self.expected: dict[str, float] = {}
+        self.at_most = False
 
     def __enter__(self) -> WorkFolder:
         busy = f"{self.folder}: another adapt is working in it. Wait for it, or name another folder"
@@ -115,8 +117,10 @@ class WorkFolder:
     def _expectation(self, name: str) -> str:
         if name not in self.expected:
             return ""
-        left = sum(s for n, s in self.expected.items() if n not in self.finished)
-        return f"\n  about {duration(self.expected[name])}; in all {duration(left)} left"
+        left = {n: seconds for n, seconds in self.expected.items() if n not in self.finished}
+        parts = ", ".join(f"{n} {duration(seconds)}" for n, seconds in left.items())
+        bound = "at most about" if self.at_most else "about"
+        return f"\n  {bound} {duration(sum(left.values()))} from here: {parts}"
 
     def _attempt(self, stage: Stage, here: Path, options: Options, words: list[str]) -> float:
         """Run the job and note that it is finished; returns the seconds that it took."""

@@ -147,7 +147,7 @@ def compare(
             number, rounds = affordable(options.seconds, turn, len(prompts), rounds)
             if (number, rounds) != (len(prompts), options.rounds):
                 progress.note(
-                    f"measuring {rounds} rounds of {number} prompts, not {options.rounds} of "
+                    f"measuring {_rounds(rounds)} of {number} prompts, not {options.rounds} of "
                     f"{len(prompts)}, to take about {options.seconds:.0f} s"
                 )
             prompts = prompts[:number]
@@ -276,6 +276,10 @@ def _name(budget: int | None) -> str:
     return "automatic trees" if budget is None else f"{budget} draft nodes"
 
 
+def _rounds(count: int) -> str:
+    return "1 round" if count == 1 else f"{count} rounds"
+
+
 def setting(document: dict[str, Any]) -> str:
     """What is measured, in words."""
     mode = (
@@ -283,8 +287,8 @@ def setting(document: dict[str, Any]) -> str:
     )
     return (
         f"{document['prompts']} prompts of {document['data']}, up to {document['max_tokens']} new "
-        f"tokens each, {mode}, batch {document['batch']}; {document['rounds']} rounds, plain vLLM "
-        f"and vLLM with the heads in turn; {machine_in_words(document['machine'])}."
+        f"tokens each, {mode}, batch {document['batch']}; {_rounds(document['rounds'])}, plain "
+        f"vLLM and vLLM with the heads in turn; {machine_in_words(document['machine'])}."
     )
 
 

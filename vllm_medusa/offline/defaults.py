@@ -42,10 +42,9 @@ class TargetSizes:
         size = 4 if (own if dtype == "auto" else dtype).endswith(("float32", "float")) else 2
         files = find_target(target)
         values = sum(spec.num_values for spec in files.specs(files.files).values())
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        queries = getattr(config, "num_attention_heads", None) or 1
+        heads = getattr(config, "num_key_value_heads", None) or queries
+        width = getattr(config, "head_dim", None) or config.hidden_size // queries
         return cls(
             weights=values * size,
             per_token=2 * config.num_hidden_layers * heads * width * size,

@@ -53,7 +53,9 @@ def test_a_faster_machine_takes_less_and_measuring_as_long() -> None:
 def test_a_large_job_is_calibrated_on_a_part() -> None:
     rates = Rates(1000, 0.14, 64, 200)
     large = Amounts(34_000, 6_800_000, 13_600_000)
-    assert seconds(large, rates)["calibrate"] < 2 * seconds(CHATS, rates)["calibrate"]
+    part = (204_000 / 1000 + 136_000 / 200) / 20  # half of a tenth
+    assert seconds(CHATS, rates)["calibrate"] == pytest.approx(part)
+    assert part < seconds(large, rates)["calibrate"] < 3 * part
     assert "calibrate" not in seconds(CHATS, rates, training=TrainingOptions(drafter="eagle3"))
     joint = seconds(CHATS, rates, training=TrainingOptions(method="medusa-2"))
     assert joint["train"] > seconds(CHATS, rates)["train"]

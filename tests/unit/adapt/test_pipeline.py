@@ -200,9 +200,11 @@ def test_a_longer_job_is_tried_first_and_says_how_long_it_takes(adapt):
     assert adapt.asked["trial"].rows == 256
     assert adapt.asked["trial"].batch == 6  # there are no more texts
     notes = adapt.told.notes
-    assert any("at most about" in note and "train " in note for note in notes)
-    (train,) = (note for note in notes if " train: vllm-medusa" in note)
-    assert "left" in train
+    (distill,) = (note for note in notes if " distill: vllm-medusa" in note)
+    assert "at most about" in distill
+    assert all(f"{name} " in distill for name in ("distill", "train", "calibrate", "compare"))
+    (compare,) = (note for note in notes if " compare: vllm-medusa" in note)
+    assert compare.endswith("about 6 min from here: compare 6 min")
     adapt.told.notes.clear()
     adapt.run()
     assert adapt.called == []

@@ -118,6 +118,16 @@ def test_the_output_is_heads_that_know_how_they_fared(made):
         assert words in page, words
 
 
+def test_heads_that_guess_little_are_said_to_need_more_text(tmp_path):
+    said = report.conclusion(Made(tmp_path, [row(1, 0.9, 1.1)], fastest=1).document())
+    assert "1.10 tokens per step is little: more text to train on than 500 tokens" in said
+
+
+def test_what_was_no_command_is_plain_text(made):
+    made.stages["check"] = Finished(made.folders["train"], "will it be served", 2.0)
+    assert "| check | 2 | will it be served |" in (made.publish() / "report.md").read_text()
+
+
 def test_a_second_run_replaces_the_first_whole(made):
     output = made.publish(key="one")
     (output / "stray").touch()

@@ -120,7 +120,7 @@ def test_a_time_that_is_too_short_for_all_prompts_takes_fewer(arguments, tmp_pat
     assert (document["prompts"], document["rounds"]) == (6, 1)
     assert document["rows"][0]["requests"] == 6
     said = " ".join(capsys.readouterr().err.split())
-    assert "measuring 1 rounds of 6 prompts, not 3 of 10" in said
+    assert "measuring 1 round of 6 prompts, not 3 of 10" in said
 
 
 def test_of_equally_fast_budgets_the_smallest_is_taken():
