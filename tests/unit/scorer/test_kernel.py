@@ -442,7 +442,7 @@ WITH_ALL = {"window": 50, "softcap": 30.0, "sinks": True}
 def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, options):
     """Within the shared memory its tiles were chosen for, and with (nearly) all in registers.
 
-    The stack of a thread is what did not fit into its registers; 128 bytes are 32 of 255.
+    The stack of a thread is what did not fit into its registers; 160 bytes are 40 of 255.
     """
     pytest.importorskip("triton")
     from vllm_medusa.scorer import launch
@@ -455,13 +455,13 @@ def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, op
     assert set(compiled) == {"attend", "merge"}
     for kernel in compiled.values():
         assert kernel.metadata.shared <= shared * 1024
-        assert stack_bytes(kernel.asm["cubin"], tmp_path) <= 128
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) <= 160
     (_, heads), dim = options["heads"], options["dim"]
     query, key = case.query.element_size(), case.key_cache.element_size()
     made = tiles.tile_sizes(dim, 64 * options["heads"][0] // heads, query, key, limits)
     sizes = tiles.padded_head(dim), made.block_m, made.block_n, made.num_stages
     expected = tiles.shared_bytes(*sizes, query, key, limits.async_mma)
-    assert 0 <= expected - compiled["attend"].metadata.shared <= made.block_m * 64 * query + 2048
+    assert 0 <= expected - compiled["attend"].metadata.shared <= made.block_m * 64 * query + 5120
     ptx = compiled["attend"].asm["ptx"]
     assert "cp.async" in ptx  # keys are fetched ahead
     assert ("wgmma" in ptx) == (capability == 90)
