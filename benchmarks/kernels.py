@@ -20,10 +20,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,7 @@ from benchmarks.gpu.model import paged_tree_attention
 from vllm_medusa.job import Progress
 from vllm_medusa.options import FromZero, Options, Positive, option
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
+from vllm_medusa.scorer.tiles import Tiles
 from vllm_medusa.tree.batch import TreeTensors
 
 LAYOUTS = {  # query heads, key heads
@@ -67,6 +70,8 @@ class KernelsOptions(Options):
     )
     chunk: FromZero = option("rows of a prompt beside the trees", default=0)
     head_size: Positive = option(default=128)
+    stages: FromZero = option("of Triton's pipeline, in place of those chosen", default=0)
+    per_sm: FromZero = option("programs of a multiprocessor to plan for, likewise", default=0)
 
 
 @dataclass(frozen=True)
@@ -272,15 +277,41 @@ def specs(options: KernelsOptions) -> Iterator[Spec]:
         yield replace(shape, **more)
 
 
+@contextmanager
+def other_tiles(stages: int, per_sm: int) -> Iterator[None]:
+    """Within the block launches and plans use these in place of what `tile_sizes` chooses; 0: its.
+
+    So the two choices that no GPU has confirmed can be measured against others.
+    """
+    from vllm_medusa.scorer import launch
+
+    choose = launch.tile_sizes
+
+    def tile_sizes(*shape: Any) -> Tiles:
+        chosen = choose(*shape)
+        return replace(
+            chosen, num_stages=stages or chosen.num_stages, per_sm=per_sm or chosen.per_sm
+        )
+
+    with mock.patch.object(launch, "tile_sizes", tile_sizes):
+        yield
+
+
 def run(options: KernelsOptions, progress: Progress) -> Iterator[Row]:
     """A row for each shape; times in microseconds of one call."""
     device, clock = here()
+    with other_tiles(options.stages, options.per_sm):
+        yield from _rows(options, progress, device, clock)
+
+
+def _rows(options: KernelsOptions, progress: Progress, device: str, clock: Clock) -> Iterator[Row]:
     memory, rates = Memory(device), clock.rates()
     progress.note(", ".join(f"{name} {value:.3g}" for name, value in rates.items()))
     for spec in specs(options):
         shown = f"{spec.layout}, batch {spec.batch}, context {spec.context}, {spec.nodes} nodes"
         names = ("layout", "batch", "context", "nodes", "planned", "chunk")
         what = {"name": shown, **{name: getattr(spec, name) for name in names}}
+        what |= {"stages": options.stages, "per_sm": options.per_sm}
         yield attempt(what, partial(measure, what, spec, memory, clock, rates))
 
 

@@ -1,7 +1,10 @@
-"""With vLLM on a GPU: the test model with trees gives plain vLLM's tokens, greedy and seeded.
+"""With vLLM on a GPU: the demo's target with trees gives plain vLLM's tokens, greedy and seeded.
 
 Tokens are compared in fp32. vLLM's Triton attention would round fp32 to TF32, ours never does; both
-engines are told not to. Once warm, no step with trees may compile a kernel of ours (vLLM says when
+engines are told not to. The engines of one mode start at the same time, each in a process of its
+own, so that a mode takes as long as its slowest engine: `-k eager`, `-k graphs`, `-k compiled`.
+
+Once warm, no step with trees may compile a kernel of ours (vLLM says when
 one does) or wait for the device in a line of ours (vLLM watches where it is told to; only eagerly).
 """
 
@@ -12,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,16 @@ import torch
 ROOT = Path(__file__).parents[2]
 PROMPTS, TOKENS, SECONDS = 8, 96, 240
 EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "compiled": {},  # vLLM's defaults
+}
+TREES: dict[str, dict[str, Any]] = {
+    "static": {"tree": "heads"},
+    "seven": {"budget": 7},
+    "automatic": {"budget": "auto"},
+}
 WATCH = {"VLLM_GPU_SYNC_CHECK": "warn"}
 ENGINE = """
 import json, sys
@@ -46,22 +60,62 @@ if __name__ == "__main__":
 """
 
 
-def generate(engine: dict[str, Any], **environment: str) -> tuple[dict[str, Any], str]:
-    """Token ids by temperature, from an engine in a process of its own, and what it printed."""
-    lines = (ROOT / "tests/assets/prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines[:PROMPTS]]
-    asked = {"engine": engine, "prompts": prompts, "temperatures": [0.0, 0.8], "tokens": TOKENS}
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", ENGINE, json.dumps(asked)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env={**os.environ, **EXACT, **environment, "PYTHONPATH": path},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND"))
-    return json.loads(line.removeprefix("FOUND")), done.stdout + done.stderr
+class Engine:
+    """An engine in a process of its own, which generates and ends."""
+
+    def __init__(self, engine: dict[str, Any], folder: Path, **environment: str):
+        lines = (ROOT / "tests/assets/prompts.jsonl").read_text(encoding="utf-8").splitlines()
+        prompts = [json.loads(line)["prompt"] for line in lines[:PROMPTS]]
+        asked = {"engine": engine, "prompts": prompts, "temperatures": [0.0, 0.8]}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self.output = folder / "output.txt"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", ENGINE, json.dumps(asked | {"tokens": TOKENS})],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    **EXACT,
+                    **environment,
+                    "PYTHONPATH": path,
+                    "VLLM_CACHE_ROOT": str(folder),
+                },
+            )
+
+    def wait(self) -> tuple[dict[str, Any], str]:
+        """Token ids by temperature, and what it printed."""
+        code = self.process.wait(SECONDS)
+        said = self.output.read_text()
+        assert code == 0, said[-4000:]
+        found = re.search(r"^FOUND(.*)$", said, re.MULTILINE)
+        return json.loads(found[1]), said
+
+
+@pytest.fixture(scope="module", params=MODES)
+def engines(request: Any, tmp_path_factory: Any) -> Iterator[tuple[str, dict[str, Engine]]]:
+    """All engines of a mode: plain vLLM's, and one for each kind of trees."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    mode = request.param
+    plain = MODES[mode] | {
+        "model": str(ROOT / "tests/assets/target"),
+        "dtype": "float32",
+        "max_model_len": 512,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.1,  # of what is free when it starts; the next line counts
+        "kv_cache_memory_bytes": 1 << 30,
+        "attention_backend": "TRITON_ATTN",  # what ours stands in for
+    }
+    started = {"plain": Engine(plain, tmp_path_factory.mktemp("plain"))}
+    watch = WATCH if mode == "eager" else {}
+    for name, trees in TREES.items():
+        medusa = {"method": "medusa", "model": str(ROOT / "tests/assets/heads"), **trees}
+        options = plain | {"speculative_config": medusa}
+        started[name] = Engine(options, tmp_path_factory.mktemp(name), **watch)
+    yield mode, started
+    for engine in started.values():
+        engine.process.kill()
+        engine.process.wait()
 
 
 def compiled_late(output: str) -> set[str]:
@@ -83,26 +137,15 @@ def own_kernels() -> set[str]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.timeout(3 * SECONDS)
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("trees", [{"tree": "heads"}, {"budget": 7}, {"budget": "auto"}])
-def test_trees_give_plain_tokens(eager: bool, trees: dict[str, Any]):
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    engine = {
-        "model": str(ROOT / "tests/assets/target"),
-        "dtype": "float32",
-        "max_model_len": 512,
-        "enforce_eager": eager,
-        "enable_prefix_caching": False,
-        "gpu_memory_utilization": 0.3,
-        "attention_backend": "TRITON_ATTN",  # what ours stands in for
-    }
-    plain, _ = generate(engine)
-    medusa = {"method": "medusa", "model": str(ROOT / "tests/assets/heads"), **trees}
-    got, output = generate(engine | {"speculative_config": medusa}, **(WATCH if eager else {}))
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize("trees", TREES)
+def test_trees_give_plain_tokens(engines: tuple[str, dict[str, Engine]], trees: str):
+    mode, started = engines
+    plain, _ = started["plain"].wait()
+    got, output = started[trees].wait()
     assert got == plain
     assert not compiled_late(output) & own_kernels()
-    assert "tree" not in trees or not waited(output)
+    assert mode != "eager" or "tree" not in TREES[trees] or not waited(output)
 
 
 @pytest.mark.parametrize(

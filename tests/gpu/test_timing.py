@@ -39,6 +39,15 @@ class TestInterpreted:
         row = kernels.measure({"name": "a"}, TINY, Memory("cpu"), HostClock(), RATES).to_dict()
         assert "off by" in row["failed"] and "ours_us" not in row
 
+    def test_other_tiles_are_launched_and_planned_for(self):
+        from vllm_medusa.scorer import launch
+
+        with kernels.other_tiles(2, 7):
+            made = launch.tile_sizes(16, 16, 4, 4, launch.DeviceLimits())
+            row = kernels.measure({"name": "a"}, TINY, Memory("cpu"), HostClock(), RATES).to_dict()
+        assert (made.num_stages, made.per_sm) == (2, 7) and row["ours_us"] > 0
+        assert launch.tile_sizes(16, 16, 4, 4, launch.DeviceLimits()).num_stages == 3
+
     def test_steps_are_timed_against_a_plain_one(self):
         options = StepOptions(models=("tiny",), batches=(2,), contexts=(20,), nodes=(7,))
         plain, tree = (row.to_dict() for row in step.run(options, SILENT))

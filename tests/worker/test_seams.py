@@ -74,6 +74,10 @@ USED = {  # attributes that are read, set or shadowed: how their class mentions 
         "def accept_tokens(self, request_id: str, tokens: list[int]) -> bool", "def rollback(",
         "def validate_tokens(", "def fill_bitmask(", "def is_terminated(",
     },
+    ("vllm.v1.worker.gpu.states", "RequestState"): {
+        "self.all_token_ids = StagedWriteTensor(", "self.all_token_ids.stage_write(",
+        "(self.max_num_reqs, self.max_model_len),", "self.device = device",
+    },
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"): {
         "request.spec_token_ids = self._spec_token_placeholders",
     },

@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs
-"""Lookup in Triton: the search through the texts of all requests in one launch.
+"""Lookup in Triton: a launch for the search through all requests' texts, one to join their trees.
 
 One program searches one request's text, a block of places at a time. Most blocks hold no place
-that agrees over two tokens, so a block is left as soon as none of its places does any more.
-Texts grow from step to step and lie anywhere in their table: neither may make another kernel to
-compile.
+that agrees over two tokens, so a block is left as soon as none of its places does any more. One
+program joins one request's tree and chain; their nodes, at most 512, find their places by counting
+those that come before them. Texts grow from step to step and lie anywhere in their table: neither
+may make another kernel to compile.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_medusa.lookup.merge import BY_BOTH, BY_CHAIN
 from vllm_medusa.lookup.search import LONGEST, SHORTEST
 
 _BLOCK = 4096  # places of a text that are compared at once
+_BY_BOTH, _BY_CHAIN = tl.constexpr(BY_BOTH), tl.constexpr(BY_CHAIN)
 
 
 def continuations(
@@ -41,6 +44,34 @@ def continuations(
         num_warps=8,
     )
     return matched, found
+
+
+def merge(
+    token_ids: Tensor,  # int64 [B, N]
+    parents: Tensor,  # int64 [B, N]
+    log_survival: Tensor,  # float32 [B, N]
+    proposed_by: Tensor,  # int64 [B, N]
+    chain: Tensor,  # int64 [B, D]
+    log_survival_of_chain: Tensor,  # float32 [B, D]
+    levels: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Join trees and chains: the fields of what `on_device.merge` returns."""
+    (batch, nodes), size = token_ids.shape, chain.shape[1]
+    given = token_ids, parents, log_survival, proposed_by, chain, log_survival_of_chain
+    assert all(each.stride(1) == 1 for each in given)
+    out = tuple(each.new_empty((batch, nodes)) for each in given[:4])
+    block = max(16, triton.next_power_of_2(nodes + size))
+    join[(batch,)](
+        *(part for each in given for part in (each, each.stride(0))),
+        log_survival.new_empty((batch, block)),
+        *out,
+        nodes,
+        size,
+        min(levels, size),
+        BLOCK=block,
+        num_warps=8,
+    )
+    return out[0], out[1], out[2], out[3]
 
 
 @triton.jit(
@@ -100,3 +131,92 @@ def search(
     token = tl.load(texts_ptr + source, mask=inside, other=0)
     tl.store(matched_ptr + request, matched)
     tl.store(found_ptr + request * count + column, token, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=(
+        *("tokens_b", "parents_b", "values_b", "by_b", "chain_b", "surer_b"),
+        *("nodes", "size", "levels"),
+    ),
+    do_not_specialize_on_alignment=(
+        *("tokens_ptr", "parents_ptr", "values_ptr", "by_ptr", "chain_ptr", "surer_ptr"),
+        *("scratch_ptr", "tokens_out", "parents_out", "values_out", "by_out"),
+    ),
+)
+def join(
+    tokens_ptr,  # int64 [B, N]
+    tokens_b,
+    parents_ptr,  # int64 [B, N]
+    parents_b,
+    values_ptr,  # float32 [B, N]
+    values_b,
+    by_ptr,  # int64 [B, N]
+    by_b,
+    chain_ptr,  # int64 [B, D]
+    chain_b,
+    surer_ptr,  # float32 [B, D], log-survivals of the chain
+    surer_b,
+    scratch_ptr,  # float32 [B, BLOCK]
+    tokens_out,  # [B, N] each
+    parents_out,
+    values_out,
+    by_out,
+    nodes,  # N
+    size,  # D
+    levels,
+    BLOCK: tl.constexpr,
+):
+    """The nodes of a tree and of a chain below its root, the best first; shared ones once."""
+    request = tl.program_id(0).to(tl.int64)
+    tokens_ptr += request * tokens_b
+    parents_ptr += request * parents_b
+    chain_ptr += request * chain_b
+    surer_ptr += request * surer_b
+    index = tl.arange(0, BLOCK)  # of the tree's nodes, then of the chain's
+    place = index - nodes
+    own = index < nodes
+    of_chain = (place >= 0) & (place < size)
+    tokens = tl.load(tokens_ptr + index, mask=own, other=-1)
+    tokens = tl.where(own, tokens, tl.load(chain_ptr + place, mask=of_chain, other=-1))
+    parents = tl.load(parents_ptr + index, mask=own, other=-1).to(tl.int32)
+    values = tl.load(values_ptr + request * values_b + index, mask=own, other=float("-inf"))
+    by = tl.load(by_ptr + request * by_b + index, mask=own, other=_BY_CHAIN)
+
+    at = 0  # the node that the chain has come to
+    shared = 0
+    going = 1
+    for level in range(levels):
+        surer = tl.load(surer_ptr + level)
+        same = own & (parents == at) & (tokens == tl.load(chain_ptr + level))
+        hit = tl.min(tl.where(same & (values > float("-inf")), index, BLOCK), 0)
+        going = going * (hit < BLOCK).to(tl.int32) * (surer > float("-inf")).to(tl.int32)
+        at = tl.where(going > 0, hit, at)
+        here = (index == at) & (going > 0)
+        values = tl.where(here, tl.maximum(values, surer), values)
+        by = tl.where(here, _BY_BOTH, by)
+        shared += going
+
+    below = of_chain & (place >= shared)
+    values = tl.where(below, tl.load(surer_ptr + place, mask=below, other=0.0), values)
+    parents = tl.where(of_chain, tl.where(place == shared, at, index - 1), parents)
+    scratch_ptr += request * BLOCK
+    tl.store(scratch_ptr + index, values)
+    tl.debug_barrier()
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, BLOCK, 16):
+        other = first + tl.arange(0, 16)
+        others = tl.load(scratch_ptr + other)
+        before = others[None, :] > values[:, None]
+        tie = others[None, :] == values[:, None]
+        before = before | (tie & (other[None, :] < index[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+
+    above = tl.gather(rank, tl.maximum(parents, 0), 0)
+    above = tl.where(above < nodes, above, 0)
+    above = tl.where(rank == 0, -1, above)
+    out = request * nodes + rank
+    kept = rank < nodes
+    tl.store(tokens_out + out, tl.where(own, tokens, tl.maximum(tokens, 0)), mask=kept)
+    tl.store(parents_out + out, above.to(tl.int64), mask=kept)
+    tl.store(values_out + out, values, mask=kept)
+    tl.store(by_out + out, by, mask=kept)

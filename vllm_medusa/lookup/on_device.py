@@ -2,7 +2,7 @@
 
 The same as `Lookup` does request by request on the host: matches, continuations, what is believed
 of them, one tree of both. Slots tell the requests apart: a text is the row of its request's slot in
-a table of all texts. On a GPU the search is one kernel (`kernel`); the rest is torch everywhere.
+a table of all texts. On a GPU search and joining are a kernel each (`kernel`).
 """
 
 from __future__ import annotations
@@ -192,6 +192,16 @@ def merge(trees: DraftTrees, chain: Tensor, log_survival: Tensor, levels: int) -
         levels: bound of the depth of ``trees``.
 
     """
+    if uses_kernel(chain.device.type):
+        from vllm_medusa.lookup import kernel
+
+        fields = trees.token_ids, trees.parents, trees.log_survival, trees.proposed_by
+        return DraftTrees(*kernel.merge(*fields, chain, log_survival, levels))
+    return merge_torch(trees, chain, log_survival, levels)
+
+
+def merge_torch(trees: DraftTrees, chain: Tensor, log_survival: Tensor, levels: int) -> DraftTrees:
+    """`merge` by torch alone."""
     batch, nodes = trees.token_ids.shape
     size, device = chain.shape[1], chain.device
     values, by = trees.log_survival.clone(), trees.proposed_by.clone()

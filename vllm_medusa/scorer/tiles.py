@@ -110,7 +110,7 @@ def shared_bytes(
         used += tile * query_bytes
     if not async_mma:  # weights change their layout between the products
         used += block_m * block_n * query_bytes
-    return used + 1536 * max(1, ahead)  # of blocks and slots
+    return used + 2560 * max(1, ahead)  # blocks, slots, depths and mask words
 
 
 def num_splits(programs: int, max_seq_len: int, num_sms: int, tiles: Tiles, key_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""The search against its twin in torch, bit for bit; interpreted here and compiled on a GPU."""
+"""The kernels against their twins in torch, bit for bit; interpreted here and compiled on a GPU."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from support.interpreter import INTERPRETING, run_interpreting
 from torch import Tensor
 
 from vllm_medusa.lookup import on_device
+from vllm_medusa.lookup.merge import BY_BOTH
+from vllm_medusa.lookup.on_device import DraftTrees
 from vllm_medusa.lookup.search import LONGEST
 
 OUTSIDE = -7  # what lies behind a text
@@ -19,6 +21,27 @@ def table(texts: list[Tensor], width: int) -> tuple[Tensor, Tensor, Tensor]:
     for slot, text in zip(slots.tolist(), texts, strict=True):
         rows[slot, : len(text)] = text
     return rows[:, :width], slots, torch.tensor([len(text) for text in texts])
+
+
+def trees_and_chains(
+    seed: int, batch: int, nodes: int, size: int
+) -> tuple[DraftTrees, Tensor, Tensor]:
+    """Few tokens and few values, so that chains follow paths and survivals tie; some padding."""
+    gen = torch.Generator().manual_seed(seed)
+    parents = torch.full((batch, nodes), -1)
+    for node in range(1, nodes):
+        parents[:, node] = torch.randint(max(0, node - 5), node, (batch,), generator=gen)
+    steps = torch.tensor([0.0, 0.0, -0.25, -1.0])
+    values = steps[torch.randint(0, 4, (batch, nodes), generator=gen)].cumsum(1)
+    counts = torch.randint(1, nodes + 1, (batch, 1), generator=gen)
+    values = values.masked_fill(torch.arange(nodes) >= counts, -torch.inf)
+    values[:, 0] = 0.0
+    surer = steps[torch.randint(0, 4, (batch, size), generator=gen)].cumsum(1)
+    ends = torch.randint(0, size + 1, (batch, 1), generator=gen)
+    surer = surer.masked_fill(torch.arange(size) >= ends, -torch.inf)
+    tokens, chain = (torch.randint(0, 3, (batch, n), generator=gen) for n in (nodes, size))
+    chain = chain.masked_fill(torch.arange(size) >= ends, -1)
+    return DraftTrees(tokens, parents, values, torch.zeros_like(tokens)), chain, surer
 
 
 class Cases:
@@ -66,6 +89,30 @@ class Cases:
         moved = [each.to(self.device) for each in (rows, slots.flip(0), lengths)]
         assert self.kernel.continuations(*moved, 3)[0].tolist() == [0, 2]
 
+    def merged(self, trees: DraftTrees, chain: Tensor, surer: Tensor, levels: int) -> DraftTrees:
+        moved = DraftTrees(*(each.to(self.device) for each in vars(trees).values()))
+        return on_device.merge(moved, chain.to(self.device), surer.to(self.device), levels)
+
+    @pytest.mark.parametrize("nodes", [1, 2, 10, 64, 256])
+    @pytest.mark.parametrize("size", [1, 9, 63, 255])
+    def test_trees_and_chains(self, nodes, size):
+        shared = 0
+        for seed in range(4):
+            trees, chain, surer = trees_and_chains(seed, 3, nodes, size)
+            expected = on_device.merge_torch(trees, chain, surer, 5)
+            found = self.merged(trees, chain, surer, 5)
+            for name, part in vars(expected).items():
+                assert torch.equal(getattr(found, name).cpu(), part), name
+            shared += int((expected.proposed_by == BY_BOTH).sum())
+        assert shared or nodes < 10
+
+    def test_another_token_of_a_chain_is_seen(self):
+        """Negative control."""
+        trees, chain, surer = trees_and_chains(0, 3, 10, 9)
+        found = self.merged(trees, chain, surer, 5)
+        wrong = self.merged(trees, (chain + 1) % 3, surer, 5)
+        assert not torch.equal(found.token_ids, wrong.token_ids)
+
 
 @pytest.mark.skipif(not INTERPRETING, reason="runs in a process whose Triton interprets, see below")
 class TestInterpreted(Cases):
@@ -98,4 +145,7 @@ def test_it_compiles_without_a_gpu(capability):
 
     with compiling(capability) as compiled:
         kernel.continuations(*table([torch.arange(9)], 20), 63)
-    assert list(compiled) == ["search"]
+        for nodes in (64, 256):
+            trees, *chain = trees_and_chains(0, 2, nodes, 63)
+            kernel.merge(*vars(trees).values(), *chain, 5)
+    assert set(compiled) == {"search", "join"}

@@ -316,6 +316,35 @@ class TestOnGpu(Cases):
                 assert error < TOLERANCE[dtype]
                 assert lse_error < 2e-4  # sums of 6,000 terms
 
+    @pytest.mark.parametrize("kv_dtype", [None, FP8_DTYPES[0]])
+    @pytest.mark.parametrize("rows", [64, 128])
+    def test_many_launches_give_the_same_bits(self, monkeypatch, rows, kv_dtype):
+        """No product and no fetch ahead reads what another one writes (triton#9433)."""
+        from vllm_medusa.scorer import launch
+
+        requests = [tree(64, 1400 + 10 * n) for n in range(8)]
+        heads = (rows // 8, 8)  # so many rows of 64 nodes and a key head
+        case = self.make(requests, heads=heads, dim=128, dtype=BF16, kv_dtype=kv_dtype, splits=4)
+        chosen, real = [], launch.tile_sizes
+
+        def with_stages(stages):
+            def tile_sizes(*shape):
+                chosen.append(replace(real(*shape), **({"num_stages": stages} if stages else {})))
+                return chosen[-1]
+
+            monkeypatch.setattr(launch, "tile_sizes", tile_sizes)
+
+        with_stages(1)
+        expected, expected_lse = case.run()
+        assert chosen[-1].block_m == rows
+        for stages in (None, 3, 5):
+            with_stages(stages)
+            off = torch.zeros((), dtype=torch.int64, device=self.device)
+            for _ in range(1000 if stages is None else 100):
+                out, lse = case.run()
+                off += (out != expected).sum() + (lse != expected_lse).sum()
+            assert off.item() == 0, f"{chosen[-1]}"
+
     def test_graph_capture_replays_with_new_lengths(self):
         """Captured with dummy lengths, replayed with real ones: nothing was read by the host."""
         case = self.make([tree(16, 90), tree(16, 200), PADDING], splits=4, dtype=F16)
@@ -413,7 +442,7 @@ WITH_ALL = {"window": 50, "softcap": 30.0, "sinks": True}
 def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, options):
     """Within the shared memory its tiles were chosen for, and with (nearly) all in registers.
 
-    The stack of a thread is what did not fit into its registers; 128 bytes are 32 of 255.
+    The stack of a thread is what did not fit into its registers; 160 bytes are 40 of 255.
     """
     pytest.importorskip("triton")
     from vllm_medusa.scorer import launch
@@ -426,13 +455,15 @@ def test_it_compiles_without_a_gpu(monkeypatch, tmp_path, capability, shared, op
     assert set(compiled) == {"attend", "merge"}
     for kernel in compiled.values():
         assert kernel.metadata.shared <= shared * 1024
-        assert stack_bytes(kernel.asm["cubin"], tmp_path) <= 128
+        assert stack_bytes(kernel.asm["cubin"], tmp_path) <= 160
     (_, heads), dim = options["heads"], options["dim"]
     query, key = case.query.element_size(), case.key_cache.element_size()
     made = tiles.tile_sizes(dim, 64 * options["heads"][0] // heads, query, key, limits)
     sizes = tiles.padded_head(dim), made.block_m, made.block_n, made.num_stages
     expected = tiles.shared_bytes(*sizes, query, key, limits.async_mma)
-    assert 0 <= expected - compiled["attend"].metadata.shared <= made.block_m * 64 * query + 2048
+    assert 0 <= expected - compiled["attend"].metadata.shared <= made.block_m * 64 * query + 5120
     ptx = compiled["attend"].asm["ptx"]
     assert "cp.async" in ptx  # keys are fetched ahead
     assert ("wgmma" in ptx) == (capability == 90)
+    # triton#9433: weights lie in registers, so no product may be under way when they are made
+    assert set(re.findall(r"wgmma.wait_group.sync.aligned (\d+)", ptx)) <= {"0"}

@@ -176,10 +176,13 @@ def test_lookup(length):
     """Any batch, and views of the texts' table up to any length."""
     texts, most = torch.zeros(20, length, dtype=torch.int32), 63
     with needed() as compiled:
-        Copies.warm_up(SimpleNamespace(_most=most), texts)
+        Copies.warm_up(SimpleNamespace(_most=most, _levels=5), texts)
 
     def step(batch, width):
         slots = torch.arange(batch + 1)[1:]
-        lookup.continuations(texts[:, :width], slots, torch.zeros_like(slots), most)
+        zeros = torch.zeros(batch, most + 1, dtype=torch.int64)
+        trees = lookup.DraftTrees(zeros, zeros, zeros.float(), zeros)
+        _, found = lookup.continuations(texts[:, :width], slots, torch.zeros_like(slots), most)
+        lookup.merge(trees, found, found.float(), 5)
 
-    assert many(step, length) == compiled and len(compiled) == 1
+    assert many(step, length) == compiled and len(compiled) == 2

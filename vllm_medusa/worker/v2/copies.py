@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_medusa.lookup.on_device import DraftTrees, LookupOnDevice, continuations
+from vllm_medusa.lookup.on_device import DraftTrees, LookupOnDevice, continuations, merge
 from vllm_medusa.proposer.candidates import IMPOSSIBLE, Proposal
 from vllm_medusa.worker.grammar_scheduler import TreeDrafts
 from vllm_medusa.worker.options import EngineOptions
@@ -43,9 +43,12 @@ class Copies:
         states.all_token_ids = StagedWriteTensor(shape, dtype=torch.int32, device=states.device)
 
     def warm_up(self, texts: Tensor) -> None:
-        """Compile the search through ``texts``, int32 [slots, most tokens of a text]."""
+        """Compile what finds and joins; ``texts`` is int32 [slots, most tokens of a text]."""
         one = torch.ones(1, dtype=torch.int64, device=texts.device)
-        continuations(texts, one - 1, one, self._most)
+        _, found = continuations(texts, one - 1, one, self._most)
+        tree = one.new_zeros((1, self._most + 1))
+        own = DraftTrees(tree, tree, tree.to(torch.float32), tree)
+        merge(own, found, found.to(torch.float32), self._levels)
 
     def join(
         self,
