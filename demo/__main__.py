@@ -115,7 +115,7 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
     drafter = options.drafter
     if packed.is_packed(drafter):
         drafter = _MADE / "drafters" / drafter.name
-        packed.unpack(options.drafter, drafter)
+        packed.unpack(options.drafter, drafter, target)
     machine = describe_machine()
     eager = options.eager
     if not eager and not (shutil.which("g++") or shutil.which("clang++")):

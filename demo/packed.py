@@ -1,9 +1,10 @@
 """A drafter's folder in half the space: weights as int8, one scale for each output row.
 
-    python -m demo.packed FOLDER OUTPUT     # a drafter to a packed one
+    python -m demo.packed FOLDER OUTPUT --target TARGET     # a drafter to a packed one
 
-Tensors of one dimension stay as they are, but that ids are int32. What drafts are made of does not
-change what is generated, only how much of it is accepted.
+Tensors of one dimension stay as they are, but that ids are int32. An LM head whose rows are the
+target's is left out, and taken from the target again. What drafts are made of does not change what
+is generated, only how much of it is accepted.
 """
 
 from __future__ import annotations
@@ -24,12 +25,21 @@ from vllm_medusa.files import FileRefused, new_folder
 
 FILE = "model.safetensors"
 FORMAT = "int8 rows 1"
+LM_HEAD, MAP = "lm_head.weight", "d2t"  # of an EAGLE-3 drafter; rows of the target less their place
 _SCALE = ".scale"  # of a matrix; behind its name
 
 
-def pack(folder: Path, output: Path) -> None:
-    """Write the packed form of a drafter's folder; its ``config.json`` is copied."""
+def pack(folder: Path, output: Path, target: Path | None = None) -> None:
+    """Write the packed form of a drafter's folder; its ``config.json`` is copied.
+
+    With the ``target``'s folder an LM head of its rows is left out.
+    """
     tensors, _ = _read(folder)
+    rows = ""
+    if target is not None and {LM_HEAD, MAP} <= tensors.keys():
+        own = _target_rows(target, tensors[MAP]).to(tensors[LM_HEAD].dtype)
+        if torch.equal(own, tensors[LM_HEAD]):
+            rows = str(tensors.pop(LM_HEAD).dtype).removeprefix("torch.")
     packed, dtypes = dict[str, Tensor](), dict[str, str]()
     for name, tensor in tensors.items():
         dtypes[name] = str(tensor.dtype).removeprefix("torch.")
@@ -42,13 +52,16 @@ def pack(folder: Path, output: Path) -> None:
             packed[name] = (tensor.float() / scale.clamp_min(1e-30)).round().to(torch.int8)
             packed[name + _SCALE] = scale
     metadata = {"packed": FORMAT, "dtypes": json.dumps(dtypes), "digest": _digest(packed)}
+    metadata["target rows"] = rows  # their dtype, if the LM head is left out
     with new_folder(output) as part:
         save_file(packed, part / FILE, metadata)
         shutil.copyfile(folder / "config.json", part / "config.json")
 
 
-def unpack(folder: Path, output: Path) -> None:
+def unpack(folder: Path, output: Path, target: Path) -> None:
     """Write the drafter that `pack` was given, its matrices rounded; replaces ``output``.
+
+    ``target`` is the folder of the model that it drafts for.
 
     Raises:
         FileRefused: the file is damaged or was not packed.
@@ -65,6 +78,8 @@ def unpack(folder: Path, output: Path) -> None:
         if name + _SCALE in packed:
             tensor = tensor.float() * packed[name + _SCALE]
         tensors[name] = tensor.to(getattr(torch, dtype))
+    if dtype := metadata["target rows"]:
+        tensors[LM_HEAD] = _target_rows(target, tensors[MAP]).to(getattr(torch, dtype))
     with new_folder(output, overwrite=True) as part:
         save_file(tensors, part / FILE, {"format": "pt"})
         shutil.copyfile(folder / "config.json", part / "config.json")
@@ -73,6 +88,14 @@ def unpack(folder: Path, output: Path) -> None:
 def is_packed(folder: Path) -> bool:
     """Whether a folder is what `pack` writes."""
     return (folder / FILE).is_file() and "packed" in _read(folder)[1]
+
+
+def _target_rows(target: Path, offsets: Tensor) -> Tensor:
+    """Rows of the target's LM head (its embedding where they are tied): [V_draft, H]."""
+    with safe_open(target / FILE, "pt") as file:
+        names = ("lm_head.weight", "model.embed_tokens.weight")
+        whole = file.get_tensor(next(name for name in names if name in file.keys()))  # noqa: SIM118
+    return whole[offsets + torch.arange(len(offsets))].contiguous()
 
 
 def _read(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -96,9 +119,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo.packed", description=__doc__)
     parser.add_argument("folder", type=Path, help="of a drafter")
     parser.add_argument("output", type=Path, help="a new folder")
+    parser.add_argument("--target", type=Path, help="the model that it drafts for")
     args = parser.parse_args()
     try:
-        pack(args.folder, args.output)
+        pack(args.folder, args.output, args.target)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -19,15 +19,16 @@ mkdir -p "$WORK"
     -o "$WORK/texts.jsonl"
 
 train() { # KIND, more options
-    "$BIN/vllm-medusa" train "$TARGET" -i "$WORK/texts.jsonl" -o "$WORK/$1" --heads "$1" "${@:2}"
+    "$BIN/vllm-medusa" train "$TARGET" -i "$WORK/texts.jsonl" -o "$WORK/$1" --heads "$1" \
+        --draft-vocab 8192 "${@:2}"
 }
+train eagle3 --num-heads 5 --lm-heads shared --epochs 2
 train medusa --num-heads 4 --cache "$WORK/states" --keep-cache
 train hydra --num-heads 3 --cache "$WORK/states" --keep-cache
-train eagle3 --num-heads 5 --epochs 2
 
 for kind in medusa hydra; do
     "$BIN/vllm-medusa" calibrate "$TARGET" "$WORK/$kind" -i "$WORK/$kind/training/heldout.jsonl"
 done
 for kind in medusa hydra eagle3; do
-    "$BIN/python" -m demo.packed "$WORK/$kind" "demo/drafters/$kind"
+    "$BIN/python" -m demo.packed "$WORK/$kind" "demo/drafters/$kind" --target "$TARGET"
 done

@@ -33,7 +33,7 @@ def drafter(tmp_path):
 
 def test_there_and_back(drafter, tmp_path):
     pack(drafter, tmp_path / "packed")
-    unpack(tmp_path / "packed", tmp_path / "back")
+    unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
     before, after = load_file(drafter / FILE), load_file(tmp_path / "back" / FILE)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -65,18 +65,33 @@ def test_a_damaged_file_is_refused(drafter, tmp_path, place):
     content[-9] ^= 1
     file.write_bytes(content if place == "weights" else content[:-50])
     with pytest.raises(FileRefused, match="damaged"):
-        unpack(tmp_path / "packed", tmp_path / "back")
+        unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
     assert not (tmp_path / "back").exists()
 
 
 def test_a_file_of_another_kind_is_refused(drafter, tmp_path):
     with pytest.raises(FileRefused, match="not written by"):
-        unpack(drafter, tmp_path / "back")
+        unpack(drafter, tmp_path / "back", tmp_path)
 
 
 def test_unpacking_again_replaces(drafter, tmp_path):
     pack(drafter, tmp_path / "packed")
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "old").touch()
-    unpack(tmp_path / "packed", tmp_path / "back")
+    unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
     assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["config.json", FILE]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_lm_head_of_the_targets_rows_is_left_out(drafter, tmp_path, same):
+    embedding, ids = torch.randn(64, 16).bfloat16(), torch.tensor([3, 9, 60])
+    save_file({"model.embed_tokens.weight": embedding}, tmp_path / FILE)
+    tensors = {"d2t": ids - torch.arange(3), "lm_head.weight": embedding[ids].contiguous()}
+    if not same:
+        tensors["lm_head.weight"][1, 1] += 1
+    save_file(tensors, drafter / FILE)
+    pack(drafter, tmp_path / "packed", tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "packed" / FILE)) != same
+    unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
+    again = load_file(tmp_path / "back" / FILE)["lm_head.weight"]
+    assert torch.equal(again, tensors["lm_head.weight"]) == same

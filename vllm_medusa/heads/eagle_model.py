@@ -183,12 +183,14 @@ class EagleDrafter(nn.Module):
         vocab_size: the target's.
         token_map: int64 [V_draft], the target's id of each draft token, ascending; None: all.
         embedding: the target's [>= V, H]; bound, not stored.
+        frozen_lm_head: whether training leaves the LM head as it is.
 
     """
 
     token_map: Tensor | None
     lm_head_bias: None = None
     shared_lm_head = False
+    frozen_lm_head = False
 
     def __init__(self, shape: EagleShape, steps: int, token_map: Tensor | None = None) -> None:
         super().__init__()

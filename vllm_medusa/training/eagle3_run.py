@@ -68,6 +68,7 @@ def new_drafter(job: Job, target: Target, states: HiddenStates) -> EagleDrafter:
     with torch.no_grad():
         drafter.lm_head.weight.copy_(head)
         drafter.norm.weight.copy_(some[:, -target.hidden_size :].square().mean(0).sqrt())
+    drafter.frozen_lm_head = options.heads.lm_heads == "shared"
     drafter = drafter.to(target.device)
     drafter.embedding = target.embedding_weight.detach()
     return drafter

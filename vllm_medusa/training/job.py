@@ -148,7 +148,7 @@ class Job:
             target,
             options.num_heads,
             options.num_layers,
-            lm_heads=options.lm_heads,
+            lm_heads=options.lm_heads or "shared",
             token_map=token_map,
             kind=options.kind,
         )

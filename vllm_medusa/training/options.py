@@ -179,9 +179,11 @@ class HeadOptions(Options):
     )
     num_heads: Positive = option("of eagle3: tokens ahead that it is trained for", default=5)
     num_layers: Positive = option("residual layers a head", default=1)
-    lm_heads: Literal["shared", "own"] = option(
-        "shared: all heads use the target's LM head; own: each trains a copy of it",
-        default="shared",
+    lm_heads: Literal["shared", "own"] | None = option(
+        "shared: the target's LM head, as it is; own: each head, or the eagle3 drafter, trains a "
+        "copy of it",
+        default=None,
+        shown="shared; of eagle3 own",
     )
     draft_vocab: FromZero | None = option(
         "predict only the N tokens that the texts have most; 0: all",
@@ -402,11 +404,8 @@ class TrainOptions(Options):
                 f"--heads eagle3 leaves the target as it is; the method is {self.method}. Leave it "
                 "out, or train Medusa heads with it."
             )
-        for name, value, usual, why in (
-            ("--num-layers", heads.num_layers, 1, "has one decoder layer"),
-            ("--lm-heads", heads.lm_heads, "shared", "always trains an LM head of its own"),
-        ):
-            if value != usual:
-                raise ValueError(
-                    f"{name} {value} is for Medusa and Hydra heads: EAGLE-3 {why}. Leave it out."
-                )
+        if heads.num_layers != 1:
+            raise ValueError(
+                f"--num-layers {heads.num_layers} is for Medusa and Hydra heads: EAGLE-3 has one "
+                "decoder layer. Leave it out."
+            )

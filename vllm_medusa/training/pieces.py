@@ -45,7 +45,9 @@ class PieceTrainer(Trainer):
         self.train_states, self.heldout = train, heldout
         self.soft = recipe.labels == "soft"
         self.piece_rows = piece_rows
-        self.optimizer = make_optimizer([(heads.parameters(), 1.0)], recipe.optimisation)
+        self.optimizer = make_optimizer(
+            [([p for p in heads.parameters() if p.requires_grad], 1.0)], recipe.optimisation
+        )
         self.pieces = train.texts.pieces(min(piece_rows, recipe.batch_rows))
         self.order = Order(
             [len(piece) for piece in self.pieces],

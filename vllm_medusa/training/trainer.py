@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_medusa.heads.eagle_model import EagleDrafter
 from vllm_medusa.job import JobFailed
 from vllm_medusa.training.losses import AnyHeads, head_weights
 from vllm_medusa.training.optimisation import clip_gradients, set_rate
@@ -54,6 +55,8 @@ class Trainer(ABC):
         save_seconds: float,
     ) -> None:
         self.heads = heads.to(workers.device).requires_grad_(True)
+        if isinstance(heads, EagleDrafter) and heads.frozen_lm_head:
+            heads.lm_head.requires_grad_(False)
         self.run, self.workers, self.save_seconds = run, workers, save_seconds
         self.decay = head_weights(heads.num_heads, recipe.decay).to(workers.device)
         self.step = 0

@@ -209,12 +209,22 @@ def test_labels_are_those_of_heads_also_where_texts_are_cut(target, records, tmp
         assert torch.equal(torch.cat(parts), torch.cat(wanted))
 
 
+def test_a_shared_lm_head_stays_the_targets(target, records, trained, tmp_path):
+    asked = options(target, records, tmp_path / "drafter")
+    train(replace(asked, heads=replace(asked.heads, lm_heads="shared")))
+    shared, own = (load_file(d / "model.safetensors") for d in (tmp_path / "drafter", trained))
+    rows = torch.arange(300) + shared["d2t"]
+    embedding = Target.load(target, dtype=torch.float32, device="cpu").lm_head_weight
+    assert torch.equal(shared["lm_head.weight"], embedding[rows].to(torch.bfloat16))
+    assert not torch.equal(own["lm_head.weight"], embedding[rows].to(torch.bfloat16))
+    assert not torch.equal(shared["fc.weight"], own["fc.weight"]), "all else is trained"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"method": "medusa-2"}, "--heads eagle3 leaves the target as it is"),
         ({"heads": {"num_layers": 2}}, "--num-layers 2 is for Medusa and Hydra"),
-        ({"heads": {"lm_heads": "own"}}, "--lm-heads own is for Medusa and Hydra"),
         ({"heads": {"kind": "hydra", "aux_layers": (1, 2, 3)}}, "option of --heads eagle3"),
     ],
 )
