@@ -142,7 +142,7 @@ def compare(
             first = prompts[: options.batch]
             for _ in range(2):  # the first warms up
                 results, seconds = plain.run(first, options.batch, options.seed)
-            token = seconds / sum(result.num_tokens for result in results)
+            token = seconds / max(1, sum(result.num_tokens for result in results))
             turn = 2 * arms * options.max_tokens * token  # of both engines, in all arms
             number, rounds = affordable(options.seconds, turn, len(prompts), rounds)
             if (number, rounds) != (len(prompts), options.rounds):
