@@ -20,7 +20,7 @@ mkdir -p "$WORK"
 
 train() { # KIND, more options
     "$BIN/vllm-medusa" train "$TARGET" -i "$WORK/texts.jsonl" -o "$WORK/$1" --heads "$1" \
-        --draft-vocab 8192 "${@:2}"
+        --draft-vocab 8192 --dtype bfloat16 "${@:2}"
 }
 train eagle3 --num-heads 5 --lm-heads shared --epochs 2
 train medusa --num-heads 4 --cache "$WORK/states" --keep-cache

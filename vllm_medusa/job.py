@@ -50,12 +50,14 @@ def duration(seconds: float) -> str:
 class Pace:
     """How long a part of a job still takes, from the first count that is told on."""
 
-    def __init__(self, now: float, done: float):
-        """Begin at ``done`` units, which may have been done before."""
-        self._began, self._first = now, done
+    def __init__(self) -> None:
+        self._began = self._first = 0.0
+        self._total: float | None = -1.0
 
     def left(self, now: float, done: float, total: float | None) -> float | None:
-        """Seconds; None where nothing says how many."""
+        """Seconds; None where nothing says how many. Another ``total`` begins a new count."""
+        if total != self._total:
+            self._began, self._first, self._total = now, done, total
         if total is None or done <= self._first:
             return None
         return (now - self._began) / (done - self._first) * max(0.0, total - done)

@@ -55,7 +55,7 @@ class ConsoleProgress(Progress):
         """Move the bar of ``what``."""
         now = time.perf_counter()
         if not self.console.is_terminal:
-            left = self._paces.setdefault(what, Pace(now, done)).left(now, done, total)
+            left = self._paces.setdefault(what, Pace()).left(now, done, total)
             if now - self._said > _PLAIN_SECONDS:
                 self._said = now
                 of = "" if total is None else f"/{total:.0f}"

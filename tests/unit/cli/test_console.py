@@ -3,7 +3,7 @@
 import pytest
 
 from vllm_medusa.cli import console
-from vllm_medusa.job import JobFailed
+from vllm_medusa.job import JobFailed, Pace
 
 
 class Stopped(JobFailed):
@@ -35,6 +35,14 @@ def test_other_errors_are_faults_of_ours_and_stay_what_they_are():
 
     with pytest.raises(KeyError):
         console.run_job(job, interrupted="")
+
+
+def test_another_total_begins_a_new_count():
+    pace = Pace()
+    assert pace.left(100.0, 5, 9) is None
+    assert pace.left(110.0, 7, 9) == 10.0
+    assert pace.left(200.0, 1, 101) is None
+    assert pace.left(201.0, 11, 101) == 9.0
 
 
 def test_plain_progress_is_a_line_now_and_then(monkeypatch, capfd):
