@@ -17,7 +17,7 @@ import torch
 from support.assets import HEADS as TRAINED_HEADS
 from support.assets import TARGET, code_prompts
 from support.budgets import budget_of, fickle
-from support.engines import complete, engine, greedy, metric, random_prompts
+from support.engines import complete, engine, greedy, metric, random_prompts, start, stop
 from support.metrics import added, counts
 from support.models import VOCAB
 from support.planted import planted
@@ -219,32 +219,34 @@ def automatic(
 ) -> Iterator[LLM]:
     """Few rows a step, so that drafts could keep requests and prefills waiting.
 
-    An engine of the kind was there before.
+    An engine of the kind was there before. Times at start-up are given: other tests run beside.
     """
     config = {"method": "medusa", "model": random_heads, "budget": "auto"}
     learned = []  # of steps with drafts, whether they teach
 
-    def observe(each: Any, rows: int, requests: int, *step: float) -> None:
+    def observe(each: Any, rows: int, requests: int, heads: float, ms: float) -> None:
+        assert ms > 0
         if rows > requests:
             learned.append(each.learns)
         if each.learns:
-            each.cost.observe(rows, requests, *step)
+            each.cost.observe(rows, requests, heads, 1.5 + 0.1 * rows + heads)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(practice._Script, "observe", observe)
         patch.setattr(practice, "SECONDS", 300.0)  # all that is planned, however busy the machine
         with engine(chaotic_llama, config, **FEW_ROWS) as first:
             assert budget_of(first).cost.steps > 20
-    # the first of all is slow, and so is one behind plain steps
-    assert learned[:3] == [False, False, True]
-    (file,) = costs.glob("*.json")
-    document = json.loads(file.read_text())
-    lines = len(StepCost(document["max_rows"])._rows)  # behind them is what drafts and heads take
-    document["log_ms"] = [value + 1.2 * (i >= lines) for i, value in enumerate(document["log_ms"])]
-    file.write_text(json.dumps(document))
-    (costs.parent / "stale.json").write_text(json.dumps(document))
-    with engine(chaotic_llama, config, **FEW_ROWS) as llm:
-        yield llm
+        # the first of all is slow, and so is one behind plain steps
+        assert learned[:3] == [False, False, True]
+        (file,) = costs.glob("*.json")
+        document = json.loads(file.read_text())
+        lines = len(StepCost(document["max_rows"])._rows)  # behind them: what drafts and heads take
+        dear = [value + 1.2 * (i >= lines) for i, value in enumerate(document["log_ms"])]
+        file.write_text(json.dumps(document | {"log_ms": dear}))
+        (costs.parent / "stale.json").write_text(file.read_text())
+        llm = start(chaotic_llama, config, **FEW_ROWS)
+    yield llm
+    stop(llm)
 
 
 def test_steps_are_timed_at_start_up(automatic: LLM, costs: Path) -> None:
@@ -254,7 +256,7 @@ def test_steps_are_timed_at_start_up(automatic: LLM, costs: Path) -> None:
     stale = json.loads((costs.parent / "stale.json").read_text())
     assert stale["steps"] < kept["steps"]
     was, now = (StepCost.from_dict(each) for each in (stale, kept))
-    assert _surcharge(now) < 0.75 * _surcharge(was)  # dear drafts are looked at again
+    assert _surcharge(now) < 0.3 * _surcharge(was)  # dear drafts are looked at again
 
 
 def test_budgets_that_change_with_every_step(
