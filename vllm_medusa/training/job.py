@@ -16,6 +16,7 @@ from vllm_medusa.job import Progress
 from vllm_medusa.offline.machine import fast_bfloat16
 from vllm_medusa.offline.records import digest_of
 from vllm_medusa.training.draft_vocab import (
+    LARGEST,
     count_tokens,
     coverage,
     frequent_tokens,
@@ -163,6 +164,8 @@ class Job:
         if size is None:
             size = usual_size(self.inputs.train, known)
         if not size or size >= known:
+            if known > LARGEST:
+                self.progress.note(f"draft vocabulary: all {known} tokens (--draft-vocab)")
             return None
         ends = {token for token in target.end_tokens if token < known}
         token_map = frequent_tokens(counts, size, ends)

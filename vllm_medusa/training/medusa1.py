@@ -29,7 +29,7 @@ from vllm_medusa.training.target import Target
 from vllm_medusa.training.texts import Piece
 from vllm_medusa.training.workers import Workers
 
-PIECE_ROWS = 128
+PIECE_ROWS = 32  # a step of 256 positions has parts of eight texts
 _MEASURED_ROWS = 4096  # a batch of measuring
 
 

@@ -213,7 +213,7 @@ class StepOptions(Options):
     )
     accumulate: Positive = option("micro-batches a step", default=1, metavar="N")
     learning_rate: Above | None = option(
-        "the heads' peak", default=None, shown="1e-3; more for targets narrower than 1280"
+        "the heads' peak", default=None, shown="1e-3; more for targets narrower than 573"
     )
     warmup_steps: FromZero | None = option(
         "at most a tenth",

@@ -64,7 +64,7 @@ def test_one_step_has_the_peak(growth):
 
 
 def test_what_isnt_given_follows_from_the_width_and_the_rows():
-    rates = [usual_rate(width) for width in (64, 256, 1024, 4096)]
+    rates = [usual_rate(width) for width in (64, 256, 512, 4096)]
     assert rates == [5e-3, 5e-3, 1.25e-3, 1e-3]
     rows = (10, 600_000, 3_000_000, 60_000_000)
     assert [usual_batch(count) for count in rows] == [256, 384, 1920, 4096]
