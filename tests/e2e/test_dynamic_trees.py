@@ -317,6 +317,7 @@ def test_deep_heads_rest_where_nothing_gets_there(
     automatic: LLM, reference: Reference, monkeypatch: Patch
 ) -> None:
     budget, ran = budget_of(automatic), []
+    monkeypatch.setattr(budget, "choose", lambda gain, _, free: min(len(gain) - 1, free))
     monkeypatch.setattr(budget, "draft_next", lambda *_: budget.max_per_request)
     forward = PackedHeads.__call__
 

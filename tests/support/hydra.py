@@ -63,7 +63,7 @@ def save_fitted_hydra(
                 rows = lm_head if token_map is None else lm_head[token_map]
                 token = draft_labels(paths[:, head + 1], heads, 0)
                 wanted = random_ranks(token, len(rows), 2, generator)
-                wanted = torch.where(wanted > 0, 5.5 + wanted / 2, 0.0)  # sure enough to go deep
+                wanted = torch.where(wanted >= 1, 5.5 + wanted / 2, wanted)  # sure enough
                 states_of = torch.linalg.lstsq(rows.double(), wanted.T).solution.T  # [M, H]
                 fitted = torch.linalg.lstsq(features[:, head].double(), states_of).solution.T
                 first.skip_weight.copy_(fitted @ first.skip_weight.double())

@@ -1,9 +1,10 @@
-"""The trial runs the real training on the demo's target, for every kind of heads."""
+"""The trial runs the real training on the test target, for every kind of heads."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.assets import TARGET as TARGET_OF_TESTS
 from support.told import Told
 
 from vllm_medusa.adapt.amounts import Rates
@@ -11,7 +12,7 @@ from vllm_medusa.adapt.options import AdaptFiles, AdaptOptions, TrainingOptions,
 from vllm_medusa.adapt.trial import RATES, TrialOptions, try_machine
 from vllm_medusa.files import read_json
 
-TARGET = Path(__file__).parents[3] / "demo" / "target"
+TARGET = Path(TARGET_OF_TESTS)
 
 
 @pytest.mark.parametrize("drafter", ["medusa", "hydra", "eagle3"])

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+from support.assets import TARGET
 from transformers import AutoTokenizer
 
 from vllm_medusa.offline.lengths import Length, has_template, measure_prompts
 from vllm_medusa.offline.prompts import BadLine, Prompt
 
-DEMO = Path(__file__).parents[3] / "demo" / "target"
+DEMO = Path(TARGET)
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'bad' %}{{ raise_exception('no') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
