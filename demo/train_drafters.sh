@@ -5,13 +5,14 @@
 # drafter are trained on its answers. Stopped at any point, the same command resumes.
 #
 #   CONVERSATIONS=7500 make drafters      more texts, about 600 tokens of answers each
+#   KINDS="hydra medusa" make drafters    only these (hydra, medusa, eagle3)
 #   WORK=DIR make drafters                where texts and drafters are kept (build/drafters)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly BIN="${VENV:-.venv}/bin"
 readonly TARGET="${TARGET:-.demo/target}" WORK="${WORK:-build/drafters}"
-readonly CONVERSATIONS="${CONVERSATIONS:-2500}"
+readonly CONVERSATIONS="${CONVERSATIONS:-2500}" KINDS="${KINDS:-hydra medusa eagle3}"
 
 mkdir -p "$WORK"
 "$BIN/vllm-medusa" distill "$TARGET" --self-talk --conversations "$CONVERSATIONS" --turns 2 \
@@ -22,13 +23,14 @@ train() { # KIND, more options
     "$BIN/vllm-medusa" train "$TARGET" -i "$WORK/texts.jsonl" -o "$WORK/$1" --heads "$1" \
         --draft-vocab 8192 --dtype bfloat16 "${@:2}"
 }
-train eagle3 --num-heads 5 --lm-heads shared --epochs 2
-train medusa --num-heads 4 --cache "$WORK/states" --keep-cache
-train hydra --num-heads 3 --cache "$WORK/states" --keep-cache
-
-for kind in medusa hydra; do
-    "$BIN/vllm-medusa" calibrate "$TARGET" "$WORK/$kind" -i "$WORK/$kind/training/heldout.jsonl"
-done
-for kind in medusa hydra eagle3; do
+for kind in $KINDS; do
+    case $kind in
+        hydra) train hydra --num-heads 3 --epochs 2 --learning-rate 7e-4 --cache "$WORK/states" --keep-cache ;;
+        medusa) train medusa --num-heads 4 --learning-rate 7e-4 --cache "$WORK/states" --keep-cache ;;
+        eagle3) train eagle3 --lm-heads shared --epochs 2 ;;
+    esac
+    [[ $kind == eagle3 ]] || "$BIN/vllm-medusa" calibrate "$TARGET" "$WORK/$kind" \
+        -i "$WORK/$kind/training/heldout.jsonl" --dtype bfloat16 --positions 8192
+    rm -rf "demo/drafters/$kind"
     "$BIN/python" -m demo.packed "$WORK/$kind" "demo/drafters/$kind" --target "$TARGET"
 done
