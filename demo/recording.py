@@ -108,7 +108,7 @@ class Run:
 
     @property
     def outcome(self) -> str:
-        """What drafts brought, in words."""
+        """The ratio of speeds, or where the tokens differ."""
         ratio = f"{self.plain.seconds / self.drafted.seconds:.2f}x the speed"
         if self.identical:
             return f"{ratio}, the same {len(self.plain.token_ids)} tokens"
