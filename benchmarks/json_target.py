@@ -155,15 +155,12 @@ def _train_heads(
     from vllm_medusa.calibration.calibrate import calibrate
     from vllm_medusa.calibration.options import CalibrateOptions
     from vllm_medusa.offline.children import run_in_process
-    from vllm_medusa.offline.options import BatchOptions
+    from vllm_medusa.offline.options import DistillOptions
     from vllm_medusa.training.distill import distill
     from vllm_medusa.training.options import (
-        DistillOptions,
         HeadOptions,
-        RecordFiles,
         StepOptions,
         TextFiles,
-        TextOptions,
         TrainOptions,
     )
     from vllm_medusa.training.train import train
@@ -172,12 +169,13 @@ def _train_heads(
     asked_file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     asked = DistillOptions(
         model=str(target),
-        files=RecordFiles(prompts=asked_file, output=records),
-        sampling=TextOptions(max_tokens=256, temperature=(0.8,), seed=options.seed),
-        engine=BatchOptions(
-            dtype="float32",
-            engine_args={"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28},
-        ),
+        prompts=asked_file,
+        output=records,
+        max_tokens=256,
+        temperature=(0.8,),
+        seed=options.seed,
+        dtype="float32",
+        engine_args={"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28},
     )
     run_in_process(distill, asked, progress, log=options.output / "distill.log")
     train(

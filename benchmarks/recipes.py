@@ -26,20 +26,17 @@ from vllm_medusa.files import write_json
 from vllm_medusa.heads import save_heads
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.children import run_in_process
-from vllm_medusa.offline.options import BatchOptions
+from vllm_medusa.offline.options import DistillOptions
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.offline.records import load_records
 from vllm_medusa.options import AtLeastZero, Options, Positive, Seed, option
 from vllm_medusa.training.distill import distill
 from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.options import (
-    DistillOptions,
     HeadOptions,
     JointOptions,
-    RecordFiles,
     StepOptions,
     TextFiles,
-    TextOptions,
     TrainOptions,
 )
 from vllm_medusa.training.target import Target
@@ -137,14 +134,13 @@ def make_texts(options: RecipesOptions, tokenizer: Any) -> dict[str, Path]:
         write_prompts(prompts, chosen)
         asked = DistillOptions(
             model=str(options.target),
-            files=RecordFiles(prompts=prompts, output=files[name]),
-            sampling=TextOptions(
-                temperature=(options.temperature,), max_tokens=options.tokens, seed=options.seed
-            ),
-            engine=BatchOptions(
-                dtype="float32",
-                engine_args={"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28},
-            ),
+            prompts=prompts,
+            output=files[name],
+            temperature=(options.temperature,),
+            max_tokens=options.tokens,
+            seed=options.seed,
+            dtype="float32",
+            engine_args={"enforce_eager": True, "kv_cache_memory_bytes": 1 << 28},
         )
         run_in_process(distill, asked, log=out / "distill.log")
     write_plain(files["plain"], some, files["self-distilled"])

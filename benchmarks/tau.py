@@ -31,11 +31,11 @@ from benchmarks.report import table
 from vllm_medusa.calibration.calibrate import calibrate
 from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.calibration.prompts import prompt_ids
 from vllm_medusa.calibration.search import walked_tree
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Result
-from vllm_medusa.offline.prompts import Prompt
+from vllm_medusa.offline.defaults import prompt_ids
+from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.offline.records import key_of, load_records
 from vllm_medusa.options import Dtype, Positive, option
 from vllm_medusa.training.inputs import find_tokenizer
@@ -104,7 +104,8 @@ def _refuse_overlap(options: TauOptions) -> None:
     records, _ = load_records(options.records, tokenizer)
     known = {record.prompt_key for record in records}
     for path in options.texts:
-        if any(key_of(ids, len(ids)) in known for ids in prompt_ids(path, tokenizer)):
+        found = (prompt_ids(prompt, tokenizer) for prompt in load_prompts(path))
+        if any(key_of(ids, len(ids)) in known for ids in found):
             raise ValueError(f"{options.records} has texts of prompts of {path}: take others.")
 
 

@@ -27,7 +27,7 @@ OPTIONS = {
     "--num-draft-tokens": NODES,
     "--measure-prompts": 2,
     "--measure-tokens": 16,
-    "--rounds": 1,
+    "--measure-seconds": 1,
     "--dtype": "float32",
 }
 

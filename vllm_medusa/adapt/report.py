@@ -7,18 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.adapt.checks import REPORT, Plan
+from vllm_medusa.adapt.checks import REPORT
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.adapt.pictures import draw_accuracies, draw_budgets
-from vllm_medusa.adapt.split import COUNTS
+from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, PICTURE, RELIABILITY
+from vllm_medusa.adapt.plan import Plan
 from vllm_medusa.adapt.stages import Finished
 from vllm_medusa.files import new_folder, read_json, write_json
+from vllm_medusa.job import plural
 from vllm_medusa.offline import comparison
 from vllm_medusa.offline.machine import machine_in_words
 
-PAGE, FIGURES = "report.md", "compare.json"
-FORMAT_VERSION = 1
-_HEADS = ("config.json", "model.safetensors", "calibration.safetensors")
+PAGE = "report.md"
 _NAMES = {"medusa": "Medusa heads", "hydra": "Hydra heads", "eagle3": "An EAGLE-3 drafter"}
 _WEAK_TAU = 1.5
 _CALIBRATION = "![calibration](calibration.png)\n"
@@ -37,15 +36,14 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
     medusa = read_json(_final(stages) / "config.json")["medusa"]
     measured = read_json(stages["compare"].folder / FIGURES)
     counts = read_json(stages["split"].folder / COUNTS)
-    asked = options.measuring.num_draft_tokens
+    asked = options.num_draft_tokens
     return {
-        "format_version": FORMAT_VERSION,
         "key": plan.key,
         "target": {"name": options.target, **plan.target},
-        "drafter": options.training.drafter,
-        "method": options.training.method,
+        "drafter": options.drafter,
+        "method": options.method,
         "prompts": {
-            "file": options.files.prompts.name,
+            "file": options.prompts.name,
             "sha256": plan.prompts_digest,
             "different": plan.different,
             **dict(zip(("trained", "calibrated", "measured"), counts["prompts"], strict=True)),
@@ -55,7 +53,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
         },
         "seed": options.seed,
         "dtype": options.dtype,
-        "temperature": options.texts.temperature,
+        "temperature": options.temperature,
         "training": medusa.get("training"),
         "calibration": medusa.get("calibration"),
         "tree": medusa.get("tree"),
@@ -68,7 +66,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
             {"stage": name, "command": stage.command, "seconds": round(stage.seconds, 1)}
             for name, stage in stages.items()
         ],
-        "provenance": provenance(list(command), [options.files.prompts]),
+        "provenance": provenance(list(command), [options.prompts]),
     }
 
 
@@ -79,8 +77,8 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
     final, trained = _final(stages), stages["train"].folder / "heads"
     figures = document["measured"]
     names = ("dtype", "temperature", "batch", "machine", "fastest", "rows", "automatic")
-    with new_folder(plan.options.files.output, overwrite=True) as part:
-        for name in _HEADS:
+    with new_folder(plan.options.output, overwrite=True) as part:
+        for name in CALIBRATED:
             if (final / name).is_file():  # drafters are not calibrated
                 shutil.copyfile(final / name, part / name)
         update_config(
@@ -94,7 +92,7 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
         draw_budgets(document, part / "budgets.png")
         pictures = [trained / "training" / "curves.png"]
         if "calibrate" in stages:
-            pictures += [final.parent / "tree.png", stages["calibrate"].folder / "calibration.png"]
+            pictures += [final.parent / PICTURE, stages["calibrate"].folder / RELIABILITY]
         for picture in pictures:
             shutil.copyfile(picture, part / picture.name)
         (part / PAGE).write_text(markdown(plan.options, document), encoding="utf-8")
@@ -131,7 +129,7 @@ def conclusion(document: dict[str, Any]) -> str:
 def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
     """The page."""
     measured, prompts, target = document["measured"], document["prompts"], document["target"]
-    provenance, output = document["provenance"], options.files.output
+    provenance, output = document["provenance"], options.output
     joint = document["method"] == "medusa-2"
     served = f"{output}/target" if joint else options.target
     grown = document["tree"] is not None
@@ -216,7 +214,7 @@ def _expectations(document: dict[str, Any]) -> str:
         if expected is not None and row["tau"]:
             error = 100 * (expected / row["tau"] - 1)
             found.append(
-                f"{row['num_draft_tokens']} nodes {expected:.2f} "
+                f"{plural(row['num_draft_tokens'], 'node')} {expected:.2f} "
                 f"({abs(error):.0f} % {'above' if error >= 0 else 'below'} the measured)"
             )
     return f"Expected tau, from calibration: {'; '.join(found)}.\n\n" if found else ""
@@ -255,3 +253,49 @@ def _expected(stages: Mapping[str, Finished], measured: dict[str, Any]) -> dict[
         of = [taus[size - 1] for taus in (heldout, walked) if len(taus) >= size]
         found[str(size)] = next((tau for tau in of if tau is not None), None)
     return found
+
+
+def draw_accuracies(document: dict[str, Any], path: Path) -> None:
+    """Each head's held-out accuracy by the number of its guesses, one curve a head."""
+    heldout = (document["training"] or {}).get("heldout") or {"top": []}
+    figure, axes = _figure()
+    for head, top in enumerate(heldout["top"]):
+        axes.plot(range(1, len(top) + 1), top, "o-", markersize=3, label=f"head {head}")
+    axes.set(
+        xlabel="guesses", ylabel="share of labels among them", ylim=(0, 1), title="held-out text"
+    )
+    if heldout["top"]:
+        axes.legend()
+    figure.savefig(path, format="png", dpi=110)
+
+
+def draw_budgets(document: dict[str, Any], path: Path) -> None:
+    """Ratio of throughputs (its bar from the worst to the best round) and tau by tree size."""
+    rows = document["measured"]["rows"]
+    sizes = [row["num_draft_tokens"] for row in rows]
+    ratios = [row["ratio"] for row in rows]
+    errors = [
+        [row["ratio"] - min(row["ratios"]) for row in rows],
+        [max(row["ratios"]) - row["ratio"] for row in rows],
+    ]
+    figure, axes = _figure()
+    axes.errorbar(sizes, ratios, yerr=errors, fmt="s-", capsize=3, label="throughput / plain's")
+    axes.plot(sizes, [row["tau"] or 1 for row in rows], "o-", label="tau, measured")
+    expected = [(size, document["expected"][str(size)]) for size in sizes]
+    if known := [pair for pair in expected if pair[1] is not None]:
+        axes.plot(*zip(*known, strict=True), "x", color="0.3", label="tau, expected")
+    axes.axhline(1, color="0.5", linewidth=1)
+    if automatic := document["measured"].get("automatic"):
+        axes.axhline(automatic["ratio"], color="C3", linestyle="--", label="throughput, automatic")
+    axes.set(xlabel="draft nodes", title=f"beside plain vLLM, {document['measured']['dtype']}")
+    axes.legend()
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _figure() -> Any:
+    from matplotlib.figure import Figure  # no pyplot: nothing global, no display
+
+    figure = Figure(figsize=(5.5, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    return figure, axes

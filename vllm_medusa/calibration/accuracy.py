@@ -1,9 +1,8 @@
 """How often each head's choices are right: everywhere, and where decoding really asks.
 
-Everywhere is what the paper's estimate multiplies. Decoding asks head h only where a path to depth
-h was accepted, and only at the positions where steps start. After the best choices all the way (the
-*spine*) the next head stands where its training had it; after any other choice it was right about
-something it thought less likely, and the next head mostly goes on with the branch not taken.
+Decoding uses head h only where a path to depth h was accepted, and only at positions where steps
+start. After the best choices all the way (the *spine*) the next head stands where its training had
+it; after any other choice it is right far less often.
 """
 
 from __future__ import annotations
@@ -73,15 +72,6 @@ def measure_accuracy(observations: Observations, tree: Sequence[Path]) -> Accura
         taken = taken & (here >= 0) & (here < width)
     tables = {case: np.stack([row[i][0] for row in rows]) for i, case in enumerate(CASES)}
     return Accuracy(**tables, asked=np.array([[count for _, count in row] for row in rows]))
-
-
-def accuracy_table(ranks: Ranks, num_ranks: int) -> Table:
-    """Head h's share of labels at rank r: ranks [N, K] -> fp32 [K, R]; 0 for a head without any.
-
-    Counts divided in fp32, as the reference's table is.
-    """
-    rows = [shares(ranks[:, head], num_ranks)[0] for head in range(ranks.shape[1])]
-    return np.nan_to_num(np.stack(rows))
 
 
 def shares(ranks: Ranks, num_ranks: int) -> tuple[Table, int]:

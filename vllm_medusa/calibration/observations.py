@@ -26,6 +26,11 @@ from vllm_medusa.heads.eagle import drafter_method
 FILE = "calibration.safetensors"  # beside the heads
 NO_LABEL = -1  # a rank: the text ended before
 MISSED = 32767  # a rank: the heads' vocabulary lacks the token
+EAGLE = (
+    "{0} is an EAGLE drafter, which builds a new tree in each step: it has none of its own and is "
+    "not calibrated. Serve it as it is (serve TARGET --speculative-model {0}), or see how much "
+    "faster it is: compare TARGET {0} --prompts FILE."
+)
 _FORMAT = 1
 
 
@@ -94,10 +99,7 @@ class Observations:
         path = folder / FILE
         if not path.is_file():
             if drafter_method(folder) is not None:
-                raise CalibrationError(
-                    f"{folder} is an EAGLE drafter, which grows each tree anew: it has no tree of "
-                    'its own and is not calibrated. Serve it with "tree": "dynamic".'
-                )
+                raise CalibrationError(EAGLE.format(folder))
             raise CalibrationError(
                 f"{folder} holds no {FILE}: run `vllm-medusa calibrate TARGET {folder} --data "
                 "RECORDS` first."

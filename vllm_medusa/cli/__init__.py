@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 import vllm_medusa
 from vllm_medusa.cli import (
@@ -13,14 +15,93 @@ from vllm_medusa.cli import (
     calibrate,
     compare,
     convert,
-    distill,
-    explain,
     generate,
     inspect,
     serve,
     train,
     tree,
 )
+from vllm_medusa.cli.console import ConsoleProgress, run_job
+from vllm_medusa.cli.flags import Parser, add_flags, from_flags
+from vllm_medusa.cli.hub import find_models
+from vllm_medusa.options import Options
+
+_RESUMES = "the same command resumes"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand."""
+
+    help: str
+    options: type[Options]  # the flags are made of them
+    run: Callable[[Any, ConsoleProgress], int]  # prints the result; returns the exit status
+    text: str  # description, and after a line "---" the epilog
+    interrupted: str = "nothing was written"  # what Ctrl-C leaves
+    engine: bool = False  # it starts vLLM in this process, whose output is kept off the terminal
+
+
+COMMANDS = {
+    "generate": Command(
+        "generate for a file of prompts; resumable",
+        generate.GenerateOptions,
+        generate.run,
+        generate.GENERATE,
+        _RESUMES,
+        engine=True,
+    ),
+    "adapt": Command(
+        "heads for a target, from prompts to a measured report; resumable",
+        adapt.AdaptOptions,
+        adapt.run,
+        adapt.TEXT,
+        _RESUMES,
+    ),
+    "distill": Command(
+        "let the target write training texts for its heads; resumable",
+        generate.DistillOptions,
+        generate.run_distill,
+        generate.DISTILL,
+        _RESUMES,
+        engine=True,
+    ),
+    "train": Command(
+        "train heads, or an EAGLE-3 drafter, for a target; resumable",
+        train.TrainOptions,
+        train.run,
+        train.TEXT,
+        _RESUMES,
+    ),
+    "calibrate": Command(
+        "measure heads on text the target wrote",
+        calibrate.CalibrateOptions,
+        calibrate.run,
+        calibrate.TEXT,
+        _RESUMES,
+    ),
+    "tree": Command(
+        "build the tree that suits calibrated heads", tree.TreeOptions, tree.run, tree.TEXT
+    ),
+    "convert": Command(
+        "heads, or an EAGLE-3 drafter, from any known format to any other",
+        convert.ConvertOptions,
+        convert.run,
+        convert.TEXT,
+        "the output is as it was",
+    ),
+    "inspect": Command(
+        "what a checkpoint of heads or of a drafter is, and whether it fits a target",
+        inspect.InspectOptions,
+        inspect.run,
+        inspect.TEXT,
+    ),
+    "compare": Command(
+        "heads beside plain vLLM: same tokens? how fast, for each size of the tree",
+        compare.CompareOptions,
+        compare.run,
+        compare.TEXT,
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,13 +114,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         close = get_close_matches(unknown[0].partition("=")[0], args.known)
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
-    sys.exit(args.run(args))
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
+    command = COMMANDS[args.command]
+
+    def job(progress: ConsoleProgress) -> int:
+        options = from_flags(command.options, args)
+        find_models(options, progress)
+        return command.run(options, progress)
+
+    sys.exit(run_job(job, interrupted=command.interrupted, engine=command.engine))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vllm-medusa",
         description="Medusa tree speculative decoding for vLLM.",
         allow_abbrev=False,
@@ -47,14 +135,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"vllm-medusa {vllm_medusa.__version__}"
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for each in (generate, adapt, distill, train, calibrate, tree):
-        each.COMMAND.add_to(commands)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND"
+    )
+    for name, command in COMMANDS.items():
+        description, _, epilog = command.text.partition("\n---\n")
+        own = commands.add_parser(
+            name,
+            help=command.help,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # --budget would be read as --budgets
+        )
+        add_flags(own, command.options)
+        own.set_defaults(known=tuple(own._option_string_actions), parser=own)
     commands.add_parser(
         "serve",
         add_help=False,
         help="vLLM's OpenAI-compatible server, with Medusa; every option is vLLM's own",
     )
-    for each in (convert, inspect, compare, explain):
-        each.COMMAND.add_to(commands)
     return parser

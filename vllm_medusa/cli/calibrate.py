@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.cli.command import Command, invocation
-from vllm_medusa.cli.console import ConsoleProgress, stdout_console
+from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
 from vllm_medusa.offline.prompts import require_file
 
 if TYPE_CHECKING:
@@ -17,13 +16,12 @@ if TYPE_CHECKING:
 
 _SHOWN_RANKS = 5
 
-_DESCRIPTION = """\
+TEXT = """\
 Measure the heads on text that they were not trained on: how often each choice of each head is
 right, everywhere and where decoding really asks, and whether the heads know how sure to be. What
 was seen is saved beside the heads (calibration.safetensors), a summary in their config.json;
-`vllm-medusa tree` builds the tree from it. Killed, the same command goes on where it stopped."""
-
-_EPILOG = """\
+`vllm-medusa tree` builds the tree from it. Killed, the same command resumes.
+---
 Data: records of `vllm-medusa distill`, best of prompts that were held out. The target's own text,
 sampled as it will be when served, is what decoding asks the heads for: calibrate on temperature 0
 for greedy serving. Other text is taken, with a warning, and tells less."""
@@ -34,8 +32,7 @@ def run(options: CalibrateOptions, progress: ConsoleProgress) -> int:
     require_file(options.data, "records")  # before torch is imported
     from vllm_medusa.calibration.calibrate import calibrate
 
-    found = calibrate(options, progress, invocation())
-    _print(found, "the tree given" if options.tree else "the best tree")
+    _print(calibrate(options, progress, invocation()))
     if options.plot:
         progress.note(f"picture: {options.plot}")
     progress.note(
@@ -44,8 +41,7 @@ def run(options: CalibrateOptions, progress: ConsoleProgress) -> int:
     return 0
 
 
-def _print(found: Calibrated, which: str) -> None:
-    """Print the tables; ``which`` names the tree of the walks."""
+def _print(found: Calibrated) -> None:
     from vllm_medusa.calibration.accuracy import CASES
 
     out, observations, accuracy = stdout_console(), found.observations, found.accuracy
@@ -83,23 +79,11 @@ def _print(found: Calibrated, which: str) -> None:
         table.add_row(str(head), *cells)
     out.print(table)
     out.print(
-        f"walked: where decoding asks, with {which} of {found.tree.num_draft_tokens} draft nodes "
-        f"({found.tau:.3f} tokens per step)",
+        f"walked: where decoding asks, with the best tree of {found.tree.num_draft_tokens} draft "
+        f"nodes ({found.tau:.3f} tokens per step)",
         soft_wrap=True,
     )
 
 
 def _percent(share: float | None) -> str:
-    """``12.3``, or ``-`` for nothing."""
     return "-" if share is None or math.isnan(share) else f"{100 * share:.1f}"
-
-
-COMMAND = Command(
-    "calibrate",
-    "measure heads on text the target wrote",
-    CalibrateOptions,
-    run,
-    _DESCRIPTION,
-    _EPILOG,
-    interrupted=lambda args: "the same command goes on where it stopped",
-)

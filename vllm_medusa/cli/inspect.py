@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_medusa.cli.command import Command
 from vllm_medusa.cli.console import ConsoleProgress
 from vllm_medusa.options import Options, Source, option
 
 if TYPE_CHECKING:
     from vllm_medusa.heads import HeadsInfo
-    from vllm_medusa.heads.inspection import Inspection
+    from vllm_medusa.heads.inspection import Check, Inspection
 
-_DESCRIPTION = """\
+TEXT = """\
 Tell what a checkpoint of Medusa heads holds, where it comes from, whether anything about it is odd
 (every value is looked at), and, with --target, whether it fits that model. Of an EAGLE drafter the
 config and the headers are looked at.
@@ -48,6 +48,9 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
     from vllm_medusa.heads import HeadsError
     from vllm_medusa.heads.inspection import inspect_heads
 
+    if other := _something_else(Path(options.path).expanduser()):
+        print(json.dumps({"source": options.path, "error": other}) if options.json else other)
+        return 2
     try:
         found = inspect_heads(
             options.path,
@@ -56,8 +59,8 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
             progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
         )
     except (HeadsError, OSError) as error:
-        if (drafter := _eagle(options)) is not None:
-            return drafter
+        if (status := _eagle(options)) is not None:
+            return status
         target = _target(options)
         if options.json:
             print(json.dumps({"source": options.path, "error": str(error), "target": target}))
@@ -67,12 +70,35 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
             print(f"{options.path}: a target model, not heads")
             print("\n".join(f"  {key:14} {value}" for key, value in target.items()))
         return 2
-    print(
-        json.dumps(found.to_dict(), indent=2)
-        if options.json
-        else "\n".join(_lines(found, options.target))
-    )
+    lines = _lines(found, options.target)
+    print(json.dumps(found.to_dict(), indent=2) if options.json else "\n".join(lines))
     return 0 if found.fits else 1
+
+
+def _something_else(path: Path) -> str | None:
+    """What a file or folder is that only looks like a checkpoint, and the remedy; None: nothing."""
+    gguf = next(path.glob("*.gguf"), None) if path.is_dir() else path
+    files = list(path.iterdir()) if path.is_dir() else []
+    if gguf is not None and gguf.is_file() and not any(f.suffix == ".safetensors" for f in files):
+        with gguf.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                return (
+                    f"{gguf}: a GGUF file, a whole model in llama.cpp's format, neither heads nor "
+                    "a target that can be served here. Use the model that it was made from, or "
+                    "save it as a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
+                    "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
+                )
+    weights = path / "model.safetensors" if path.is_dir() else path
+    if weights.suffix == ".safetensors" and weights.is_file():
+        from safetensors import SafetensorError, safe_open
+
+        with contextlib.suppress(SafetensorError), safe_open(weights, "np") as file:
+            if "packed" in (file.metadata() or {}):
+                return (
+                    f"{path}: a drafter packed as int8 for the demo, which no engine loads. `make "
+                    "demo` unpacks it: use the folder of that name in .demo/drafters."
+                )
+    return None
 
 
 def _eagle(options: InspectOptions) -> int | None:
@@ -94,13 +120,10 @@ def _eagle(options: InspectOptions) -> int | None:
         "stored": f"{found.parameters:,} parameters",
     }
     if found.method == "eagle3":
-        layers = "not said" if found.layers is None else ", ".join(map(str, found.layers))
+        layers = "not given" if found.layers is None else ", ".join(map(str, found.layers))
         rows["reads"] = f"the inputs of the target's layers {layers}"
     print("\n".join(f"  {key:12} {value}" for key, value in rows.items()))
-    for check in found.checks:
-        print(f"{_MARKS[check.verdict]}{check.name}: {check.text}")
-    if options.target is not None:
-        print(f"{options.target}: {'it fits' if found.fits else 'IT DOES NOT FIT'}")
+    print("\n".join(_verdicts(found.checks, options.target, found.fits)))
     return 0 if found.fits else 1
 
 
@@ -116,6 +139,16 @@ def _target(options: InspectOptions) -> dict[str, Any] | None:
     return None
 
 
+def _verdicts(checks: Iterable[Check], target: str | None, fits: bool) -> Iterator[str]:
+    unsure = ""
+    for check in checks:
+        yield f"{_MARKS[check.verdict]}{check.name}: {check.text}"
+        if check.verdict == "unknown":
+            unsure = ", as far as can be told"
+    if target is not None:
+        yield f"{target}: {f'it fits{unsure}' if fits else 'IT DOES NOT FIT'}"
+
+
 def _lines(found: Inspection, target: str | None) -> Iterator[str]:
     info = found.info
     yield f"{found.source}: {'Hydra' if info.is_hydra else 'Medusa'} heads"
@@ -129,7 +162,7 @@ def _lines(found: Inspection, target: str | None) -> Iterator[str]:
         "vocabulary": _vocabulary(info),
         "stored": f"{found.parameters:,} parameters, {found.bytes / 1e6:.1f} MB, "
         + " and ".join(found.dtypes),
-        "base model": info.base_model or "not said",
+        "base model": info.base_model or "not given",
     }
     yield from (f"  {key:12} {value}" for key, value in rows.items())
     yield from _tree(found)
@@ -142,12 +175,7 @@ def _lines(found: Inspection, target: str | None) -> Iterator[str]:
         yield f"DAMAGED: {text}"
     for text in found.suspicions:
         yield f"odd: {text}"
-    for check in found.checks:
-        yield f"{_MARKS[check.verdict]}{check.name}: {check.text}"
-    if target is not None:
-        unsure = any(check.verdict == "unknown" for check in found.checks)
-        fits = "it fits, as far as can be told" if unsure else "it fits"
-        yield f"{target}: {fits if found.fits else 'IT DOES NOT FIT'}"
+    yield from _verdicts(found.checks, target, found.fits)
 
 
 def _lm_heads(found: Inspection) -> str:
@@ -165,17 +193,17 @@ def _lm_heads(found: Inspection) -> str:
 
 
 def _vocabulary(info: HeadsInfo) -> str:
-    """The target's, and what heads know of it; training tells how much of the texts that is."""
-    text = "not said" if info.vocab_size is None else str(info.vocab_size)
+    """The target's, and what heads draft of it; training's notes have the share of the texts."""
+    text = "not given" if info.vocab_size is None else str(info.vocab_size)
     if not info.token_map:
         return text
     text += f", of which they draft {info.draft_vocab_size} (token_map)"
     training = info.medusa.get("training")
-    told = training.get("draft_vocab") if isinstance(training, Mapping) else None
-    told = told if isinstance(told, Mapping) else {}
-    for key, texts in (("coverage", "the texts"), ("heldout_coverage", "held-out ones")):
-        if isinstance(told.get(key), float):
-            text += f", {told[key]:.1%} of {texts}"
+    noted = training.get("draft_vocab") if isinstance(training, Mapping) else None
+    if isinstance(noted, Mapping):
+        for key, texts in (("coverage", "the texts"), ("heldout_coverage", "held-out ones")):
+            if isinstance(noted.get(key), float):
+                text += f", {noted[key]:.1%} of {texts}"
     return text
 
 
@@ -210,12 +238,3 @@ def _provenance(entries: object) -> Iterator[str]:
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 90 else f"{text[:87]}..."
-
-
-COMMAND = Command(
-    "inspect",
-    "what a checkpoint of heads or of a drafter is, and whether it fits a target",
-    InspectOptions,
-    run,
-    _DESCRIPTION,
-)

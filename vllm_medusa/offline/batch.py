@@ -1,9 +1,8 @@
 """Run prompts through an engine and yield each one's result the moment it is finished.
 
 At most ``concurrency`` prompts are in the engine at a time; a conversation keeps its place until
-its last turn is answered. Results therefore come in the order in which prompts finish. What is
-asked of the engine for a prompt, and when that is enough, is up to its session: `Conversation` asks
-for one answer to each turn.
+its last turn is answered. Results therefore come in the order in which prompts finish. A session
+decides what is requested for a prompt: `Conversation` requests one answer to each turn.
 """
 
 from __future__ import annotations
@@ -106,20 +105,21 @@ class Result:
         return sum(len(a.token_ids) for a in self.answers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain JSON values: one line of the result file.
+        """One line of the result file, plain JSON.
 
         ``text``, ``token_ids`` and the reasons are those of the last turn; ``turns`` lists all of
         them and is there only when the prompt has several.
         """
         record: dict[str, Any] = {"index": self.prompt.index, "request_id": self.prompt.request_id}
+        turns = [
+            _answer_dict(a) | {"acceptance": _acceptance_dict(Acceptance.of(a.delivered))}
+            for a in self.answers
+        ]
         if self.error is not None:
-            turns = {"turns": [_turn_dict(a) for a in self.answers]} if self.answers else {}
-            return record | {"error": self.error} | turns
+            return record | {"error": self.error} | ({"turns": turns} if turns else {})
         record |= _answer_dict(self.answers[-1])
         record["acceptance"] = _acceptance_dict(self.acceptance)
-        if len(self.answers) > 1:
-            record["turns"] = [_turn_dict(a) for a in self.answers]
-        return record
+        return record | ({"turns": turns} if len(turns) > 1 else {})
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,6 @@ def _answer_dict(answer: Answer) -> dict[str, Any]:
         "finish_reason": answer.finish_reason,
         "stop_reason": answer.stop_reason,
     }
-
-
-def _turn_dict(answer: Answer) -> dict[str, Any]:
-    return _answer_dict(answer) | {"acceptance": _acceptance_dict(Acceptance.of(answer.delivered))}
 
 
 def _acceptance_dict(acceptance: Acceptance) -> dict[str, Any]:

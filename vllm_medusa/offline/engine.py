@@ -49,10 +49,10 @@ def medusa_config(
     budget: str | None = None,  # "auto", a number, or JSON text, for dynamic trees
     lookup: bool = False,  # copies from the request's own texts too, without heads alone
 ) -> dict[str, Any]:
-    """The ``speculative_config`` of a Medusa engine, from what a command line can hold.
+    """The ``speculative_config`` of an engine, from what a command line can hold.
 
-    Without ``heads`` they are in the target's own checkpoint, or nowhere if ``lookup``. A local
-    folder with an EAGLE drafter will do too: its trees are dynamic unless ``tree`` says otherwise.
+    ``heads`` may also be a local folder of an EAGLE drafter: its trees are dynamic unless ``tree``
+    is given.
     """
     method = None
     if heads is not None and Path(heads).expanduser().is_dir():
@@ -77,7 +77,13 @@ MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}  # no token
 
 def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """LLM arguments that tokens may depend on."""
-    return {name: value for name, value in arguments.items() if name not in MEMORY_OPTIONS}
+    ignored = MEMORY_OPTIONS | {"log_level"}
+    return {name: value for name, value in arguments.items() if name not in ignored}
+
+
+def start_seconds(arguments: Mapping[str, Any]) -> int:
+    """About how long an engine takes to start, compiled or not."""
+    return 20 if arguments.get("enforce_eager") else 75
 
 
 def _share_of_free_memory() -> float:
@@ -123,7 +129,6 @@ class VllmEngine:
         sampling: Sampling,  # of every request
         *,
         seeded: bool = False,  # requests will bring seeds
-        log_level: str = "ERROR",  # of vLLM's own log; "INFO" is its default
     ):
         """Start the engine.
 
@@ -143,7 +148,7 @@ class VllmEngine:
             "model": settings.model,
             "dtype": settings.dtype,
             "max_model_len": settings.max_model_len,
-            "log_level": log_level,
+            "log_level": "ERROR",
         }
         if not torch.accelerator.is_available():
             if seeded:
@@ -159,7 +164,7 @@ class VllmEngine:
         except (ValueError, OSError) as error:
             reason = str(error)
             offline = isinstance(error, LocalEntryNotFoundError)  # it names nothing
-            if offline or "huggingface.co" in reason:  # transformers' words for what is nowhere
+            if offline or "huggingface.co" in reason:  # transformers' text for what is nowhere
                 reason = (
                     f"{settings.model!r} is not a folder of a model here, nor a hub name that "
                     f"could be looked up. {reason}"

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from support.observed import observed
 
-from vllm_medusa.calibration.accuracy import accuracy_table, measure_accuracy, shares
+from vllm_medusa.calibration.accuracy import measure_accuracy, shares
 from vllm_medusa.calibration.observations import NO_LABEL
 
 HEADS, RANKS = 3, 4
@@ -66,10 +66,7 @@ def test_every_case_is_counted_as_by_hand():
     assert accuracy.to_dict()["accuracy"]["sibling"][0] == [None] * RANKS
 
 
-def test_the_table_of_the_papers_search():
-    ranks = np.array([[0, 1], [0, NO_LABEL], [1, 0], [9, 0]])
-    table = accuracy_table(ranks, 2)
-    assert table.dtype == np.float32
-    assert table.tolist() == [[0.5, 0.25], [pytest.approx(2 / 3), pytest.approx(1 / 3)]]
-    assert accuracy_table(np.full((3, 1), NO_LABEL), 2).tolist() == [[0, 0]]
-    assert shares(np.array([0, NO_LABEL, 1]), 3)[1] == 2
+def test_shares_leave_positions_without_a_label_out():
+    found, labels = shares(np.array([0, NO_LABEL, 1, 9]), 2)
+    assert found.dtype == np.float32 and labels == 3
+    assert found.tolist() == [pytest.approx(1 / 3)] * 2

@@ -30,7 +30,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_records_and_what_they_come_from(prompts, tmp_path, engine, capfd):
     out = tmp_path / "r.jsonl"
-    options = ("--samples", 3, "--temperature", "0.5,1.0", "--seed", 9, "--top-p", 0.9)
+    options = ("--samples", 3, "--temperature", 0.5, 1.0, "--seed", 9, "--top-p", 0.9)
     assert run("-i", prompts, "-o", out, *options, "--max-tokens", 50) == 0
     records, bad = load_records(out)
     assert bad == [] and len(records) == 21
@@ -44,7 +44,7 @@ def test_records_and_what_they_come_from(prompts, tmp_path, engine, capfd):
     total = sum(len(r.token_ids) for r in records)
     text = said(capfd)
     assert f"21 records: {total - generated} prompt tokens, {generated} generated" in text
-    manifest = json.loads((tmp_path / "r.jsonl.manifest.json").read_text())
+    manifest = json.loads((tmp_path / "r.jsonl.run/run.json").read_text())
     assert manifest["provenance"]["data"][0]["file"] == "prompts.jsonl"
     assert manifest["settings"]["texts"] == {
         "samples": 3,
@@ -99,7 +99,7 @@ def test_a_file_read_otherwise_is_another_job(prompts, tmp_path, capfd):
     assert run(*options, "--format", "text") == 0
     assert run(*options) == 2
     text = said(capfd)
-    assert "format was 'text' and is now None" in text
+    assert "format was 'text' and is now 'jsonl'" in text
     assert run("-i", prompts, "-o", tmp_path / "auto.jsonl") == 0
     assert run("-i", prompts, "-o", tmp_path / "auto.jsonl", "--format", "jsonl") == 0
 
@@ -108,16 +108,16 @@ def test_a_file_read_otherwise_is_another_job(prompts, tmp_path, capfd):
     ("options", "message"),
     [
         (["--samples", "2", "--temperature", "0"], "2 times the same text"),
-        (["--samples", "3", "--temperature", "0,0.7"], "2 times the same text at temperature 0"),
-        (["--tree", "mc_sim_7b_63"], "need heads"),
+        (["--samples", "3", "--temperature", "0", "0.7"], "2 times the same text at temperature 0"),
+        (["--tree", "mc_sim_7b_63"], "--tree needs heads"),
         (["--speculative-model", "heads", "--tree", "[]"], "The tree ('[]') can't be used"),
         (["--speculative-model", ""], "'' is not allowed; use the name of a folder"),
         (["--dtype", "fp8"], "invalid choice: 'fp8'"),
         (["--samples", "999999999999999"], "use a whole number from 1 to 10000"),
-        (["--turns", "2"], "is of --self-talk"),
-        (["--conversations", "2"], "needs --self-talk"),
+        (["--turns", "2"], "--turns 2 needs --self-talk"),
+        (["--conversations", "2"], "give one of --prompts FILE and --conversations"),
         (["--conversations", "2", "--self-talk"], "give one of --prompts FILE and --conversations"),
-        (["--temperature", "0.5,-1"], "'-1' is not allowed"),
+        (["--temperature", "0.5", "-1"], "'-1' is not allowed"),
         (["--temperature", ""], "'' is not allowed"),
         (["--seed", "-1"], "'-1' is not allowed; use a whole number from 0 to 4294967295"),
         (["--acceptance", "typical"], "unrecognized arguments"),

@@ -13,7 +13,7 @@ from support.eagle import Eagle1, Eagle3
 from vllm_medusa.cli import main
 from vllm_medusa.offline.comparison import drafter_budgets
 from vllm_medusa.offline.engine import medusa_config
-from vllm_medusa.offline.options import CompareOptions, GenerateMedusa
+from vllm_medusa.offline.options import CompareOptions, Speculation
 
 TARGET = {"hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 4}
 
@@ -75,10 +75,10 @@ def test_commands_take_its_folder_for_what_it_is(tmp_path: Path) -> None:
     assert medusa_config(drafter) == own
     assert medusa_config(drafter, "chain", budget="4") == own | {"tree": "chain", "budget": 4}
     assert medusa_config(str(tmp_path))["method"] == "medusa"
-    GenerateMedusa(speculative_model=drafter, tree='{"width": 4}')
+    Speculation(speculative_model=drafter, tree='{"width": 4}')
     with pytest.raises(ValueError, match="width"):
-        GenerateMedusa(speculative_model=drafter, tree="mc_sim_7b_63")
+        Speculation(speculative_model=drafter, tree="mc_sim_7b_63")
     options = CompareOptions(
-        target="t", heads=drafter, data=tmp_path, budgets=(80, 4, 60), tree='{"depth": 1}'
+        target="t", heads=drafter, prompts=tmp_path, budgets=(80, 4, 60), tree='{"depth": 1}'
     )
     assert drafter_budgets(options) == [4, 10]
