@@ -13,7 +13,7 @@ mkdir -p "$out"
 
 $medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
     --temperature 0.8 --samples 4 --max-tokens 96 --engine-args '{"enforce_eager": true}'
-$medusa calibrate "$target" "$out/heads" --data "$out/records.jsonl" --plot "$out/heads.png"
+$medusa calibrate "$target" "$out/heads" --data "$out/records.jsonl"
 $medusa tree "$out/heads" --num-draft-tokens 16 --draw "$out/tree.png"
 
 # Beside plain vLLM, by the size of the tree. (Here on the calibration's prompts; use others.)

@@ -24,6 +24,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    TypeVar,
     Union,
     dataclass_transform,
     get_args,
@@ -130,6 +131,9 @@ class Options:
         """
 
 
+T = TypeVar("T", bound=Options)
+
+
 @dataclass(frozen=True)
 class Described:
     """An option, its type taken apart."""
@@ -210,6 +214,12 @@ def values_of(options: Options) -> dict[str, Any]:
     for name, _, _ in groups(type(options)):
         values |= values_of(getattr(options, name))
     return values
+
+
+def taken(kind: type[T], options: Options, **own: Any) -> T:
+    """Options of a kind, with the values that others have under the same name, but for ``own``."""
+    known = {each.name for each in described(kind)}
+    return kind(**{n: v for n, v in values_of(options).items() if n in known} | own)
 
 
 def command_line(options: Options) -> list[str]:

@@ -24,7 +24,7 @@ REPORT = "report.json"
 # What adapt writes, so what it may replace.
 OURS = (
     *("config.json", "model.safetensors", "calibration.safetensors", "target/"),
-    *("accuracy.png", "budgets.png", "calibration.png", "curves.png", "tree.png"),
+    *("budgets.png", "curves.png", "tree.png"),
     *("report.md", REPORT),
 )
 _EXTRAS = {

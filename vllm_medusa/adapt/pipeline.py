@@ -1,4 +1,4 @@
-"""The adapt job: a list of stages, each reading what earlier ones left.
+"""The adapt job: stages one after another, each reading what earlier ones left.
 
 An EAGLE-3 drafter builds its trees itself: it is compared as it was trained.
 """
@@ -18,16 +18,19 @@ from vllm_medusa.adapt.checks import REPORT, check, written_by_adapt
 from vllm_medusa.adapt.options import AdaptOptions, check_training, training_of
 from vllm_medusa.adapt.plan import CALIBRATED_TOKENS, ROUNDS, Plan
 from vllm_medusa.adapt.stages import Stage, WorkFolder
+from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
 from vllm_medusa.files import FileRefused, digest, read_json, write_json
 from vllm_medusa.job import SILENT, JobFailed, Progress
-from vllm_medusa.training.options import TrainOptions
+from vllm_medusa.offline.options import CompareOptions, DistillOptions
+from vllm_medusa.offline.prompts import settle_bad_lines
+from vllm_medusa.options import taken
+from vllm_medusa.training.heldout import FILES, split_records
+from vllm_medusa.training.options import MachineOptions, TrainOptions
 
-RECORDS, RELIABILITY, PICTURE = "records.jsonl", "calibration.png", "tree.png"
+RECORDS, PICTURE = "records.jsonl", "tree.png"
 FIGURES, COUNTS = "compare.json", "counts.json"
 HEADS = ("config.json", "model.safetensors")
 CALIBRATED = (*HEADS, "calibration.safetensors")
-STAGES = ("check", "distill", "split", "train", "calibrate", "tree", "compare", "final-tree")
-DRAFTER_STAGES = ("check", "distill", "split", "train", "compare")
 
 
 @dataclass(frozen=True)
@@ -69,69 +72,48 @@ def adapt(
         )
     from vllm_medusa.adapt.report import collect, publish  # needs what was just checked
 
-    count = len(stages_of(plan))
-    with WorkFolder(options.work_folder, count, progress) as work:
+    with WorkFolder(options.work_folder, count_stages(options), progress) as work:
         run_stages(plan, work)
         document = collect(plan, work.finished, command)
         publish(plan, document, work.finished)
     return Adapted(output, document, made=True)
 
 
-def stages_of(plan: Plan) -> tuple[str, ...]:
-    """The names of the stages."""
-    return DRAFTER_STAGES if plan.options.drafter == "eagle3" else STAGES
+def count_stages(options: AdaptOptions) -> int:
+    """How many there are."""
+    return 5 if options.drafter == "eagle3" else 8
 
 
 def run_stages(plan: Plan, work: WorkFolder) -> None:
     """Bring every stage to its end."""
     from vllm_medusa.calibration.calibrate import calibrate
     from vllm_medusa.calibration.choose import choose_tree
-    from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
     from vllm_medusa.offline.comparison import compare
-    from vllm_medusa.offline.options import CompareOptions, DistillOptions
     from vllm_medusa.training.distill import distill
-    from vllm_medusa.training.heldout import FILES
-    from vllm_medusa.training.options import MachineOptions
 
-    options, training = plan.options, plan.training
+    options, training, run = plan.options, plan.training, work.run
     joint, weights = options.method == "medusa-2", {"target": plan.target["sha256"]}
     asked = options.num_draft_tokens
     budgets = (asked,) if asked else tuple(sorted(set(options.budgets)))
-    finished = work.finished
-
-    def made(stage: str) -> Path:
-        return finished[stage].folder
-
-    def target() -> str:
-        return str(made("train") / "heads" / "target") if joint else options.target
-
-    def check_stage() -> Stage:
-        served = {
-            "target": options.target,
-            "dtype": options.dtype,
-            "drafter": options.drafter,
-            "aux_layers": training.heads.aux_layers,
-        }
-        what = "will vLLM serve the target with such heads"
-        return Stage("check", check_served, lambda here: served, weights, what=what)
-
-    def distill_stage() -> Stage:
-        return Stage(
+    serving = {
+        "target": options.target,
+        "dtype": options.dtype,
+        "drafter": options.drafter,
+        "aux_layers": training.heads.aux_layers,
+    }
+    what = "will vLLM serve the target with such heads"
+    run(Stage("check", check_served, lambda here: serving, weights, what=what))
+    written = run(
+        Stage(
             "distill",
             distill,
-            lambda here: DistillOptions(
+            lambda here: taken(
+                DistillOptions,
+                options,
                 model=options.target,
-                prompts=options.prompts,
                 output=here / RECORDS,
-                format=options.format,
-                column=options.column,
-                on_bad_line=options.on_bad_line,
-                samples=options.samples,
-                max_tokens=options.max_tokens,
+                overwrite=False,
                 temperature=(options.temperature,),
-                seed=options.seed,
-                dtype=options.dtype,
-                max_model_len=options.max_model_len,
                 batch=plan.engine.batch,
                 engine_args=plan.engine.arguments | options.engine_args,
             ),
@@ -139,63 +121,86 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             [RECORDS],
             "distill",
         )
-
-    def split_stage() -> Stage:
-        records = made("distill") / RECORDS
-        return Stage(
+    )
+    split = run(
+        Stage(
             "split",
             split_texts,
             lambda here: {
-                "data": records,
+                "data": written / RECORDS,
                 "output": here,
                 "heldout_share": options.heldout_share,
                 "on_bad_line": options.on_bad_line,
             },
-            {"records": digest(records)},
+            {"records": digest(written / RECORDS)},
             [*FILES, COUNTS],
             what="which texts are to train, to calibrate and to measure on",
         )
-
-    def train_stage() -> Stage:
-        texts = made("split")
-        return Stage(
+    )
+    to_train, to_calibrate, to_measure = (split / name for name in FILES)
+    trained = run(
+        Stage(
             "train",
             train_unharmed,
             lambda here: replace(
                 training,
                 model=options.target,
                 files=replace(
-                    training.files,
-                    data=texts / FILES[0],
-                    heldout=texts / FILES[1],
-                    output=here / "heads",
+                    training.files, data=to_train, heldout=to_calibrate, output=here / "heads"
                 ),
             ),
-            weights | {"texts": texts.name},
+            weights | {"texts": split.name},
             [*_in_heads(HEADS), *(["heads/target/config.json"] if joint else [])],
             "train",
         )
+    )
+    target = str(trained / "heads" / "target") if joint else options.target
 
-    def calibrate_stage() -> Stage:
+    def comparison(heads: Path) -> Stage:
         return Stage(
+            "compare",
+            compare,
+            lambda here: taken(
+                CompareOptions,
+                options,
+                target=target,
+                heads=str(heads / "heads"),
+                prompts=to_measure,
+                budgets=budgets,
+                batch=1,
+                max_tokens=options.measure_tokens,
+                limit=options.measure_prompts,
+                rounds=ROUNDS,
+                seconds=options.measure_seconds,
+                output=here / FIGURES,
+            ),
+            {"heads": heads.name, "target": trained.name, "texts": split.name},
+            [FIGURES],
+            "compare",
+        )
+
+    if options.drafter == "eagle3":
+        run(comparison(trained))
+        return
+    calibrated = run(
+        Stage(
             "calibrate",
             calibrate,
             lambda here: CalibrateOptions(
-                model=target(),
+                model=target,
                 heads=here / "heads",
-                data=made("split") / FILES[1],
+                data=to_calibrate,
                 positions=CALIBRATED_TOKENS,
-                plot=here / RELIABILITY,
                 machine=MachineOptions(dtype=options.dtype),
             ),
-            {"heads": made("train").name, "texts": made("split").name},
-            [*_in_heads(CALIBRATED), RELIABILITY],
+            {"heads": trained.name, "texts": split.name},
+            _in_heads(CALIBRATED),
             "calibrate",
-            partial(_copy, made("train"), HEADS),
+            partial(_copy, trained, HEADS),
         )
+    )
 
-    def tree_stage(name: str, nodes: int) -> Stage:
-        calibrated = made("calibrate")
+    def tree(name: str, nodes: int) -> Stage:
         return Stage(
             name,
             choose_tree,
@@ -208,48 +213,8 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             partial(_copy, calibrated, CALIBRATED),
         )
 
-    def compare_stage() -> Stage:
-        measured = made("tree" if "tree" in finished else "train")
-        return Stage(
-            "compare",
-            compare,
-            lambda here: CompareOptions(
-                target=target(),
-                heads=str(measured / "heads"),
-                prompts=made("split") / FILES[2],
-                budgets=budgets,
-                temperature=options.temperature,
-                max_tokens=options.measure_tokens,
-                limit=options.measure_prompts,
-                rounds=ROUNDS,
-                seconds=options.measure_seconds,
-                seed=options.seed,
-                dtype=options.dtype,
-                max_model_len=options.max_model_len,
-                engine_args=options.engine_args,
-                output=here / FIGURES,
-            ),
-            {"heads": measured.name, "target": made("train").name, "texts": made("split").name},
-            [FIGURES],
-            "compare",
-        )
-
-    def final_tree_stage() -> Stage:
-        size = asked or read_json(made("compare") / FIGURES)["fastest"]
-        return tree_stage("final-tree", size)
-
-    stages = {
-        "check": check_stage,
-        "distill": distill_stage,
-        "split": split_stage,
-        "train": train_stage,
-        "calibrate": calibrate_stage,
-        "tree": lambda: tree_stage("tree", max(budgets)),
-        "compare": compare_stage,
-        "final-tree": final_tree_stage,
-    }
-    for name in stages_of(plan):
-        work.run(stages[name]())
+    measured = run(comparison(run(tree("tree", max(budgets)))))
+    run(tree("final-tree", asked or read_json(measured / FIGURES)["fastest"]))
 
 
 def check_served(
@@ -302,9 +267,6 @@ def split_texts(
         ValueError: too few prompts, or a bad line that is not to be skipped.
 
     """
-    from vllm_medusa.offline.prompts import settle_bad_lines
-    from vllm_medusa.training.heldout import split_records
-
     counts, tokens, bad, disjoint = split_records(data, output, heldout_share)
     settle_bad_lines(data, bad, on_bad_line, progress)
     document = {"prompts": counts, "tokens": tokens, "left_out": len(bad), "disjoint": disjoint}

@@ -23,7 +23,7 @@ from vllm_medusa.options import Options, command_line, values_of
 
 DONE, LOG = "done.json", "log.txt"
 # Options that say where something is: no difference, since what is there is in `inputs`.
-PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output", "plot", "draw"}
+PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output", "draw"}
 MACHINE = {"batch"}  # follows from the memory that is available, as engines' `MEMORY_OPTIONS` do
 
 

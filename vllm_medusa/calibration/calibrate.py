@@ -18,7 +18,6 @@ from vllm_medusa.calibration.collect import FOLDER, collect
 from vllm_medusa.calibration.confidence import Fit, reliability
 from vllm_medusa.calibration.observations import EAGLE, FILE, NO_LABEL, Observations
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.calibration.pictures import check_picture, draw_calibration
 from vllm_medusa.calibration.search import walked_tree
 from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.files import Run
@@ -70,8 +69,6 @@ def calibrate(
     check_folder(options.heads)
     if drafter_method(options.heads) is not None:
         raise CalibrationError(EAGLE.format(options.heads))
-    if options.plot:
-        check_picture(options.plot)
     info = peek_heads(options.heads)
     if warning := match_target(info, options.model, heads=options.heads).warning:
         progress.warn(warning)
@@ -119,8 +116,6 @@ def calibrate(
         observations.save(options.heads)
         update_config(options.heads, calibration=summary, provenance=origin)
         run.remove()
-    if options.plot:
-        draw_calibration(options.plot, observations, accuracy)
     return Calibrated(observations, accuracy, fits, tree, Walks(texts, tree.paths).tau(), summary)
 
 

@@ -30,7 +30,6 @@ class CalibrateOptions(Options):
     max_text_tokens: Positive | None = option(
         "longer texts are bad lines", default=None, metavar="N"
     )
-    plot: Path | None = option("a picture: .png, .svg or .pdf", default=None, metavar="FILE")
     top_k: Drafted = option("choices of each head looked at", default=10, metavar="R")
     machine: MachineOptions = group("machine", factory=MachineOptions)
 

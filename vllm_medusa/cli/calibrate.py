@@ -33,8 +33,6 @@ def run(options: CalibrateOptions, progress: ConsoleProgress) -> int:
     from vllm_medusa.calibration.calibrate import calibrate
 
     _print(calibrate(options, progress, invocation()))
-    if options.plot:
-        progress.note(f"picture: {options.plot}")
     progress.note(
         f"saved in {options.heads}; next: vllm-medusa tree {options.heads} --num-draft-tokens N"
     )

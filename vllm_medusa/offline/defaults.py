@@ -197,9 +197,9 @@ def plan_engine(
 ) -> EnginePlan:
     """What engines are given unless the user says otherwise.
 
-    On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is for this
-    job: vLLM would take half of the memory or more, and touch all of it. On a GPU several engines
-    share its memory. Prompts are prefilled whole every time, so that rounds are alike.
+    On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is just large
+    enough. On a GPU several engines share its memory. Prompts are prefilled whole every time, so
+    that rounds are alike.
 
     Raises:
         ValueError: not even one text fits into the memory that is available.

@@ -86,27 +86,12 @@ def start_seconds(arguments: Mapping[str, Any]) -> int:
     return 20 if arguments.get("enforce_eager") else 75
 
 
-def _share_of_free_memory() -> float:
-    """Half of the memory, or most of what is free of it.
-
-    vLLM on CPU takes 92 % of the machine's memory and stops when that much is not free.
-    """
-    import psutil
-
-    return round(min(0.5, 0.8 * available_memory() / psutil.virtual_memory().total), 3)
-
-
 class EngineRefused(ValueError):
     """vLLM or the plugin refuses what the engine was to be built from."""
 
 
 def check_engine_args(names: Iterable[str]) -> None:
-    """Refuse arguments that ``LLM`` does not have.
-
-    Raises:
-        EngineRefused: naming the first one and what it may have meant.
-
-    """
+    """Refuse arguments that ``LLM`` does not have, by `EngineRefused`."""
     from vllm import LLM, EngineArgs
 
     known = {each.name for each in fields(EngineArgs)} | signature(LLM).parameters.keys()
@@ -139,6 +124,7 @@ class VllmEngine:
             EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
 
         """
+        import psutil
         import torch
         from huggingface_hub.errors import LocalEntryNotFoundError
         from vllm import LLM
@@ -154,7 +140,9 @@ class VllmEngine:
             if seeded:
                 arguments["enable_chunked_prefill"] = False
             if not MEMORY_OPTIONS & settings.engine_args.keys():
-                arguments["gpu_memory_utilization"] = _share_of_free_memory()
+                # vLLM would take 92 % of the memory and stop when that much is not free
+                share = 0.8 * available_memory() / psutil.virtual_memory().total
+                arguments["gpu_memory_utilization"] = round(min(0.5, share), 3)
         check_engine_args(settings.engine_args)
         arguments |= settings.engine_args
         if settings.speculative_config:
@@ -178,7 +166,7 @@ class VllmEngine:
         seed: int | None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Queue a request; see `vllm_medusa.offline.batch.Engine`."""
+        """See `vllm_medusa.offline.batch.Engine`."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
@@ -197,7 +185,7 @@ class VllmEngine:
             raise RequestRefused(str(error)) from error
 
     def step(self) -> list[Delta]:
-        """Run one engine step; see `vllm_medusa.offline.batch.Engine`."""
+        """See `vllm_medusa.offline.batch.Engine`."""
         deltas = []
         for output in self.llm.llm_engine.step():
             completion = output.outputs[0]
@@ -215,7 +203,7 @@ class VllmEngine:
         return deltas
 
     def render(self, messages: list[Message]) -> list[int] | None:
-        """Token ids of a conversation; see `vllm_medusa.offline.batch.Engine`."""
+        """See `vllm_medusa.offline.batch.Engine`."""
         from jinja2 import TemplateError
 
         tokenizer = self.tokenizer
@@ -241,7 +229,7 @@ class VllmEngine:
 
 
 def _json_or_text(value: str | None) -> Any:
-    """JSON where the text is JSON of a list or an object, the text itself otherwise."""
+    """The value of a text that begins like a list or an object in JSON, else the text."""
     if value is None or not value.lstrip().startswith(("[", "{")):
         return value
     try:

@@ -9,7 +9,14 @@ from support.told import Told
 
 from vllm_medusa.adapt import pipeline, stages
 from vllm_medusa.adapt.options import AdaptOptions, training_of
-from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, HEADS, run_stages, split_texts, stages_of
+from vllm_medusa.adapt.pipeline import (
+    CALIBRATED,
+    COUNTS,
+    HEADS,
+    count_stages,
+    run_stages,
+    split_texts,
+)
 from vllm_medusa.adapt.plan import Amounts, Plan
 from vllm_medusa.adapt.stages import StageFailed, WorkFolder
 from vllm_medusa.files import digest, read_json, write_json
@@ -49,7 +56,7 @@ class Run:
         """Run all stages; the folder of each."""
         self.called.clear()
         plan = self.plan(**more)
-        count = len(stages_of(plan))
+        count = count_stages(plan.options)
         with WorkFolder(plan.options.work_folder, count, self.told) as work:
             run_stages(plan, work)
         assert len(work.finished) == count
@@ -83,7 +90,6 @@ class Run:
     def _calibrate(self, here: Path) -> None:
         update_config(here / "heads", provenance={"by": "calibrate"})
         (here / "heads" / "calibration.safetensors").write_text("observations")
-        (here / "calibration.png").touch()
 
     def _tree(self, here: Path) -> None:
         update_config(here / "heads", tree=[[0], [1]], provenance={"by": "tree"})

@@ -49,13 +49,12 @@ def heads(tmp_path):
 
 
 def test_from_records_to_a_tree_that_serving_uses(heads, records, capsys):
-    plot, drawn, out = (heads.parent / name for name in ("plot.png", "tree.png", "tree.json"))
+    drawn, out = heads.parent / "tree.png", heads.parent / "tree.json"
     before = json.loads((heads / "config.json").read_text())
-    assert run("calibrate", TARGET, heads, "--data", records, "--plot", plot) == 0
+    assert run("calibrate", TARGET, heads, "--data", records) == 0
     shown = capsys.readouterr().out
     for words in ("4 texts", "temperature 0.8", "ECE", "after best", "tokens per step"):
         assert words in shown
-    assert plot.stat().st_size > 10_000
     observations = Observations.load(heads)
     assert observations.num_texts == 4 and observations.prompts.tolist() == [0, 0, 1, 1]
     config = json.loads((heads / "config.json").read_text())
@@ -119,7 +118,6 @@ def test_no_more_choices_than_the_heads_have(heads, records, capsys):
     ("arguments", "message"),
     [
         (["--temperature", "0.3"], "it has 0.8"),
-        (["--plot", "plot.jpeg2"], "not a kind of picture"),
         (["--top-k", "256"], "from 1 to 255"),
         (["--dtype", "half"], "invalid choice: 'half'"),
         (["--max-text-tokens", "7"], "4 bad lines"),
