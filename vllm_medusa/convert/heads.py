@@ -91,16 +91,16 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
         notes.append("biases of zeros were added to layers that had none")
     rule = form.lm_heads
     if rule == "each or shared":
-        rule = "each" if info.lm_heads or info.num_layers != 1 else "none"
-    if rule == "one" and not info.lm_heads:
+        rule = "each" if info.num_lm_heads or info.num_layers != 1 else "none"
+    if rule == "one" and not info.num_lm_heads:
         tensors[ONE] = _target_rows(info, target)
         notes.append("a copy of the target's LM head was stored: the heads share it")
-    elif rule == "each" and (not info.lm_heads or ONE in tensors):
+    elif rule == "each" and (not info.num_lm_heads or ONE in tensors):
         rows = tensors.pop(ONE) if ONE in tensors else _target_rows(info, target)
         tensors |= {Slot("lm_head", head): rows for head in range(info.num_heads)}
-        whose = "the one" if info.lm_heads else "the target's"
+        whose = "the one" if info.num_lm_heads else "the target's"
         notes.append(f"each head was given a copy of {whose} LM head, which they share")
-    elif rule == "none" and info.lm_heads:
+    elif rule == "none" and info.num_lm_heads:
         _require_copies(info, tensors, target)
         tensors = {slot: t for slot, t in tensors.items() if slot.part != "lm_head"}
         notes.append("the stored LM heads are the target's own: left out")
@@ -112,15 +112,10 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
     sizes = {"hidden_size": info.hidden_size, "vocab_size": vocab}
     if form.spelling == "vllm":
         lm_heads = [slot for slot in tensors if slot.part == "lm_head" and slot.kind == "weight"]
-        config = vllm_config(
-            info.num_heads,
-            info.num_layers,
-            info.hidden_size,
-            vocab,
-            len(tensors[TOKEN_MAP]) if info.token_map else vocab,
-            bias=info.bias,
-            single_lm_head=ONE in tensors or len(lm_heads) != info.num_heads,
-        )
+        single = ONE in tensors or len(lm_heads) != info.num_heads
+        config = vllm_config(info.num_heads, info.num_layers, bias=info.bias, single_lm_head=single)
+        draft_vocab = len(tensors[TOKEN_MAP]) if info.token_map else vocab
+        config |= {**sizes, "truncated_vocab_size": draft_vocab}
         if vocab is None:
             notes.append("the vocabulary's size is not known, and not recorded: give --target")
     else:
@@ -155,7 +150,7 @@ def _require_copies(
     if target is not None:
         against = f"they are not those of {target.label}, bit for bit and of the same dtype"
         rows = _target_rows(info, target)
-        stored = [tensors[slot] for slot in info.lm_heads]
+        stored = [t for slot, t in tensors.items() if slot.part == "lm_head"]
         if info.num_layers and all(
             (t.dtype, t.shape) == (rows.dtype, rows.shape)
             and torch.equal(t.contiguous().view(torch.uint8), rows.view(torch.uint8))

@@ -56,7 +56,14 @@ class HeadsInfo:
     specs: dict[Slot, TensorSpec]
     num_heads: int
     num_layers: int
+    hidden_size: int
     vocab_size: int | None  # the target's; None: the checkpoint does not say
+    draft_vocab_size: int | None  # tokens the heads score; None: as many as the target has
+    bias: bool  # of the residual layers
+    num_lm_heads: int  # num_heads, 1, or 0: the target's
+    lm_head_bias: bool
+    lm_head_rows: int | None  # as stored, padding included; None: nothing stored
+    token_map: bool
     dtype: torch.dtype  # that holds every tensor without loss
 
     @property
@@ -79,48 +86,6 @@ class HeadsInfo:
         """The target's name, if the config has one."""
         base = self.config.get("base_model_name_or_path")
         return base if isinstance(base, str) and base not in ("", "N/A") else None
-
-    @property
-    def hidden_size(self) -> int:
-        """H, the target's."""
-        if self.num_layers:
-            return self.specs[Slot("layer")].shape[0]
-        return self.specs[self.lm_heads[0]].shape[1]
-
-    @property
-    def bias(self) -> bool:
-        """Whether the residual layers have biases."""
-        return any(slot.part == "layer" and slot.kind == "bias" for slot in self.names)
-
-    @property
-    def lm_heads(self) -> list[Slot]:
-        """Weights of the stored LM heads: one for each head, one for all, or none."""
-        return [s for s in self.names if s.part == "lm_head" and s.kind == "weight"]
-
-    @property
-    def num_lm_heads(self) -> int:
-        """``num_heads``, 1, or 0: the target's."""
-        return len(self.lm_heads)
-
-    @property
-    def lm_head_bias(self) -> bool:
-        """Whether stored LM heads have biases."""
-        return any(slot.part == "lm_head" and slot.kind == "bias" for slot in self.names)
-
-    @property
-    def lm_head_rows(self) -> int | None:
-        """Rows of a stored LM head, padding included; None: nothing stored."""
-        return self.specs[self.lm_heads[0]].shape[0] if self.lm_heads else None
-
-    @property
-    def token_map(self) -> bool:
-        """Whether the heads score only some of the target's tokens."""
-        return TOKEN_MAP in self.names
-
-    @property
-    def draft_vocab_size(self) -> int | None:
-        """Tokens that the heads score; None: as many as the target has."""
-        return self.specs[TOKEN_MAP].shape[0] if self.token_map else self.vocab_size
 
     @property
     def taus(self) -> tuple[float, ...]:
@@ -146,11 +111,6 @@ class HeadsInfo:
     def is_hydra(self) -> bool:
         """Whether these are Hydra heads, which read the tokens before their own."""
         return self.format == "hydra"
-
-    @property
-    def shared_lm_head(self) -> bool:
-        """Whether the heads use the target's LM head."""
-        return not self.lm_heads
 
     @property
     def includes_base(self) -> bool:
@@ -190,8 +150,7 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
     lm_heads = [slot for slot in names if slot.part == "lm_head"]
     if config.get("original_lm_head") and {s.head for s in lm_heads} == {0} != heads:
         # vLLM writes the one LM head of all heads as head 0's, with this flag
-        lm_heads = [slot._replace(head=None) for slot in lm_heads]
-        names |= {slot: names.pop(slot._replace(head=0)) for slot in lm_heads}
+        names |= {slot._replace(head=None): names.pop(slot) for slot in lm_heads}
     num_heads = 1 + max(heads)
     num_layers = 1 + max((slot.layer for slot in names if slot.part == "layer"), default=-1)
     stored = files.specs(names.values())
@@ -234,12 +193,14 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
             f'{label}: "medusa" in its config.json is {config["medusa"]!r}; it must be an object '
             'such as {"tree": [[0], [0, 0]]}'
         )
-    format_ = "v2" if spelling == "v1" and not lm_heads else spelling
+    found = {(slot.part, slot.kind) for slot in names}
+    lm_heads = [slot for slot in names if (slot.part, slot.kind) == ("lm_head", "weight")]
+    rows = specs[lm_heads[0]].shape[0] if lm_heads else None
     stated = config.get("vocab_size")
     vocab = stated if isinstance(stated, int) and stated > 0 else None
-    if lm_heads and TOKEN_MAP not in names:
-        rows = specs[lm_heads[0]].shape[0]
+    if rows is not None and TOKEN_MAP not in names:
         vocab = rows if vocab is None else min(vocab, rows)
+    format_ = "v2" if spelling == "v1" and not lm_heads else spelling
     dtypes = [spec.dtype for spec in specs.values() if isinstance(spec.dtype, torch.dtype)]
     return HeadsInfo(
         files=files,
@@ -248,7 +209,14 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
         specs=specs,
         num_heads=num_heads,
         num_layers=num_layers,
+        hidden_size=shapes[Slot("layer")][0] if num_layers else shapes[lm_heads[0]][1],
         vocab_size=vocab,
+        draft_vocab_size=specs[TOKEN_MAP].shape[0] if TOKEN_MAP in names else vocab,
+        bias=("layer", "bias") in found,
+        num_lm_heads=len(lm_heads),
+        lm_head_bias=("lm_head", "bias") in found,
+        lm_head_rows=rows,
+        token_map=TOKEN_MAP in names,
         dtype=reduce(torch.promote_types, dtypes),  # integers change no floating-point type
     )
 
@@ -398,7 +366,7 @@ def load_heads(
     if info.is_hydra:
         heads = HydraHeads(count, info.num_layers, hidden_size, vocab_size, **common)
     else:
-        common |= {"bias": info.bias, "shared_lm_head": info.shared_lm_head}
+        common |= {"bias": info.bias, "shared_lm_head": not info.num_lm_heads}
         heads = MedusaHeads(count, info.num_layers, hidden_size, vocab_size, **common)
     heads.requires_grad_(False)
     slots = {
@@ -443,6 +411,11 @@ def save_heads(
             raise HeadsError(f"{folder} already holds {name}, which readers prefer: save elsewhere")
     spelling = "hydra" if isinstance(heads, HydraHeads) else "vllm"
     tensors = {name_of(slot, spelling, heads.num_layers): t for slot, t in _tensors(heads).items()}
+    sizes = {
+        "hidden_size": heads.hidden_size,
+        "vocab_size": heads.vocab_size,
+        "truncated_vocab_size": heads.draft_vocab_size,
+    }
     if isinstance(heads, HydraHeads):
         document = {  # the reference's keys where it has any
             "architectures": ["HydraModel"],
@@ -451,42 +424,26 @@ def save_heads(
             "hydra_num_layers": heads.num_layers,
             "hydra_head_arch": "mlp",
             "grounded_heads": True,
-            "hidden_size": heads.hidden_size,
-            "vocab_size": heads.vocab_size,
-            "truncated_vocab_size": heads.draft_vocab_size,
         }
     else:
         document = vllm_config(
             heads.num_heads,
             heads.num_layers,
-            heads.hidden_size,
-            heads.vocab_size,
-            heads.draft_vocab_size,
             bias=heads.has_bias,
             single_lm_head=heads.num_lm_heads != heads.num_heads,
         )
-    return _save(folder, tensors, document, config)
+    return _save(folder, tensors, document | sizes, config)
 
 
 def vllm_config(
-    num_heads: int,
-    num_layers: int,
-    hidden_size: int,
-    vocab_size: int,
-    draft_vocab_size: int,
-    *,
-    bias: bool,
-    single_lm_head: bool,
+    num_heads: int, num_layers: int, *, bias: bool, single_lm_head: bool
 ) -> dict[str, Any]:
-    """What stock vLLM 0.32 builds its Medusa model from (``models/medusa.py``)."""
+    """What, with the sizes, stock vLLM 0.32 builds its Medusa model from."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "num_heads": num_heads,
         "num_hidden_layers": num_layers,
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-        "truncated_vocab_size": draft_vocab_size,
         "medusa_fc_bias": bias,
         "original_lm_head": single_lm_head,
     }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,9 +98,7 @@ def inspect_heads(
         verdicts: dict[str, Verdict] = {"same": "fits", "different": NO, "unknown": "unknown"}
         checks.append(Check("fingerprint", verdicts[match.verdict], match.reason))
     damage, suspicions = _scan(info, progress)
-    return Inspection(
-        str(source), info, tree, damage, [*_contradictions(info), *suspicions], checks
-    )
+    return Inspection(str(source), info, tree, damage, suspicions, checks)
 
 
 def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
@@ -118,28 +117,6 @@ def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
         text = f"depth {tree.max_depth} of {info.num_heads} heads, ranks up to {ranks - 1}"
         return tree, [Check("tree", "fits", text)]
     return tree, [Check("tree", NO, text)]
-
-
-def _contradictions(info: HeadsInfo) -> Iterator[str]:
-    """Numbers in config.json that the tensors prove wrong; the tensors are believed."""
-    stated: dict[str, Any] = {
-        "medusa_num_heads": info.num_heads,
-        "num_medusa_heads": info.num_heads,
-        "medusa_num_layers": info.num_layers,
-    }
-    if not info.includes_base:  # else config.json is the model's
-        stated |= {"num_heads": info.num_heads, "num_hidden_layers": info.num_layers}
-        stated["hidden_size"] = info.hidden_size
-        if info.draft_vocab_size is not None:
-            stated["truncated_vocab_size"] = info.draft_vocab_size
-        if info.format == "vllm":
-            single = info.num_lm_heads != info.num_heads or info.lm_heads[0].head is None
-            stated |= {"medusa_fc_bias": info.bias, "original_lm_head": single}
-    for key, found in stated.items():
-        if key in info.config and info.config[key] != found:
-            yield f"config.json says {key} {info.config[key]!r}; the tensors say {found!r}"
-    if info.format == "vllm" and info.bias and "medusa_fc_bias" not in info.config:
-        yield "config.json lacks medusa_fc_bias: stock vLLM would drop the layers' biases"
 
 
 def _scan(info: HeadsInfo, progress: Progress | None) -> tuple[list[str], list[str]]:
@@ -162,7 +139,7 @@ def _scan(info: HeadsInfo, progress: Progress | None) -> tuple[list[str], list[s
         done += info.specs[slots[name]].bytes
         if progress is not None:
             progress(done, total)
-    return damage, [*_odd_lm_heads(info, seen), *_odd_layers(info, seen)]
+    return damage, list(_suspicions(info, seen))
 
 
 def _digest(tensor: Tensor) -> str:
@@ -170,42 +147,27 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def _odd_lm_heads(info: HeadsInfo, seen: dict[Slot, tuple[str, bool]]) -> Iterator[str]:
-    zero = [info.names[slot] for slot in info.lm_heads if not seen[slot][1]]
-    if zero:
+def _suspicions(info: HeadsInfo, seen: dict[Slot, tuple[str, bool]]) -> Iterator[str]:
+    if info.format == "vllm" and info.bias and not info.config.get("medusa_fc_bias"):
+        yield "config.json does not set medusa_fc_bias: stock vLLM would drop the layers' biases"
+    lm_heads = [slot for slot in seen if (slot.part, slot.kind) == ("lm_head", "weight")]
+    if zero := [info.names[slot] for slot in lm_heads if not seen[slot][1]]:
         yield f"LM heads of zeros only, which guess nothing: {', '.join(zero)}"
-    elif info.num_lm_heads > 1 and len({seen[slot] for slot in info.lm_heads}) == 1:
+    elif len(lm_heads) > 1 and len({seen[slot] for slot in lm_heads}) == 1:
         yield (
-            f"all {info.num_lm_heads} LM heads are equal: one would do, or the target's (convert "
+            f"all {len(lm_heads)} LM heads are equal: one would do, or the target's (convert "
             "--to v2 --target TARGET)"
         )
-
-
-def _odd_layers(info: HeadsInfo, seen: dict[Slot, tuple[str, bool]]) -> Iterator[str]:
-    untrained: list[int] = []
-    repeated: list[int] = []
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for head in range(info.num_heads):
-        own = [slot for slot in seen if slot.head == head and slot.part == "layer"]
-        layers = [
-            tuple(seen[slot] for slot in sorted(own) if slot.layer == layer)
-            for layer in range(info.num_layers)
-        ]
-        lm_head = Slot("lm_head", head)
-        trained = any(seen[slot][1] for slot in own)
-        if layers and not trained:
-            untrained.append(head)
-        if len(layers) > 1 and trained and len(set(layers)) == 1:
-            repeated.append(head)
-        if trained or lm_head in seen:
-            alike[(*layers, seen.get(lm_head))].append(head)
+    layers: dict[int, list[Any]] = {}  # each head's, each with digests of all that it holds
+    for head, layer in itertools.product(range(info.num_heads), range(info.num_layers)):
+        own = [s for s in seen if (s.part, s.head, s.layer) == ("layer", head, layer)]
+        layers.setdefault(head, []).append([seen[slot] for slot in sorted(own)])
+    untrained = [h for h in layers if not any(v for each in layers[h] for _, v in each)]
     if untrained:
         yield f"residual layers of zeros only, never trained: heads {untrained}"
+    repeated = [h for h in layers if h not in untrained and layers[h][0] in layers[h][1:]]
     if repeated:
         yield (
-            f"all layers of a head have the same weights: heads {repeated}. They were one layer "
+            f"layers of a head have the same weights: heads {repeated}. They were one layer "
             "repeated ([ResBlock] * n) when they were trained"
         )
-    for heads in alike.values():
-        if len(heads) > 1:
-            yield f"heads {heads} are equal: they guess the same token for each place"
