@@ -94,7 +94,7 @@ def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> li
     """What is compared with plain vLLM, drafter by drafter."""
     found: list[Arm] = []
     for folder in folders:
-        for form in options.forms:
+        for form in (form for form in options.forms if form != "ngram"):
             sizes = options.chain if form in ("chain", "stock") else options.nodes
             for size in (0,) if form == AUTOMATIC else sizes:
                 if arm := arm_of(folder, form, size):

@@ -49,16 +49,15 @@ def record(
     prompts: Sequence[Prompt],
     temperatures: Sequence[float],
     max_tokens: int,
-    dtype: str,
     engine_args: Mapping[str, Any],  # of both engines
     progress: Progress,
 ) -> tuple[Run, ...]:
     """Let each engine answer all prompts, one at a time, at each temperature."""
     from transformers import AutoTokenizer
 
-    plain = EngineSettings(str(target), None, dtype, engine_args=engine_args)
+    plain = EngineSettings(str(target), None, "float32", engine_args=engine_args)
     engines = {
-        # what is wrong with the options of drafting shows at once
+        # first, since options of drafting may be refused
         "with drafts": replace(plain, speculative_config=speculation),
         "plain vLLM": plain,
     }

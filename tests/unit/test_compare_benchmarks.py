@@ -234,9 +234,9 @@ def test_complete_answers_to_a_schema_are_json():
         grammar.judge([result("no", "stop")])
     by_schema = grammar.tasks_of(grammar.GrammarOptions(**ASSETS))
     mixed = grammar.tasks_of(grammar.GrammarOptions(**ASSETS, rounds=1))
-    assert len(by_schema) == 10 and {len(own) for own in by_schema.values()} == {4}
+    assert len(by_schema) == 7 and {len(own) for own in by_schema.values()} == {4}
     indices = [prompt.index for own in by_schema.values() for prompt in own]
-    assert [p.index for p in mixed["all schemas"]] == sorted(indices) == list(range(40))
+    assert [p.index for p in mixed["all schemas"]] == sorted(indices) == list(range(28))
 
 
 def test_a_profiled_arm_must_have_plain_s_tokens_too(monkeypatch):
