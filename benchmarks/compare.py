@@ -142,8 +142,9 @@ def arm_of(folder: Path, form: str, size: int) -> Arm | None:
         config["num_speculative_tokens"] = size
     else:
         return None  # n-grams have no drafter
-    what = {"drafter": folder.name if form != "lookup" else "lookup", "form": form}
-    what |= {"nodes": size} if size else {}
+    what: dict[str, Any] = {"drafter": folder.name if form != "lookup" else "lookup", "form": form}
+    if size:
+        what["nodes"] = size
     name = f"{name} {size}" if size else name
     return Arm(name, config, what, stock=form == "stock", against=against)
 

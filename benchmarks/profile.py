@@ -62,9 +62,9 @@ def run(options: ProfileOptions, progress: Progress) -> Iterator[Row]:
     for temperature in options.temperatures:
         plain = _in_a_process(PLAIN, options, temperature)
         for arm in filter(None, [PLAIN, *arms]):
-            what = {"name": f"{arm.name}, T {temperature:g}", "temperature": temperature}
-            what["arm"] = arm.name
-            progress.note(what["name"])
+            name = f"{arm.name}, T {temperature:g}"
+            what = {"name": name, "temperature": temperature, "arm": arm.name}
+            progress.note(name)
             if arm.stock and temperature > 0:
                 yield Row(what, note=SAMPLED_STOCK)
             else:
