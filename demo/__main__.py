@@ -1,6 +1,6 @@
 """`python -m demo`: a chat model in plain vLLM and with tree drafts, replayed side by side.
 
-Each engine runs alone on the machine, one after the other. To measure drafters of your own, use
+Each engine answers alone on the machine, one after the other. To measure drafters of your own, use
 `vllm-medusa compare`.
 """
 
@@ -43,12 +43,12 @@ class DemoOptions(Options):
         "more of it, such as '{\"lookup\": true}'", default={}, metavar="JSON"
     )
     prompts: Path = option("a file of prompts", default=_HERE / "prompts.jsonl", shown="")
-    max_tokens: Positive = option("of each answer", default=160)
+    max_tokens: Positive = option("of each answer", default=80)
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.7), metavar="T")
     eager: bool = option(
         "engines that compile nothing: faster start, slower decoding", default=False
     )
-    replays: FromZero = option("answers shown", default=3)
+    replays: FromZero = option("answers shown", default=2)
     json: Path | None = option("write the recording", default=None, metavar="FILE")
     record: Path | None = option("draw it as an animated SVG", default=None, metavar="FILE")
     recorded: Path | None = option(
