@@ -68,7 +68,7 @@ class KernelsOptions(Options):
     chunk: FromZero = option("rows of a prompt beside the trees", default=0)
     head_size: Positive = option(default=128)
     stages: FromZero = option("of Triton's pipeline, in place of those chosen", default=0)
-    per_sm: FromZero = option("programs of a multiprocessor to plan for, likewise", default=0)
+    per_sm: FromZero = option("programs planned for each multiprocessor, likewise", default=0)
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def rivals(made: Setup) -> dict[str, Callable[[int], Tensor]]:
 
 
 def specs(options: KernelsOptions) -> Iterator[Spec]:
-    """All of them, those that tell most first."""
+    """All shapes, the most informative first."""
     cache = torch.float8_e4m3fn if options.fp8 else torch.bfloat16
     shapes = product(options.batches, options.contexts, options.nodes, LAYOUTS.items())
     for batch, context, nodes, (layout, heads) in shapes:

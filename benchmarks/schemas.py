@@ -17,16 +17,16 @@ def _object(**properties: Any) -> dict[str, Any]:
     }
 
 
-def _list(items: dict[str, Any], most: int) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
+def _list(items: dict[str, Any], max_items: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": max_items}
 
 
 def _call(name: str, **arguments: Any) -> dict[str, Any]:
     return _object(name={"const": name}, arguments=_object(**arguments))
 
 
-def _text(most: int) -> dict[str, Any]:
-    return {"type": "string", "maxLength": most}
+def _text(max_length: int) -> dict[str, Any]:
+    return {"type": "string", "maxLength": max_length}
 
 
 SCHEMAS: dict[str, dict[str, Any]] = {

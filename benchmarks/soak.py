@@ -2,11 +2,11 @@ r"""A server under thousands of requests of all kinds: nothing lost, nothing wro
 
     make soak
 
-Sixty-four clients at a time, the official `openai` one, ask a server with heads for completions,
-chats, streams, tools, schemas, several choices, with penalties and stop texts; some go away in the
-middle, some ask for what can't be. Whatever has the same answer every time (temperature 0, seeds)
-was asked of a plain server before. What grows while requests come and go is memory lost: the slope
-of the private memory of the server's and the engine's process is fitted over the second half.
+Sixty-four clients at a time, of the official `openai` package, ask a server with heads for
+completions, chats, streams, tools, schemas, several choices, with penalties and stop texts; some
+disconnect in the middle, some send invalid requests. Requests with a fixed answer (temperature 0,
+seeds) are first sent to a plain server. Leaks are found by the slope of the private memory of the
+server's and the engine's process over the second half.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def words(options: SoakOptions) -> dict[str, Any]:
 async def ask_all(
     url: str, asked: Sequence[Asked], clients: int, processes: Sequence[Seen] = ()
 ) -> tuple[list[Any], int]:
-    """Ask all, so many at a time; a lost request has its reason for an answer.
+    """Send all requests, ``clients`` at a time; a lost one has its error in place of an answer.
 
     Returns:
         The answers in the order of the requests, and the largest number of requests at a time.

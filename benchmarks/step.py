@@ -1,4 +1,4 @@
-"""What a step of a tree costs beside a plain step: a 7B-shaped target, bf16, under CUDA graphs.
+"""The cost of a tree's step relative to a plain step: a 7B-shaped target, bf16, under CUDA graphs.
 
     python -m benchmarks kernels step
 

