@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import os
@@ -185,11 +186,24 @@ def requests(load: Load, number: int, temperature: float, options: ServeOptions)
     for index, second in enumerate(load.arrivals(SEED + number)):
         prompt = prompts[index % len(prompts)]
         own = {"temperature": temperature} | ({"seed": SEED + index} if temperature > 0 else {})
-        text = prompt.text if prompt.text is not None else prompt.turns[0]
+        text = prompt.text or _chat(prompt.turns[0], str(options.target))
         found.append(
             SampleRequest(text, 1, options.max_tokens, timestamp=second, request_overrides=own)
         )
     return found
+
+
+@functools.cache
+def _chat(turn: str, target: str) -> str:
+    """A user's turn in the target's chat template, if it has one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    if tokenizer.chat_template is None:
+        return turn
+    messages = [{"role": "user", "content": turn}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return str(text)
 
 
 def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
