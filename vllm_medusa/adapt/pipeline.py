@@ -233,7 +233,7 @@ def check_served(
     from vllm import EngineArgs
 
     from vllm_medusa.heads import HydraHeads, MedusaHeads, save_heads
-    from vllm_medusa.heads.eagle_files import save_drafter
+    from vllm_medusa.heads.checkpoint import save_drafter
     from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, choose_layers
 
     config = AutoConfig.from_pretrained(target).get_text_config()

@@ -8,7 +8,7 @@ from vllm_medusa.convert.options import ConvertOptions
 TEXT = """\
 Write heads in another format. The source may be in any of them, or a full Medusa-2 model: its
 tensors tell which. Tensors are copied bit by bit, each in its own dtype; what a format can't hold
-is refused, and what it needs besides is added, reported, and removed by converting back.
+is refused, and what it needs besides is added and reported.
 ---
 formats:
   native        what this package saves; vLLM's layout with everything it has no field for
