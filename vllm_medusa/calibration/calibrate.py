@@ -15,7 +15,7 @@ import torch
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import Accuracy, measure_accuracy
 from vllm_medusa.calibration.collect import FOLDER, collect
-from vllm_medusa.calibration.confidence import Fit, reliability
+from vllm_medusa.calibration.confidence import Fit, calibration_error
 from vllm_medusa.calibration.observations import EAGLE, FILE, NO_LABEL, Observations
 from vllm_medusa.calibration.options import CalibrateOptions
 from vllm_medusa.calibration.search import walked_tree
@@ -244,7 +244,7 @@ def _summarise(
         known = ranks != NO_LABEL
         confidence = observations.confidences[known, head].astype(np.float64)
         row = [
-            reliability(confidence[:, rank], ranks[known] == rank).ece
+            calibration_error(confidence[:, rank], ranks[known] == rank)
             for rank in range(observations.num_ranks)
         ]
         errors.append([None if np.isnan(error) else round(error, 4) for error in row])

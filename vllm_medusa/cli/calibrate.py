@@ -40,45 +40,32 @@ def run(options: CalibrateOptions, progress: ConsoleProgress) -> int:
 
 
 def _print(found: Calibrated) -> None:
-    from vllm_medusa.calibration.accuracy import CASES
-
     out, observations, accuracy = stdout_console(), found.observations, found.accuracy
     temperature = observations.temperature()
     wrote = "not the target's own" if temperature is None else f"temperature {temperature:g}"
     out.print(
-        f"{len(observations.ranks)} positions of {observations.num_texts} texts, {wrote}. "
-        f"In %; best choice first.",
+        f"{len(observations.ranks)} positions of {observations.num_texts} texts, {wrote}. In %, "
+        "best choice first; asked: the best choice where decoding asks for it (steps that ask).",
         soft_wrap=True,
     )
     shown = min(_SHOWN_RANKS, observations.num_ranks)
-    table = Table(box=None, header_style="bold", title="every position", title_justify="left")
+    table = Table(box=None, header_style="bold")
     choices = [f"choice {rank}" for rank in range(shown)]
-    for name in ("head", *choices, f"best {observations.num_ranks}", "ECE", "fitted T", "ECE then"):
-        table.add_column(name, justify="right")
+    for name in ("head", *choices, f"best {observations.num_ranks}", "asked", "ECE", "fitted T"):
+        table.add_column(name, justify="right", no_wrap=True)
     for head, (row, fit) in enumerate(zip(accuracy.overall, found.fits, strict=True)):
         table.add_row(
             str(head),
             *(_percent(share) for share in row[:shown]),
             _percent(row.sum()),
+            f"{_percent(accuracy.walked[head, 0])} ({accuracy.asked[head, 1]})",
             _percent(found.summary["calibration_error"][head][0]),
             "-" if fit is None else f"{fit.temperature:.2f}",
-            "-" if fit is None else _percent(fit.fitted_ece),
         )
     out.print(table)
-    table = Table(box=None, header_style="bold", title_justify="left")
-    table.title = "best choice, by the choices accepted before it (steps that asked)"
-    for name in ("head", "everywhere:", "after best", "others", "walked:", "after best", "others"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for head in range(observations.num_heads):
-        cells = [_percent(getattr(accuracy, case)[head, 0]) for case in CASES]
-        for place in (4, 5):
-            if asked := accuracy.asked[head, place]:
-                cells[place] += f" ({asked})"
-        table.add_row(str(head), *cells)
-    out.print(table)
     out.print(
-        f"walked: where decoding asks, with the best tree of {found.tree.num_draft_tokens} draft "
-        f"nodes ({found.tau:.3f} tokens per step)",
+        f"decoding with the best tree of {found.tree.num_draft_tokens} draft nodes gives "
+        f"{found.tau:.3f} tokens per step",
         soft_wrap=True,
     )
 
