@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 import vllm_medusa
 from vllm_medusa.cli import (
@@ -26,19 +25,14 @@ from vllm_medusa.cli.flags import Parser, add_flags, from_flags
 from vllm_medusa.cli.hub import find_models
 from vllm_medusa.options import Options
 
-_RESUMES = "the same command resumes"
 
-
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A subcommand."""
 
-    help: str
+    help: str  # a line in the list of commands
     options: type[Options]  # the flags are made of them
     run: Callable[[Any, ConsoleProgress], int]  # prints the result; returns the exit status
     text: str  # description, and after a line "---" the epilog
-    interrupted: str = "nothing was written"  # what Ctrl-C leaves
-    engine: bool = False  # it starts vLLM in this process, whose output is kept off the terminal
 
 
 COMMANDS = {
@@ -47,37 +41,30 @@ COMMANDS = {
         generate.GenerateOptions,
         generate.run,
         generate.GENERATE,
-        _RESUMES,
-        engine=True,
     ),
     "adapt": Command(
         "heads for a target, from prompts to a measured report; resumable",
         adapt.AdaptOptions,
         adapt.run,
         adapt.TEXT,
-        _RESUMES,
     ),
     "distill": Command(
         "let the target write training texts for its heads; resumable",
         generate.DistillOptions,
         generate.run_distill,
         generate.DISTILL,
-        _RESUMES,
-        engine=True,
     ),
     "train": Command(
         "train heads, or an EAGLE-3 drafter, for a target; resumable",
         train.TrainOptions,
         train.run,
         train.TEXT,
-        _RESUMES,
     ),
     "calibrate": Command(
-        "measure heads on text the target wrote",
+        "measure heads on text the target wrote; resumable",
         calibrate.CalibrateOptions,
         calibrate.run,
         calibrate.TEXT,
-        _RESUMES,
     ),
     "tree": Command(
         "build the tree that suits calibrated heads", tree.TreeOptions, tree.run, tree.TEXT
@@ -87,7 +74,6 @@ COMMANDS = {
         convert.ConvertOptions,
         convert.run,
         convert.TEXT,
-        "the output is as it was",
     ),
     "inspect": Command(
         "what a checkpoint of heads or of a drafter is, and whether it fits a target",
@@ -102,6 +88,8 @@ COMMANDS = {
         compare.TEXT,
     ),
 }
+_RESUMABLE = ("generate", "distill", "train", "calibrate", "adapt")
+_IN_PROCESS = ("generate", "distill")  # start vLLM here, whose output is kept off the terminal
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -122,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         find_models(options, progress)
         return command.run(options, progress)
 
-    sys.exit(run_job(job, interrupted=command.interrupted, engine=command.engine))
+    resumes = args.command in _RESUMABLE
+    interrupted = "the same command resumes" if resumes else "nothing was written"
+    sys.exit(run_job(job, interrupted=interrupted, engine=args.command in _IN_PROCESS))
 
 
 def build_parser() -> argparse.ArgumentParser:
