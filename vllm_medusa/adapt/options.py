@@ -30,7 +30,7 @@ _GIVEN_TO_ADAPT = (
     *("num_heads", "num_layers", "epochs", "learning_rate"),
 )
 _SET_BY_ADAPT = ("data", "heldout", "output", "overwrite", "save")
-_LEAST_VOCABULARY = 16  # tokens; the guesses of a head are about as many
+_MIN_VOCABULARY = 16  # tokens; the guesses of a head are about as many
 
 
 class AdaptOptions(EngineOptions, PromptFile):
@@ -145,8 +145,8 @@ def check_training(options: AdaptOptions, training: TrainOptions) -> None:
             raise ValueError(
                 f"--train-args has --{name.replace('_', '-')}, which adapt decides: {remedy}."
             )
-    if 0 < (size := given["draft_vocab"] or 0) < _LEAST_VOCABULARY:
+    if 0 < (size := given["draft_vocab"] or 0) < _MIN_VOCABULARY:
         raise ValueError(
             f"--train-args has --draft-vocab {size}; a drafter that knows fewer than "
-            f"{_LEAST_VOCABULARY} tokens drafts nothing. Give thousands, or 0 for all tokens."
+            f"{_MIN_VOCABULARY} tokens drafts nothing. Give thousands, or 0 for all tokens."
         )

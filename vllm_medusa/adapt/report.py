@@ -15,7 +15,7 @@ from vllm_medusa.adapt.stages import Finished
 from vllm_medusa.files import new_folder, read_json, write_json
 from vllm_medusa.job import plural
 from vllm_medusa.offline import comparison
-from vllm_medusa.offline.machine import machine_in_words
+from vllm_medusa.offline.machine import format_machine
 
 PAGE = "report.md"
 _NAMES = {"medusa": "Medusa heads", "hydra": "Hydra heads", "eagle3": "An EAGLE-3 drafter"}
@@ -175,7 +175,7 @@ both engines took turns on the same machine.{" Both ran eagerly, without torch.c
 |---|---|---|
 {stages}
 
-{machine_in_words(measured["machine"])}; {", ".join(versions)}.
+{format_machine(measured["machine"])}; {", ".join(versions)}.
 
 Command: `{" ".join(provenance["command"])}`
 """

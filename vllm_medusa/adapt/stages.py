@@ -119,7 +119,7 @@ class WorkFolder(Run):
                 raise JobFailed(f"it left no {missing[0]}")
         except (ValueError, OSError, JobFailed) as error:
             failure = StageFailed(
-                f"{stage.name}: {error}\nIts whole log is {here / LOG}. Once that is mended, "
+                f"{stage.name}: {error}\nIts log is {here / LOG}. Once the cause is removed, "
                 "the same command resumes from there."
             )
             failure.status = error.status if isinstance(error, JobFailed) else 2

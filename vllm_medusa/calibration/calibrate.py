@@ -160,7 +160,7 @@ def _load(options: CalibrateOptions) -> tuple[Target, MedusaHeads, torch.dtype]:
 
 
 def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
-    """The records asked for; says what is unusual about them."""
+    """The requested records; warns of what is unusual about them."""
     data = options.data
     tokenizer = find_tokenizer(options.model)
     records, bad = load_records(data, tokenizer, max_tokens=options.max_text_tokens)

@@ -1,9 +1,9 @@
-"""What the heads said at every position that decoding could have stood at.
+"""What the heads predicted at every position that decoding could have reached.
 
 Every generated span is a *text*. Head h (0-based) at position t predicts token t + h + 2, so the
 positions of a span [s, e) run from s - 1, whose own next token is the span's first, on. They end
 where the last head has no label any more; where the span ends with an end token, nothing follows
-that a head could have been right about, and they go on to e - 3, head 0's last label.
+that a head could have been right about, and positions continue to e - 3, head 0's last label.
 """
 
 from __future__ import annotations

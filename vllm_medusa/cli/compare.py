@@ -15,7 +15,7 @@ of the heads' tree and once with the trees that the engine chooses by itself ("a
 report whether every token agrees, the tokens per verification step (tau) and the ratio of the
 throughputs. Exit status 1 if a token differs in float32.
 ---
-Of records of `distill` the prompts are what stands before the first generated span. Each distinct
+Of records of `distill` the prompts are the tokens before the first generated span. Each distinct
 prompt is used once, and every request has a seed of its own.
 
 A tree is listed best node first, so its first N nodes are the tree of that budget. Both engines

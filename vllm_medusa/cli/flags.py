@@ -1,4 +1,4 @@
-"""A command line from the fields of `Options`: every name, bound and default stands there alone."""
+"""A command line from the fields of `Options`: every name, bound and default is only there."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Generate for every prompt of a file and write one JSON line per prompt, in the o
 finish. Killed or interrupted, the same command resumes: no line is written twice and none is lost.
 ---
 Prompts: a text file (one per line), JSON lines or Parquet. A row has "prompt" (continued as it
-stands), "messages" or "turns" (a conversation: the model's chat template is used if it has one,
+is), "messages" or "turns" (a conversation: the model's chat template is used if it has one,
 else the texts are joined as they are; each answer is part of the next turn's prompt).
 
 Results: index (position in the file, from 0), request_id, text, token_ids, finish_reason,
@@ -29,7 +29,7 @@ Let the target write the texts that its heads are trained on: it continues every
 as often as wanted, through vLLM. Killed or interrupted, the same command resumes; the texts are
 those of an uninterrupted run (their lines are in the order in which they were finished).
 ---
-Prompts: as for `generate`. "prompt" is continued as it stands, "messages" and "turns" are rendered
+Prompts: as for `generate`. "prompt" is continued as it is, "messages" and "turns" are rendered
 in the target's chat template.
 
 Records: index, request_id, group, token_ids, generated ([start, end) of what the target wrote),

@@ -22,7 +22,7 @@ from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.defaults import plan_engine, positions
 from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
 from vllm_medusa.offline.in_turn import run_in_turn
-from vllm_medusa.offline.machine import describe_machine, machine_in_words
+from vllm_medusa.offline.machine import describe_machine, format_machine
 from vllm_medusa.offline.options import CompareOptions
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, load_prompts
@@ -226,7 +226,7 @@ def setting(document: dict[str, Any]) -> str:
     return (
         f"{prompts} of {document['data']}, up to {document['max_tokens']} new tokens each, {mode}, "
         f"batch {document['batch']}; {rounds}, plain vLLM and vLLM with the heads in turn; "
-        f"{machine_in_words(document['machine'])}."
+        f"{format_machine(document['machine'])}."
     )
 
 

@@ -17,7 +17,7 @@ ENGINE_BYTES = 3 << 29  # of vLLM's process, weights and cache aside
 _BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _DRAFTS = 256  # slots for a tree's nodes
 _SLACK = 64  # tokens of an answer that has more of them in the next prompt, drafts at the end
-_LEAST_CACHE = 1 << 28
+_MIN_CACHE = 1 << 28
 _SHARE = 0.7  # for the cache, of the memory that weights and processes leave
 _GPU_SHARE = 0.84  # of its memory, for all engines together
 
@@ -164,7 +164,7 @@ def fit(
             "smaller --dtype."
         )
     together = sum(each <= most for each in needed)
-    cache = min(most, max(_LEAST_CACHE, needed[together - 1]))
+    cache = min(most, max(_MIN_CACHE, needed[together - 1]))
     lowered = together if together < len(needed) else batch
     most_tokens = longest[0] + _SLACK
     most_tokens = most_tokens if limit is None else min(limit, most_tokens)

@@ -12,8 +12,8 @@ turns       [text, ...]                 a conversation of user turns (Spec-Bench
                                         answer is part of the prompt of the turn after it
 ==========  ==========================  =========================================================
 
-Records of `vllm-medusa distill` are prompts too: what stands before the first span that the target
-wrote, as token ids. A row may have its own name in ``request_id``, ``id`` or ``question_id``;
+Records of `vllm-medusa distill` are prompts too: the token ids before the first span that the
+target wrote. A row may have its own name in ``request_id``, ``id`` or ``question_id``;
 otherwise that is its index. Other keys are ignored.
 """
 
@@ -209,7 +209,7 @@ def settle_bad_lines(
         shown.append(f"and {len(bad) - len(shown)} more")
     count, lines = plural(len(bad), "bad line"), "\n  ".join(shown)
     if on_bad_line == "refuse":
-        raise PromptError(f"{path}: {count}; mend, or pass --on-bad-line skip.\n  {lines}")
+        raise PromptError(f"{path}: {count}; correct them, or pass --on-bad-line skip.\n  {lines}")
     progress.note(f"skipping {count}:\n  {lines}")
 
 
@@ -244,7 +244,7 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
 
 
 def _from_record(row: Mapping[str, Any], index: int, line: int) -> Prompt:
-    """What stands before the first span that the target wrote; of plain texts the beginning."""
+    """The tokens before the first span that the target wrote; of plain texts the beginning."""
     try:
         ids, start = tuple(map(int, row["token_ids"])), int(row["generated"][0][0])
     except (KeyError, IndexError, TypeError, ValueError):

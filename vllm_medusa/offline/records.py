@@ -12,7 +12,7 @@ key                value                                      what is trained
 =================  =========================================  =================================
 
 Texts and conversations need the target's tokenizer (`vllm_medusa.offline.conversations`). The
-lines of a distilled file stand in the order in which they were finished, which differs from run to
+lines of a distilled file are in the order in which they were finished, which differs from run to
 run: `load_records` and `split_heldout` return records in an order that depends on them alone.
 """
 
@@ -72,7 +72,7 @@ class Record:
 
     @property
     def prompt_key(self) -> str:
-        """What splits go by: the ``group``, else the `key_of` what stands before the first span.
+        """What splits go by: the ``group``, else the `key_of` the tokens before the first span.
 
         It is equal for all samples of one prompt.
         """

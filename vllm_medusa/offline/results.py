@@ -1,9 +1,9 @@
 """A JSON-lines file of results that survives being killed at any moment.
 
-The settings stand in ``NAME.run/`` beside it, a `vllm_medusa.files.Run`. A result is one line,
+The settings are in ``NAME.run/`` beside it, a `vllm_medusa.files.Run`. A result is one line,
 written whole and flushed, after everything it reports is finished. So only the last line can be
-torn, which opening the file cuts off, and the finished prompts are those whose ``index`` stands on
-a whole line.
+torn, which opening the file cuts off, and the finished prompts are those whose ``index`` is on a
+whole line.
 """
 
 from __future__ import annotations
