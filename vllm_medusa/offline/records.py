@@ -20,12 +20,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ValidationError,
+)
 
 from vllm_medusa.files import new_file
 from vllm_medusa.job import plural
@@ -225,65 +233,48 @@ def _from_row(row: Any, index: int, line: int, tokenizer: Any) -> Record:
     return Record(index, line, name, ids, spans)
 
 
+class _Row(BaseModel):
+    """A line of `vllm-medusa distill`."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    index: NonNegativeInt | None = None
+    token_ids: Annotated[list[int], Field(min_length=1)]
+    generated: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
+    temperature: NonNegativeFloat | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    group: Annotated[str, Field(min_length=1)] | None = None
+
+
 def _from_ids(row: Mapping[str, Any], index: int, line: int, name: str) -> Record:
     if "generated" not in row:
         raise PromptError(
             "no key 'generated', the spans that the target wrote; results of "
             "`vllm-medusa generate` lack their prompts: `vllm-medusa distill` writes records"
         )
-    ids, spans, own = row["token_ids"], row["generated"], row.get("index", index)
-    temperature, group = row.get("temperature"), row.get("group")
-    cut = {key: row.get(key) for key in ("top_p", "top_k")}
-
-    def number(value: Any) -> bool:
-        return type(value) in (int, float) and math.isfinite(value)
-
-    for good, key, wanted in (
-        (isinstance(ids, list) and ids, "token_ids", "a list of token ids, not empty"),
-        (
-            isinstance(spans, list) and all(map(_is_span, spans)),
-            "generated",
-            "a list of [start, end] pairs",
-        ),
-        (type(own) is int and own >= 0, "index", "a whole number from 0"),
-        (
-            temperature is None or (number(temperature) and temperature >= 0),
-            "temperature",
-            "a number from 0, or null",
-        ),
-        *((value is None or number(value), key, "a number, or null") for key, value in cut.items()),
-        (
-            group is None or (isinstance(group, str) and group),
-            "group",
-            "the text that `distill` wrote",
-        ),
-    ):
-        if not good:
-            raise PromptError(f"{key!r} is {short(row[key])}; use {wanted}")
+    try:
+        found = _Row.model_validate(dict(row))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"[{at}]" if isinstance(at, int) else f"{at}" for at in first["loc"])
+        raise PromptError(f"{where} is {short(first['input'])}: {first['msg']}") from None
     return Record(
-        own,
+        index if found.index is None else found.index,
         line,
         name,
-        tuple(ids),
-        tuple((start, end) for start, end in spans),
-        None if temperature is None else float(temperature),
-        **cut,
-        group=group,
+        tuple(found.token_ids),
+        tuple((start, end) for start, end in found.generated),
+        found.temperature,
+        found.top_p,
+        found.top_k,
+        found.group,
     )
-
-
-def _is_span(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(v) is int for v in value)
 
 
 def _check(ids: tuple[int, ...], spans: tuple[Span, ...], vocab_size: int | None) -> None:
     limit = _LARGEST_VOCABULARY if vocab_size is None else vocab_size
-    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= limit:
-        place, token = next(
-            (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < limit
-        )
-        if type(token) is not int:
-            raise PromptError(f"token_ids[{place}] is {short(token)}; use a whole number from 0")
+    if min(ids) < 0 or max(ids) >= limit:
+        place, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < limit)
         raise PromptError(
             f"token_ids[{place}] is {token}, outside the vocabulary (from 0 to {limit - 1}); "
             "was the record made with another target?"
