@@ -97,12 +97,6 @@ def test_the_current_folder_as_the_output(arguments, tmp_path, monkeypatch, refu
     assert not list(here.iterdir())
 
 
-def test_a_folder_that_is_missing(refused, tmp_path):
-    assert "no folder nowhere" in refused("--output", "nowhere/heads")
-    (tmp_path / "heads").symlink_to(tmp_path / "nowhere" / "heads")
-    assert f"no folder {tmp_path / 'nowhere'}" in refused()
-
-
 @pytest.mark.parametrize("place", ["heads", "heads/work", "link/work"])
 def test_a_work_folder_in_the_output(refused, tmp_path, place):
     (tmp_path / "link").symlink_to(tmp_path / "heads")
@@ -192,7 +186,6 @@ def test_a_disk_that_is_too_small(refused, monkeypatch):
         (["--num-heads", "9", "--max-tokens", "10"], "at least 11 tokens"),
         (["--learning-rate", "nan"], "--learning-rate"),
         (["--train-args=--no-such-option 3"], "--no-such-option"),
-        (["--train-args=--keep-cache"], "--keep-cache needs --cache"),
         (["--train-args=--draft-vocab 1"], "fewer than 16 tokens drafts nothing"),
         (["--drafter", "eagle3", "--num-draft-tokens", "4"], "--budgets 4 measures trees of that"),
         (["--drafter", "eagle3", "--method", "medusa-2"], "--drafter is eagle3. Leave one of"),

@@ -116,20 +116,6 @@ def test_heads_that_guess_little_are_said_to_need_more_text(tmp_path):
     assert "1.10 tokens per step is little: more text to train on than 500 tokens" in said
 
 
-def test_what_was_no_command_is_plain_text(made):
-    made.stages["check"] = Finished(made.folders["train"], "will it be served", 2.0)
-    assert "| check | 2 | will it be served |" in (made.publish() / "report.md").read_text()
-
-
-def test_a_second_run_replaces_the_first_whole(made):
-    output = made.publish(key="one")
-    (output / "stray").touch()
-    made.publish(key="two")
-    assert written_by_adapt(output) == "two"
-    assert not (output / "stray").exists()
-    assert [path.name for path in output.parent.iterdir() if path.name.startswith(".")] == []
-
-
 def test_all_that_is_written_may_be_overwritten(made):
     (made.folders["train"] / "heads" / "target").mkdir()
     written = {path.name for path in made.publish().iterdir()}

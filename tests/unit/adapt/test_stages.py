@@ -1,5 +1,4 @@
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,14 +124,6 @@ def test_a_job_that_fails_or_leaves_nothing(work, job, message, status):
     with pytest.raises(StageFailed, match=message) as failure:
         work.run(Stage("copy", job, lambda here: options, {}, ["out.json"]))
     assert failure.value.status == status
-
-
-@pytest.mark.usefixtures("here")
-def test_what_prepares_a_stage_is_called_before_each_attempt_only(work):
-    called = []
-    stage = replace(work.copy(), prepare=called.append)
-    assert work.run(stage) == called
-    assert work.run(stage) == called
 
 
 def test_two_at_once_are_refused(work):

@@ -87,12 +87,6 @@ def test_every_budget_is_measured_and_the_fastest_named(arguments, tmp_path, cap
     assert len(Engine.started) == 4  # plain vLLM once
 
 
-def test_automatic_trees_can_be_left_out(arguments, tmp_path):
-    assert run(*arguments, "--budgets", "2", "--rounds", "1", "--no-automatic") == 0
-    assert figures(tmp_path)["automatic"] is None
-    assert len(Engine.started) == 2
-
-
 def test_wrong_tokens_of_automatic_trees_fail_too(arguments, monkeypatch):
     monkeypatch.setattr(Engine, "wrong", AUTOMATIC)
     assert run(*arguments, "--budgets", "2", "--rounds", "1") == 1
@@ -133,16 +127,6 @@ def test_figures_replace_figures_only(arguments, tmp_path, capsys):
         assert (tmp_path / "figures.json").read_text() == text
     assert run(*options, "--output", str(tmp_path / "prompts.jsonl")) == 2
     assert len(Engine.started) == started, "before any engine starts"
-
-
-def test_a_budget_beyond_the_tree_is_the_whole_tree(arguments, tmp_path):
-    assert run(*arguments, "--budgets", "6", "32", "--rounds", "1") == 0
-    assert figures(tmp_path)["budgets"] == [6]
-
-
-def test_nothing_faster_is_said_plainly(arguments, capsys):
-    assert run(*arguments, "--budgets", "6") == 0
-    assert "No tree is faster than plain vLLM" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("dtype", "status"), [("float32", 1), ("bfloat16", 0)])
@@ -196,12 +180,3 @@ def test_heads_of_another_width_are_refused_before_an_engine_starts(arguments, t
     assert run(arguments[0], str(tmp_path), *arguments[2:]) == 2
     assert f"hidden size 8, {tmp_path} has 12" in capsys.readouterr().err
     assert not Engine.started
-
-
-def test_the_table_for_files_marks_the_fastest():
-    row = {
-        "num_draft_tokens": 4, "tau": 1.5, "steps": 10, "plain_steps": 15, "ratio": 1.25,
-        "ratios": [1.2, 1.25, 1.3], "requests": 6, "differing_requests": 0,
-    }  # fmt: skip
-    lines = comparison.markdown({"rows": [row], "fastest": 4})
-    assert lines[2] == "| **4** | **1.50** | **15 -> 10** | **1.25x** | **1.20-1.30** | **6/6** |"

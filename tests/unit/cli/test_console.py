@@ -29,14 +29,6 @@ def test_status_and_words(error, status, text, engine, capfd):
     assert capfd.readouterr().err == text
 
 
-def test_other_errors_are_faults_of_ours_and_stay_what_they_are():
-    def job(progress):
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        console.run_job(job, interrupted="")
-
-
 def test_another_total_begins_a_new_count():
     pace = console.Pace()
     assert pace.left(100.0, 5, 9) is None

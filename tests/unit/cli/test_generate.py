@@ -65,19 +65,6 @@ def test_a_finished_job_starts_no_engine(arguments, tmp_path, engine, capfd):
     assert (tmp_path / "o.jsonl").read_bytes() == before
 
 
-def test_an_interrupted_job_goes_on(prompts, tmp_path, capfd):
-    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    assert run("target", "-i", prompts, "-o", whole, "--seed", 1) == 0
-    assert run("target", "-i", prompts, "-o", broken, "--seed", 1) == 0
-    content = broken.read_bytes()
-    broken.write_bytes(content[: content.index(b"\n", len(content) // 2) + 20])  # a torn line
-    assert run("target", "-i", prompts, "-o", broken, "--seed", 1) == 0
-    assert "cut off an unfinished last line" in (err := capfd.readouterr().err)
-    assert "resuming:" in err
-    key = lambda r: r["index"]  # noqa: E731
-    assert sorted(records(broken), key=key) == sorted(records(whole), key=key)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -194,9 +181,3 @@ def test_what_can_not_work_is_refused(arguments, tmp_path, options, message, cap
     assert run(*arguments, *options) == 2
     assert message in said(capfd)
     assert not (tmp_path / "o.jsonl").exists()
-
-
-def test_an_empty_file_is_refused(arguments, prompts, capfd):
-    prompts.write_text("\n\n")
-    assert run(*arguments) == 2
-    assert "no prompts in it" in said(capfd)

@@ -54,17 +54,6 @@ def test_a_dry_run_changes_nothing(heads, capsys):
     assert (heads / "config.json").read_bytes() == before
 
 
-@pytest.mark.parametrize(("nodes", "rows"), [(16, [1, 2, 4]), (3, [1, 2, 3])])
-def test_sizes_shown_end_with_the_tree(heads, capsys, nodes, rows):
-    """However many nodes were asked for."""
-    options = ["--max-depth", 1, "-n", nodes]
-    assert run("tree", heads, "--dry-run", *options) == 0
-    lines = map(str.split, capsys.readouterr().out.splitlines())
-    table = [line for line in lines if line and line[0].isdigit() and line[1] != "nodes:"]
-    assert [int(line[0]) for line in table] == rows
-    assert all(float(line[1]) > 1 for line in table)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -123,14 +123,6 @@ def test_a_job_that_broke_off_before_its_first_result_leaves_nothing(tmp_path):
     assert lines(path) == [{"index": 0}] and run_folder(path).is_dir()
 
 
-def test_a_file_that_was_there_stays(tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.touch()
-    with pytest.raises(KeyError), ResultLog(path, SETTINGS):
-        raise KeyError
-    assert path.exists()
-
-
 def test_a_full_disk_keeps_what_was_finished(tmp_path):
     """The limit on a file's size ends a write in its middle, as a full disk does."""
     path = tmp_path / "out.jsonl"
@@ -143,14 +135,6 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path):
         assert log.done == {0, 1} and log.torn_bytes > 0
         log.append({"index": 2})
     assert [line["index"] for line in lines(path)] == [0, 1, 2]
-
-
-def test_two_writers_exclude_each_other(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with ResultLog(path, SETTINGS), pytest.raises(FileRefused, match="another process"):
-        ResultLog(path, SETTINGS)
-    with ResultLog(path, SETTINGS):
-        pass
 
 
 def test_places_that_can_not_hold_results(tmp_path):
@@ -198,20 +182,3 @@ def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path):
     assert sorted(lines(path), key=lambda r: r["index"]) == sorted(
         lines(unbroken), key=lambda r: r["index"]
     )
-
-
-def test_the_writing_survives_short_writes(tmp_path, monkeypatch):
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
-    path = tmp_path / "out.jsonl"
-    with ResultLog(path, SETTINGS) as log:
-        log.append({"index": 0, "text": "long enough to need many writes"})
-    assert lines(path) == [{"index": 0, "text": "long enough to need many writes"}]
-
-
-def test_overwrite_spares_what_is_no_result_file(tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("precious\n")
-    with pytest.raises(FileRefused, match="not written by this command"):
-        ResultLog(prompts, SETTINGS, overwrite=True)
-    assert prompts.read_text() == "precious\n"
