@@ -50,7 +50,8 @@ def inspect_eagle(
     """
     files = find_checkpoint(source, revision)
     config, names = flat_config(files.config), bare_names(files)
-    width, vocab = config.get("hidden_size"), config.get("vocab_size")
+    width: Any = config.get("hidden_size")
+    vocab: Any = config.get("vocab_size")
     last_only = reads_last_only(config) and "layers.0.hidden_norm.weight" in names
     if not ("fc.weight" in names or last_only) or not {type(width), type(vocab)} == {int}:
         raise HeadsError(f"{source}: not an EAGLE drafter, which has an fc.weight and a config")

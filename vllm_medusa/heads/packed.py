@@ -45,7 +45,8 @@ class Packed:
             self._layers.append(_per_head(make, block.weight, block.bias))
         self._lm_heads: list[Linear] = []
         if heads.lm_head_weight is not None:
-            weight, bias = heads.lm_head_weight.detach(), heads.lm_head_bias
+            weight = heads.lm_head_weight.detach()
+            bias: Tensor | None = heads.lm_head_bias
             if rows is not None:  # copied, so that the other rows are freed
                 weight = weight[:, rows].clone()
                 bias = None if bias is None else bias[:, rows].clone()
