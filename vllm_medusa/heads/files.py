@@ -187,7 +187,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise HeadsError(str(error)) from error
 
 
-def _hub(name: str, revision: str | None, **options: bool) -> Fetch:
+def _hub(name: str, revision: str | None, **options: Any) -> Fetch:
     from huggingface_hub import snapshot_download
 
     def fetch(names: list[str] | None) -> Path:

@@ -27,8 +27,6 @@ class Packed:
 
         With ``rows`` their logits have len(rows) columns: a tensor-parallel rank's.
         """
-        if heads.target_lm_head is not None:
-            raise HeadsError("these heads have the target's LM head bound: pack unbound ones")
         if heads.shared_lm_head and heads.token_map is not None:
             raise HeadsError(
                 "these heads score some of the target's tokens: store the target's rows of these "
