@@ -102,7 +102,7 @@ def _train_target(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_medusa.training.optimisation import rate_at
+    from vllm_medusa.training.loop import rate_at
 
     torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.target)

@@ -31,7 +31,7 @@ from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.offline.records import load_records
 from vllm_medusa.options import AtLeastZero, Options, Positive, Seed, option
 from vllm_medusa.training.distill import distill
-from vllm_medusa.training.initial_heads import new_heads
+from vllm_medusa.training.medusa1 import new_heads
 from vllm_medusa.training.options import (
     DistillOptions,
     HeadOptions,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-import shutil
 import statistics
 import tempfile
 import time
@@ -34,13 +33,14 @@ from vllm_medusa.job import Progress
 from vllm_medusa.offline.records import Record, load_records
 from vllm_medusa.options import FromZero, Options, Positive, option
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.initial_heads import new_heads
-from vllm_medusa.training.losses import IGNORED, head_labels, label_mask
-from vllm_medusa.training.medusa1 import Medusa1
-from vllm_medusa.training.recipe import Recipe
-from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.training.loop import Loop
+from vllm_medusa.training.losses import IGNORED, LMHead, head_labels, label_mask
+from vllm_medusa.training.medusa1 import PIECE_ROWS, Medusa1, new_heads
+from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.pieces import Texts
+from vllm_medusa.training.rows import cut_pieces
+from vllm_medusa.training.run import Run, Stage
 from vllm_medusa.training.target import Target
-from vllm_medusa.training.texts import Texts
 from vllm_medusa.training.workers import Workers
 
 ARMS = ("reference", "chunked", "cached")
@@ -66,13 +66,12 @@ class TrainingOptions(Options):
 class Reference:
     """Steps as the reference implementation takes them; loss weights are ours."""
 
-    def __init__(self, trainer: Medusa1, records: list[Record]) -> None:
-        self.trainer, self.records = trainer, records
+    def __init__(self, loop: Loop, target: Target, lm_head: LMHead, records: list[Record]) -> None:
+        self.loop, self.target, self.lm_head, self.records = loop, target, lm_head, records
 
     def losses(self, records: list[Record]) -> tuple[Tensor, int]:
         """Mean loss of each head [K], and how many positions have a label."""
-        trainer = self.trainer
-        heads, target = trainer.heads, trainer.target
+        heads, target = self.loop.method.heads, self.target
         length = max(len(record.token_ids) for record in records)
         ids = torch.zeros(len(records), length, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -84,9 +83,9 @@ class Reference:
             labels[row, :size] = head_labels(text, counted)
         with torch.no_grad():
             states = target.hidden_states(ids, mask).float()
-        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.recipe.bf16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.loop.method.bf16):
             x = heads(states.flatten(0, 1))  # [T, K, H]
-            logits = trainer.lm_head(x.flatten(0, 1)).unflatten(0, x.shape[:2]).float()
+            logits = self.lm_head(x.flatten(0, 1)).unflatten(0, x.shape[:2]).float()
             flat = labels.flatten(0, 1)
             each = [
                 F.cross_entropy(logits[:, k], flat[:, k], ignore_index=IGNORED)
@@ -96,14 +95,14 @@ class Reference:
 
     def step(self, number: int) -> int:
         """One step of the optimiser on the records that step `number` of the order names."""
-        trainer = self.trainer
-        trainer.optimizer.zero_grad(set_to_none=True)
-        count = max(1, trainer.recipe.batch_rows // max(1, _labels(self.records)))
+        method, optimizer = self.loop.method, self.loop.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        count = max(1, (method.settings.batch_tokens or 0) // max(1, _labels(self.records)))
         first = number * count % len(self.records)
         losses, rows = self.losses((self.records * 2)[first : first + count])
-        (losses * trainer.decay).sum().backward()
-        torch.nn.utils.clip_grad_norm_(trainer.heads.parameters(), 1.0)
-        trainer.optimizer.step()
+        (losses * method.decay).sum().backward()
+        torch.nn.utils.clip_grad_norm_(method.heads.parameters(), 1.0)
+        optimizer.step()
         return rows
 
 
@@ -118,13 +117,17 @@ def arm(name: str, options: TrainingOptions, link: Connection) -> None:
     records, _ = load_records(options.records)
     records = records[: options.limit]
     target = Target.load(options.target, dtype=getattr(torch, options.dtype))
-    recipe = Recipe(labels="tokens", epochs=10_000, batch_rows=options.batch, bf16=options.bf16)
-    with tempfile.TemporaryDirectory() as folder, TrainingRun(Path(folder) / "run", {}) as run:
+    settings = StepOptions(
+        labels="tokens", epochs=100, batch_tokens=options.batch, learning_rate=1e-3, warmup_steps=50
+    )
+    with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run", {}) as run:
+        run.begin()
+        pieces = cut_pieces(records, PIECE_ROWS)
         states = HiddenStates(
             target,
-            Texts.of(records),
+            records,
+            [(0, len(record.token_ids) - 1) for record in records],
             run.work,
-            {},
             dtype=getattr(torch, options.dtype),
             max_bytes=1 << 40 if name == "cached" else 0,
         )
@@ -132,19 +135,21 @@ def arm(name: str, options: TrainingOptions, link: Connection) -> None:
         states.build()
         built = time.perf_counter() - start
         heads = new_heads(target, options.num_heads, options.num_layers)
-        trainer = Medusa1(target, heads, states, None, recipe, run, Workers("cpu"))
-        reference = Reference(trainer, records)
+        texts = Texts(records, states, pieces)
+        method = Medusa1(target, heads, texts, None, settings, Workers("cpu"), bf16=options.bf16)
+        loop = Loop(method, Stage(run))
+        reference = Reference(loop, target, method.lm_head, records)
         if name == "cached":  # training needs the LM head only
             target.backbone = None
             target.model = None  # type: ignore[assignment]
         step: Callable[[int], int] = reference.step
         if name != "reference":
-            step = lambda number: _our_step(trainer, number)  # noqa: E731
+            step = lambda number: _our_step(loop, number)  # noqa: E731
         done = 0
         link.send({"built": built, "bytes": states.cached_bytes})
         while (order := link.recv()) is not None:
             if order == "gate":
-                link.send(_gate(name, trainer, reference, records))
+                link.send(_gate(name, method, reference, records))
                 continue
             start, rows = time.perf_counter(), 0
             for _ in range(order):
@@ -153,30 +158,23 @@ def arm(name: str, options: TrainingOptions, link: Connection) -> None:
             seconds = time.perf_counter() - start
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             link.send((seconds, rows, peak))
-        shutil.rmtree(states.folder, ignore_errors=True)
 
 
-def _our_step(trainer: Medusa1, number: int) -> int:
-    trainer.step = number
-    return int(trainer._one_step()["rows"])
+def _our_step(loop: Loop, number: int) -> int:
+    loop.step = number % loop.steps
+    return int(loop._one_step()["rows"])
 
 
-def _gate(name: str, trainer: Medusa1, reference: Reference, records: list[Record]) -> list[float]:
+def _gate(name: str, method: Medusa1, reference: Reference, records: list[Record]) -> list[float]:
     """Mean losses of the untrained heads on the first records."""
     some = records[:4]
     with torch.no_grad():
         if name == "reference":
             return [float(x) for x in reference.losses(some)[0]]
-        texts = trainer.train_states.texts
-        pieces = [p for p in trainer.pieces if texts.record_of(p) < len(some)]
-        ones = torch.ones(trainer.heads.num_heads)
-        sums = _sums(trainer, pieces, ones)
-        return [float(x) for x in sums / trainer._label_counts(pieces)]
-
-
-def _sums(trainer: Medusa1, pieces: list[Any], ones: Tensor) -> Tensor:
-    with torch.enable_grad():
-        return trainer._backward(pieces, ones)
+        pieces = method.train_texts.pieces
+        batch = method.collate([i for i, piece in enumerate(pieces) if piece.record < len(some)])
+        sums = method.loss(batch, torch.ones(method.heads.num_heads))[1]
+        return [float(x) for x in sums / batch.counts]
 
 
 def run(options: TrainingOptions, progress: Progress) -> Iterator[Row]:

@@ -1,126 +1,148 @@
-"""Steps over pieces of text whose hidden states are cached: what Medusa-1 and EAGLE-3 share.
+"""Heads on a frozen target, trained on pieces of text whose hidden states are kept.
 
-All means are over the labels of a whole step, however it is split over micro-batches and processes.
+What Medusa-1 (and Hydra) and EAGLE-3 share: only the heads are given to the optimizer.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from vllm_medusa.offline.records import Record
 from vllm_medusa.training.accuracy import Measurement
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.losses import IGNORED, AnyHeads
-from vllm_medusa.training.optimisation import make_optimizer
-from vllm_medusa.training.order import Order, split
-from vllm_medusa.training.recipe import Recipe
-from vllm_medusa.training.state import TrainingRun
-from vllm_medusa.training.texts import Piece
-from vllm_medusa.training.trainer import Trainer
+from vllm_medusa.training.loop import Method
+from vllm_medusa.training.losses import IGNORED, AnyHeads, LMHead, head_losses
+from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.rows import Piece, labels_at, split_passes, tokens_after
 from vllm_medusa.training.workers import Workers
 
 
-class PieceTrainer(Trainer):
-    """Trains heads; only they are given to the optimiser."""
+@dataclass(frozen=True)
+class Texts:
+    """Records, their hidden states (built), and the pieces of them that are read."""
+
+    records: Sequence[Record]
+    states: HiddenStates
+    pieces: Sequence[Piece]
+
+
+class Batch(NamedTuple):
+    """Rows of some pieces, concatenated."""
+
+    texts: Texts
+    wanted: list[tuple[int, int, int]]  # (record, start, stop) of each piece
+    labels: Tensor  # int64 [N, K]
+    counts: Tensor  # int64 [K], labels that have a loss
+    temperatures: Tensor  # fp32 [N]
+
+    def tokens_after(self, num_heads: int) -> list[Tensor]:
+        """The K tokens after each row: int64 [n, K] of each piece."""
+        records = self.texts.records
+        return [tokens_after(records[r], a, b, num_heads) for r, a, b in self.wanted]
+
+
+class Inputs(NamedTuple):
+    """What `head_losses` takes of a batch."""
+
+    last: Tensor  # [N, H], what the target's LM head sees
+    path: Tensor | None = None  # int64 [N, K], for Hydra heads
+    x: Tensor | None = None  # [N, K, H], the heads' states, where they don't follow from `last`
+
+
+class PieceMethod(Method):
+    """A method that reads pieces."""
+
+    pass_rows = 4096
+    lm_head: LMHead | None  # over the draft vocabulary, for heads that store none
+    teacher: LMHead  # over the whole vocabulary, for soft labels
 
     def __init__(
         self,
         heads: AnyHeads,  # fp32, changed in place
-        train: HiddenStates,  # of the text to train on, built
-        heldout: HiddenStates | None,  # of the text to measure on, built
-        recipe: Recipe,
-        run: TrainingRun,
+        train: Texts,
+        heldout: Texts | None,  # this process's share
+        settings: StepOptions,
         workers: Workers,
-        *,
-        piece_rows: int,  # of a piece at most
-        save_seconds: float = 60.0,  # between two states; the result doesn't depend on it
+        bf16: bool,
     ) -> None:
-        """Prepare training."""
-        super().__init__(heads, recipe, run, workers, save_seconds)
-        self.recipe = recipe
-        self.train_states, self.heldout = train, heldout
-        self.soft = recipe.labels == "soft"
-        self.piece_rows = piece_rows
-        self.optimizer = make_optimizer(
-            [([p for p in heads.parameters() if p.requires_grad], 1.0)], recipe.optimisation
-        )
-        self.pieces = train.texts.pieces(min(piece_rows, recipe.batch_rows))
-        self.order = Order(
-            [len(piece) for piece in self.pieces],
-            train.groups(self.pieces),
-            batch_rows=recipe.batch_rows,
-            epochs=recipe.epochs,
-            seed=recipe.seed,
-        )
-        self.steps = self.order.steps
+        super().__init__(heads, settings, workers, bf16)
+        self.train_texts, self.heldout = train, heldout
+        self.read_on = self.soft  # whether to read the K rows after a piece's own as well
+        self.lengths = [piece.num_rows for piece in train.pieces]
+        self.groups = train.states.groups(train.pieces)
 
-    def measured(self) -> dict[str, Any] | None:
-        """See `Trainer`."""
-        return None if self.heldout is None else {"heldout": self.measure()}
+    @abstractmethod
+    def inputs(self, batch: Batch) -> Inputs:
+        """States of a batch."""
+
+    def collate(self, items: Sequence[int]) -> Batch:
+        """See `Method`."""
+        return self._collate(self.train_texts, items)
+
+    def loss(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Method`."""
+        inputs = self.inputs(batch)
+        found = head_losses(
+            self.heads,
+            inputs.last,
+            batch.labels,
+            weights,
+            self.lm_head,
+            temperatures=batch.temperatures if self.soft else None,
+            teacher_lm_head=self.teacher,
+            path=inputs.path,
+            x=inputs.x,
+        )
+        return found.loss, found.sums
 
     @torch.no_grad()
-    def measure(self) -> dict[str, Any]:
-        """Loss and top-1 ... top-10 accuracy of every head on held-out text, plain JSON."""
-        assert self.heldout is not None
+    def measure(self) -> dict[str, Any] | None:
+        """Loss and top-1 ... top-10 accuracy of every head on held-out text."""
+        if self.heldout is None:
+            return None
         total = Measurement.empty(self.heads.num_heads)
-        pieces = self.heldout.texts.pieces(self.piece_rows)
-        limit = max(1, self.recipe.measured_rows // self._usual_rows(pieces))
-        chosen = pieces[:: -(-len(pieces) // limit)]
-        mine = split([len(piece) for piece in chosen], self.workers.world)[self.workers.rank]
-        self._measure_pieces([chosen[i] for i in mine], total)
+        lengths = [piece.num_rows for piece in self.heldout.pieces]
+        for part in split_passes(range(len(lengths)), lengths, self.pass_rows):
+            batch = self._collate(self.heldout, part)
+            with self.autocast():
+                inputs = self.inputs(batch)
+                total.measure(
+                    self.heads, inputs.last, batch.labels, self.lm_head, inputs.path, inputs.x
+                )
         packed = self.workers.add_up(total.packed())
-        return Measurement.unpacked(packed.cpu(), self.heads.num_heads).summary()
+        return {"heldout": Measurement.unpacked(packed.cpu(), self.heads.num_heads).summary()}
 
-    def _one_step(self) -> dict[str, Any]:
-        """Gradients of all micro-batches and processes, then one step of the optimiser."""
-        recipe, workers = self.recipe, self.workers
-        pieces = [self.pieces[i] for i in self.order.pieces(self.step)]
-        counts = self._label_counts(pieces).to(workers.device)
-        weights = self.decay / counts.clamp(min=1)
-        parts = split([len(piece) for piece in pieces], recipe.accumulate * workers.world)
-        sums = torch.zeros(self.heads.num_heads, device=workers.device)
-        self.optimizer.zero_grad(set_to_none=True)
-        for part in parts[workers.rank :: workers.world]:
-            if part:
-                chosen = [pieces[i] for i in part]
-                sums += self._backward(chosen, weights)
-        sums, stepped = self.update(sums, pieces)
-        losses = sums / counts.clamp(min=1)
-        return {
-            "step": self.step + 1,
-            "loss": float((losses * self.decay).sum()),
-            "losses": [round(value, 5) for value in losses.tolist()],
-            **stepped,
-            "rows": sum(map(len, pieces)),
-        }
+    def lines(self, items: Sequence[int]) -> set[int]:
+        """See `Method`."""
+        texts = self.train_texts
+        return {texts.records[texts.pieces[item].record].line for item in items}
 
-    def _usual_rows(self, pieces: Sequence[Piece]) -> int:
-        """How many rows a piece is taken to have where some are chosen to measure on."""
-        return self.piece_rows
-
-    def _label_counts(self, pieces: Sequence[Piece]) -> Tensor:
-        """Labels of each head in some pieces, as `head_losses` counts them: int64 [K]."""
-        labels, heads = torch.cat([self._labels(piece) for piece in pieces]), self.heads
-        counted = labels != IGNORED
-        if heads.token_map is not None and not self.soft:
-            counted &= torch.isin(labels, heads.token_map.cpu())
-        return counted.sum(0)
-
-    def _lines(self, parts: Sequence[Piece]) -> list[int]:
-        return self.train_states.texts.lines_of(parts)
-
-    @abstractmethod
-    def _backward(self, pieces: Sequence[Piece], weights: Tensor) -> Tensor:
-        """Add a micro-batch's gradients; returns its loss sums [K]."""
-
-    @abstractmethod
-    def _labels(self, piece: Piece) -> Tensor:
-        """A piece's labels, int64 [n, K], `IGNORED` where there is none."""
-
-    @abstractmethod
-    def _measure_pieces(self, pieces: Sequence[Piece], total: Measurement) -> None:
-        """Take held-out pieces in."""
+    def _collate(self, texts: Texts, items: Sequence[int]) -> Batch:
+        count, wanted, labels = self.heads.num_heads, [], []
+        for piece in (texts.pieces[item] for item in items):
+            stop = min(piece.stop + count, piece.limit) if self.read_on else piece.stop
+            found = labels_at(texts.records[piece.record], piece.start, stop, count)
+            found[piece.num_rows :] = IGNORED
+            wanted.append((piece.record, piece.start, stop))
+            labels.append(found)
+        heat = [texts.records[record].temperature for record, _, _ in wanted]
+        sizes = torch.tensor([stop - start for _, start, stop in wanted])
+        temperatures = torch.tensor([1.0 if t is None else t for t in heat])
+        whole = torch.cat(labels)
+        counted = whole != IGNORED
+        if self.heads.token_map is not None and not self.soft:
+            counted &= torch.isin(whole, self.heads.token_map.cpu())
+        device = self.workers.device
+        return Batch(
+            texts,
+            wanted,
+            whole.to(device),
+            counted.sum(0),
+            temperatures.repeat_interleave(sizes).to(device),
+        )
