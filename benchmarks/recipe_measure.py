@@ -22,7 +22,7 @@ from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.offline.records import Record
 from vllm_medusa.sampler import draw_splitmix
 from vllm_medusa.training.accuracy import label_ranks
-from vllm_medusa.training.losses import IGNORED, head_labels, label_mask, lm_mask
+from vllm_medusa.training.losses import IGNORED, head_labels
 from vllm_medusa.training.quality import QualityMeter
 from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
@@ -53,9 +53,9 @@ def knowledge(target: Path, heads: Path, original: Target, at: Conditions) -> di
     for record in at.records:
         ids = torch.tensor(record.token_ids)
         states = new.hidden_states(ids[None])[0]  # [T, H]
-        following = ids.roll(-1).masked_fill(~lm_mask(record.generated, len(ids)), IGNORED)
-        meter.add(following, original.hidden_states(ids[None])[0], states)
-        labels = head_labels(ids, label_mask(record.generated, len(ids), loaded.num_heads))
+        labels = head_labels(ids, record.generated, loaded.num_heads, own=True)
+        meter.add(labels[:, 0], original.hidden_states(ids[None])[0], states)
+        labels = labels[:, 1:]
         ranks = label_ranks(loaded, states, labels, new.lm_head)  # [T, K]
         known = labels != IGNORED
         counts += known.sum(0)

@@ -34,10 +34,10 @@ from vllm_medusa.offline.records import Record, load_records
 from vllm_medusa.options import FromZero, Options, Positive, option
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.loop import Loop
-from vllm_medusa.training.losses import IGNORED, LMHead, head_labels, label_mask
+from vllm_medusa.training.losses import IGNORED, LMHead, head_labels
 from vllm_medusa.training.medusa1 import PIECE_ROWS, Medusa1, new_heads
+from vllm_medusa.training.method import Texts
 from vllm_medusa.training.options import StepOptions
-from vllm_medusa.training.pieces import Texts
 from vllm_medusa.training.rows import cut_pieces
 from vllm_medusa.training.run import Run, Stage
 from vllm_medusa.training.target import Target
@@ -79,8 +79,7 @@ class Reference:
         for row, record in enumerate(records):
             text, size = torch.tensor(record.token_ids), len(record.token_ids)
             ids[row, :size], mask[row, :size] = text, 1
-            counted = label_mask(record.generated, size, heads.num_heads)
-            labels[row, :size] = head_labels(text, counted)
+            labels[row, :size] = head_labels(text, record.generated, heads.num_heads)
         with torch.no_grad():
             states = target.hidden_states(ids, mask).float()
         with torch.autocast("cpu", torch.bfloat16, enabled=self.loop.method.bf16):
@@ -135,7 +134,7 @@ def arm(name: str, options: TrainingOptions, link: Connection) -> None:
         states.build()
         built = time.perf_counter() - start
         heads = new_heads(target, options.num_heads, options.num_layers)
-        texts = Texts(records, states, pieces)
+        texts = Texts(records, pieces, states)
         method = Medusa1(target, heads, texts, None, settings, Workers("cpu"), bf16=options.bf16)
         loop = Loop(method, Stage(run))
         reference = Reference(loop, target, method.lm_head, records)
@@ -171,7 +170,7 @@ def _gate(name: str, method: Medusa1, reference: Reference, records: list[Record
     with torch.no_grad():
         if name == "reference":
             return [float(x) for x in reference.losses(some)[0]]
-        pieces = method.train_texts.pieces
+        pieces = method.texts.pieces
         batch = method.collate([i for i, piece in enumerate(pieces) if piece.record < len(some)])
         sums = method.loss(batch, torch.ones(method.heads.num_heads))[1]
         return [float(x) for x in sums / batch.counts]

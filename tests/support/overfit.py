@@ -12,8 +12,8 @@ from vllm_medusa.training.draft_vocab import count_tokens, frequent_tokens
 from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.loop import Loop
 from vllm_medusa.training.medusa1 import PIECE_ROWS, Medusa1, new_heads
+from vllm_medusa.training.method import Texts
 from vllm_medusa.training.options import StepOptions
-from vllm_medusa.training.pieces import Texts
 from vllm_medusa.training.rows import cut_pieces, row_ranges
 from vllm_medusa.training.run import Run, Stage
 from vllm_medusa.training.target import Target
@@ -47,7 +47,7 @@ def texts(target: Target, records: list[Record], size: int, max_bytes: int = 1 <
     ranges = [row_ranges(record)[0] for record in records]
     states = HiddenStates(target, records, ranges, dtype=torch.float32, max_bytes=max_bytes)
     states.build()
-    return Texts(records, states, cut_pieces(records, size))
+    return Texts(records, cut_pieces(records, size), states)
 
 
 def looped(

@@ -10,28 +10,25 @@ texts. They are cut at `PIECE_ROWS`; what follows a cut sees nothing before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_medusa.heads.eagle_files import save_drafter
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
+from vllm_medusa.training.method import Batch, Inputs, Method, Texts
 from vllm_medusa.training.options import StepOptions
-from vllm_medusa.training.pieces import Batch, Inputs, PieceMethod, Texts
 from vllm_medusa.training.target import Target, TargetError
 from vllm_medusa.training.workers import Workers
 
 PIECE_ROWS = 2048
 
 
-class Eagle3(PieceMethod):
+class Eagle3(Method):
     """Trains a drafter; nothing of the target is changed."""
 
     heads: EagleDrafter
-    lm_head = None
 
     def __init__(
         self,
@@ -51,9 +48,9 @@ class Eagle3(PieceMethod):
         self.read_on = True
 
     def inputs(self, batch: Batch) -> Inputs:
-        """See `PieceMethod`."""
+        """See `Method`."""
         device = self.workers.device
-        states = batch.texts.states.read(batch.wanted).to(device)
+        states = super().inputs(batch).last
         features, last = states.split([states.shape[1] - self.width, self.width], 1)
         sizes = [stop - start for _, start, stop in batch.wanted]
         there = pad_sequence([torch.ones(n, dtype=torch.bool) for n in sizes], batch_first=True)
@@ -63,11 +60,6 @@ class Eagle3(PieceMethod):
             torch.tensor([start for _, start, _ in batch.wanted], device=device),
         )
         return Inputs(last, x=x[there.to(device)])
-
-    def keep(self, folder: Path, step: int) -> str:
-        """See `Method`."""
-        save_drafter(folder, self.heads, {"training": {"steps": step}})
-        return "drafter's weights"
 
 
 def new_drafter(

@@ -28,8 +28,8 @@ from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates, StateSource
 from vllm_medusa.training.inputs import DataError, Inputs, require_labels
 from vllm_medusa.training.loop import Report
 from vllm_medusa.training.losses import AnyHeads
+from vllm_medusa.training.method import Method, Texts
 from vllm_medusa.training.options import TrainOptions
-from vllm_medusa.training.pieces import PieceMethod, Texts
 from vllm_medusa.training.recipe import MEASURED_ROWS, complete
 from vllm_medusa.training.rows import Piece, count_labels, cut_pieces
 from vllm_medusa.training.run import Run
@@ -127,7 +127,7 @@ class Job:
             quantization=self.options.machine.quantization if quantized else None,
         )
 
-    def heads_alone(self, target: Target, run: Run, heads: AnyHeads | None = None) -> PieceMethod:
+    def heads_alone(self, target: Target, run: Run, heads: AnyHeads | None = None) -> Method:
         """Medusa-1 or EAGLE-3 on built states; new heads unless given."""
         options, workers, steps = self.options, self.workers, self.steps
         whole, size = bool(self.layers), medusa1.PIECE_ROWS
@@ -149,7 +149,7 @@ class Job:
             file=options.files.name(heldout=False),
         )
         self._build(states)
-        texts, heldout = Texts(self.inputs.train, states, pieces), None
+        texts, heldout = Texts(self.inputs.train, pieces, states), None
         if self.inputs.heldout:
             heldout = self.heldout_texts(source, cut_pieces(self.inputs.heldout, size, whole=whole))
         if not whole:
@@ -197,7 +197,7 @@ class Job:
         )
         states.build()
         del states.target  # all states are kept, and the model may be released
-        return Texts(records, states, chosen)
+        return Texts(records, chosen, states)
 
     def token_map(self, target: Target) -> torch.Tensor | None:
         """The draft vocabulary that heads are to have, int64 [V_draft]; None: all of the target's.
@@ -224,11 +224,11 @@ class Job:
         self.progress.note(f"draft vocabulary: {size} of {known} tokens, {text} (--draft-vocab)")
         return token_map
 
-    def release(self, method: PieceMethod) -> None:
+    def release(self, method: Method) -> None:
         """Remove the states, unless they are in the user's own folder."""
         self.workers.wait()
-        if self.workers.main and self.options.cache.cache is None:
-            method.train_texts.states.remove()
+        if self.workers.main and self.options.cache.cache is None and method.texts.states:
+            method.texts.states.remove()
 
     def report(self, stage: str) -> Report:
         """Return what reports a stage's steps to `progress`."""

@@ -10,109 +10,24 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vllm_medusa.job import JobFailed
-from vllm_medusa.training.losses import AnyHeads, head_weights
+from vllm_medusa.training.method import Groups, Method
 from vllm_medusa.training.options import StepOptions
 from vllm_medusa.training.rows import deal, plan_steps, split_passes
 from vllm_medusa.training.run import Stage
-from vllm_medusa.training.workers import Workers
 
 Report = Callable[[int, int, dict[str, Any]], None]  # step, number of steps, a line of the log
-Groups = list[tuple[Iterable[nn.Parameter], float]]  # parameters, factor of the learning rate
 _SHOWN_LINES = 20
 
 
 class NotFiniteError(JobFailed):
     """A loss or gradient is NaN or infinite; training stopped before using it."""
-
-
-class Method(ABC):
-    """What a method of training defines; the rest is `Loop`'s.
-
-    Attributes:
-        heads: what is trained, fp32, in place.
-        lengths: rows or tokens of each item that can be trained on.
-        pass_rows: at most so many of them, padding included, per pass.
-        groups: items of one group stay neighbours; None: each is its own.
-        measures_ends: whether to measure before the first step and after the last, too.
-
-    """
-
-    heads: AnyHeads
-    lengths: Sequence[int]
-    pass_rows: int
-    groups: Sequence[int] | None = None
-    measures_ends = False
-
-    def __init__(
-        self,
-        heads: AnyHeads,
-        settings: StepOptions,  # complete, see `recipe.complete`
-        workers: Workers,
-        bf16: bool = False,  # autocast; weights and sums stay fp32
-    ) -> None:
-        self.heads = heads.to(workers.device).requires_grad_(True)
-        self.settings, self.workers, self.bf16 = settings, workers, bf16
-        self.soft = settings.labels == "soft"
-        self.decay = head_weights(heads.num_heads, settings.decay).to(workers.device)  # [K]
-
-    def autocast(self) -> torch.autocast:
-        """Compute in bfloat16 if asked to."""
-        kind = self.workers.device.type
-        return torch.autocast(kind, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
-
-    def parameters(self) -> Groups:
-        """What is given to the optimizer."""
-        return [(self.heads.parameters(), 1.0)]
-
-    def weights(self, step: int, steps: int) -> Tensor:
-        """The factor of each mean loss at a step: fp32 [M]."""
-        return self.decay
-
-    def dropout(self, seed: int) -> AbstractContextManager[None]:
-        """Around a pass and its gradient: dropout, drawn from ``seed``; by default none."""
-        return nullcontext()
-
-    @abstractmethod
-    def collate(self, items: Sequence[int]) -> Any:
-        """A batch of some items, whose ``counts`` are the labels of each loss, [M]."""
-
-    @abstractmethod
-    def loss(self, batch: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted sum of a batch's losses, and each one's sum in nats, detached [M]."""
-
-    @abstractmethod
-    def measure(self) -> dict[str, Any] | None:
-        """Results on held-out text, plain JSON; None: there is none."""
-
-    @abstractmethod
-    def lines(self, items: Sequence[int]) -> set[int]:
-        """Lines of the data that items come from."""
-
-    @abstractmethod
-    def keep(self, folder: Path, step: int) -> str:
-        """Write what was trained; returns its name."""
-
-    def entry(self, means: Tensor, weights: Tensor) -> dict[str, Any]:
-        """What the log says of a step's mean losses [M]."""
-        return {"losses": [round(value, 5) for value in means.tolist()]}
-
-    def state(self) -> dict[str, Any]:
-        """Weights to keep in a checkpoint."""
-        return {"heads": self.heads.state_dict()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` gave."""
-        self.heads.load_state_dict(state["heads"])
 
 
 class Loop:
@@ -237,31 +152,22 @@ class Loop:
     ) -> None:
         """Keep everything as it was before this step, and raise."""
         method = self.method
+        ones = torch.ones_like(sums)
         with torch.no_grad(), method.autocast():
-            culprits = [
-                item
-                for item in items
-                if not bool(method.loss(method.collate([item]), self._ones())[1].isfinite().all())
-            ]
-        lines = sorted(method.lines(culprits or items))
+            losses = [method.loss(method.collate([item]), ones)[1] for item in items]
+        culprits = [i for i, found in zip(items, losses, strict=True) if not found.isfinite().all()]
+        lines = method.lines(culprits or items)
         shown = ", ".join(map(str, lines[:_SHOWN_LINES]))
         if len(lines) > _SHOWN_LINES:
             shown += f" and {len(lines) - _SHOWN_LINES} more"
-        kept = ""
-        if self.workers.main and all(bool(p.isfinite().all()) for p in trained):
+        if all(bool(p.isfinite().all()) for p in trained):
             self._save()
-            folder = self.stage.folder / "last_good"
-            what = method.keep(folder, self.step)
-            kept = f"The {what} of step {self.step} are in {folder}. "
         raise NotFiniteError(
             f"step {self.step + 1} of {self.steps}: the losses are {sums.tolist()} and the "
             f"gradient's norm {float(norm):.3g}. Lines of this batch "
-            f"{'by themselves' if culprits else '(none of them by itself)'}: {shown}. {kept}"
+            f"{'by themselves' if culprits else '(none of them by itself)'}: {shown}. "
             "Try a lower --learning-rate, --precision float32, or drop the lines."
         )
-
-    def _ones(self) -> Tensor:
-        return torch.ones_like(self.method.weights(0, self.steps))
 
 
 def rate_at(step: int, steps: int, warmup: int) -> float:

@@ -9,24 +9,21 @@ heads are trained in the same way; each is shown the tokens before its own.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.losses import LMHead
+from vllm_medusa.training.method import Batch, Inputs, Method, Texts
 from vllm_medusa.training.options import StepOptions
-from vllm_medusa.training.pieces import Batch, Inputs, PieceMethod, Texts
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
 PIECE_ROWS = 32  # a step of 256 positions has parts of eight texts
 
 
-class Medusa1(PieceMethod):
+class Medusa1(Method):
     """Trains Medusa or Hydra heads."""
 
     heads: MedusaHeads
@@ -50,16 +47,12 @@ class Medusa1(PieceMethod):
             self.teacher = target.lm_head_of(dtype=dtype)
 
     def inputs(self, batch: Batch) -> Inputs:
-        """See `PieceMethod`."""
-        path = None
-        if isinstance(self.heads, HydraHeads):
-            path = torch.cat(batch.tokens_after(self.heads.num_heads)).to(self.workers.device)
-        return Inputs(batch.texts.states.read(batch.wanted).to(self.workers.device), path)
-
-    def keep(self, folder: Path, step: int) -> str:
         """See `Method`."""
-        save_heads(folder, self.heads, {"training": {"steps": step}})
-        return "heads"
+        inputs = super().inputs(batch)
+        if not isinstance(self.heads, HydraHeads):
+            return inputs
+        path = torch.cat(batch.tokens_after(self.heads.num_heads))
+        return inputs._replace(path=path.to(self.workers.device))
 
 
 def new_heads(

@@ -8,7 +8,6 @@ lambda_0 grows (`recipe.heads_weight`). On text that the target wrote, L_LM is K
 trained) at every generated token, the original being the same model with its adapter off (section
 2.3.2); on other text it is the cross-entropy of the next token.
 
-Logits of some positions exist at a time, [C, V]; their gradients are taken at once, as in `losses`.
 What it leaves behind::
 
     HEADS/config.json, model.safetensors     the heads; config.json's "medusa" has the results
@@ -24,40 +23,33 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from vllm_medusa.files import free_bytes, read_json, write_json
-from vllm_medusa.heads.checkpoint import load_heads, save_heads
+from vllm_medusa.heads.checkpoint import load_heads
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.offline.records import Record
 from vllm_medusa.offline.results import fingerprint
 from vllm_medusa.training import lora
 from vllm_medusa.training.accuracy import Measurement
 from vllm_medusa.training.curves import draw_curves
 from vllm_medusa.training.hidden_cache import DTYPES, CacheError, HiddenStates
 from vllm_medusa.training.job import Job
-from vllm_medusa.training.loop import Groups, Loop, Method
-from vllm_medusa.training.losses import (
-    CHUNK,
-    IGNORED,
-    LMHead,
-    head_losses,
-    lm_mask,
-)
+from vllm_medusa.training.loop import Loop
+from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead, head_losses
+from vllm_medusa.training.method import Batch, Groups, Method, Texts
 from vllm_medusa.training.options import JointOptions, StepOptions
-from vllm_medusa.training.pieces import Texts
 from vllm_medusa.training.quality import Quality, QualityMeter, kl_rows
 from vllm_medusa.training.recipe import complete_joint, heads_weight
-from vllm_medusa.training.rows import Piece, labels_at, pad, row_ranges, split_passes
+from vllm_medusa.training.rows import Piece, cut_pieces, labels_at, pad, row_ranges, split_passes
 from vllm_medusa.training.run import Run, Stage
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
@@ -73,93 +65,37 @@ _DIVERGED = (
 )
 
 
-@dataclass(frozen=True)
-class JointBatch:
-    """Texts of one pass, padded on the right; their N positions are concatenated without padding.
-
-    ``counts`` are the next tokens that have a loss, then the labels of each head.
-    """
-
-    ids: Tensor  # int64 [B, L]
-    attention_mask: Tensor  # int64 [B, L], 1 where there is text
-    following: Tensor  # int64 [N], the next token where it was generated, else IGNORED
-    labels: Tensor  # int64 [N, K], the heads' labels
-    temperatures: Tensor  # fp32 [N]; 1 for text that nobody sampled
-    counts: Tensor  # int64 [1 + K]
-
-    @classmethod
-    def of(
-        cls,
-        records: Sequence[Record],
-        num_heads: int,
-        *,
-        soft: bool = False,
-        token_map: Tensor | None = None,  # int64 [V_draft] on the CPU
-        device: torch.device | str = "cpu",
-    ) -> JointBatch:
-        """Lay out texts; unless labels are soft, a token outside ``token_map`` is none."""
-        ids, there = pad([record.token_ids for record in records])
-        following, labels, temperatures = [], [], []
-        for row, record in enumerate(records):
-            size = len(record.token_ids)
-            counted = lm_mask(record.generated, size)
-            following.append(ids[row, :size].roll(-1).masked_fill(~counted, IGNORED))
-            own = labels_at(record, 0, size, num_heads)
-            if token_map is not None and not soft:
-                own = own.masked_fill(~torch.isin(own, token_map), IGNORED)
-            labels.append(own)
-            heat = 1.0 if record.temperature is None else record.temperature
-            temperatures.append(torch.full((size,), heat))
-        after, whole = torch.cat(following), torch.cat(labels)
-        counts = (torch.cat([after[:, None], whole], 1) != IGNORED).sum(0)
-        rest = (after.to(device), whole.to(device), torch.cat(temperatures).to(device))
-        return cls(ids.to(device), there.to(device), *rest, counts)
-
-
 class Medusa2(Method):
     """The joint stage: only the adapter and the heads are given to the optimizer."""
 
     heads: MedusaHeads
-    measures_ends = True
+    lm_head: LMHead
+    own = measures_ends = True
 
     def __init__(
         self,
         target: Target,
         adapted: PeftModel,  # wraps the target's model, with a fresh adapter (`lora.attach`)
-        heads: MedusaHeads,  # fp32, changed in place
-        records: Sequence[Record],  # to train on
-        heldout: Texts,  # states of the original model, all in memory
+        heads: MedusaHeads,
+        train: Texts,  # whole texts
+        heldout: Texts,  # whole spans, with the original model's states
         joint: JointOptions,
         settings: StepOptions,  # see `recipe.complete_joint`
         workers: Workers,
         *,
         bf16: bool = False,
     ) -> None:
-        super().__init__(heads, settings, workers, bf16)
+        super().__init__(heads, train, heldout, settings, workers, bf16)
         self.target, self.adapted, self.joint = target, adapted, joint
-        self.records, self.heldout = records, heldout
-        self.draft_head = target.lm_head_of(heads.token_map)
-        self.token_map = None if heads.token_map is None else heads.token_map.cpu()
+        self.lm_head, self.teacher = target.lm_head_of(heads.token_map), target.lm_head
         self.adapter = lora.adapter_parameters(adapted)
-        self.lengths = [len(record.token_ids) for record in records]
-        self.pass_rows = joint.pass_tokens
+        self.pass_rows, self.read_on = joint.pass_tokens, True
         if joint.checkpoint_layers:
             _checkpoint_layers(target.model)
 
     def parameters(self) -> Groups:
         """See `Method`."""
         return [(self.adapter.values(), 1.0), (self.heads.parameters(), self.joint.heads_rate)]
-
-    def weights(self, step: int, steps: int) -> Tensor:
-        """See `Method`: 1 for the target's own loss, then lambda_0 lambda_k."""
-        own = torch.ones(1, device=self.decay.device)
-        return torch.cat([own, heads_weight(self.joint, step, steps) * self.decay])
-
-    def entry(self, means: Tensor, weights: Tensor) -> dict[str, Any]:
-        """See `Method`."""
-        lambda_0 = float(weights[1] / self.decay[0])
-        own = {"lm_loss": float(means[0]), "lambda_0": lambda_0}
-        return own | super().entry(means[1:], weights)
 
     def state(self) -> dict[str, Any]:
         """See `Method`."""
@@ -172,57 +108,54 @@ class Medusa2(Method):
             for name, parameter in self.adapter.items():
                 parameter.copy_(state["adapter"][name])
 
-    def collate(self, items: Sequence[int]) -> JointBatch:
-        """See `Method`."""
-        records = [self.records[item] for item in items]
-        options: dict[str, Any] = {"token_map": self.token_map, "device": self.workers.device}
-        return JointBatch.of(records, self.heads.num_heads, soft=self.soft, **options)
+    def weights(self, step: int, steps: int) -> Tensor:
+        """See `Method`: 1 for the target's own loss, then lambda_0 lambda_k."""
+        own = torch.ones(1, device=self.decay.device)
+        return torch.cat([own, heads_weight(self.joint, step, steps) * self.decay])
 
     def dropout(self, seed: int) -> AbstractContextManager[None]:
         """See `Method`: the adapter's."""
         return lora.dropping_out(self.adapted, seed)
 
-    def loss(self, batch: JointBatch, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See `Method`; one pass of the backbone, two with a teacher."""
-        there = batch.attention_mask.bool()
-        distill, target = self.joint.lm_loss == "kl", self.target
-        teacher = None
+        records, device = batch.texts.records, self.workers.device
+        ids, mask = (
+            t.to(device) for t in pad([records[r].token_ids[:e] for r, _, e in batch.wanted])
+        )
+        distill, teacher = self.joint.lm_loss == "kl", None
         if distill or self.soft:
             with lora.original(self.adapted):
-                teacher = target.hidden_states(batch.ids, batch.attention_mask)[there]  # [N, H]
-        states = target.hidden_states(batch.ids, batch.attention_mask)[there]  # [N, H]
-        own = lm_loss(states, batch.following, target.lm_head, teacher if distill else None)
+                teacher = self.target.hidden_states(ids, mask)[mask.bool()]  # [N, H]
+        states = self.target.hidden_states(ids, mask)[mask.bool()]  # [N, H]
+        labels = batch.labels
+        own = lm_loss(states, labels[:, 0], self.target.lm_head, teacher if distill else None)
         found = head_losses(  # the heads are fp32, and compute so unless autocast is on
             self.heads,
             states.float(),
-            batch.labels,
+            labels[:, 1:],
             weights[1:],
-            self.draft_head,
+            self.lm_head,
             temperatures=batch.temperatures if self.soft else None,
             teacher_states=None if teacher is None else teacher.float(),
-            teacher_lm_head=target.lm_head,
+            teacher_lm_head=self.teacher,
         )
-        loss = weights[0] * own + found.loss
-        return loss, torch.cat([own.detach().view(1), found.sums])
+        return weights[0] * own + found.loss, torch.cat([own.detach().view(1), found.sums])
 
     def measure(self) -> dict[str, Any]:
         """Heads and quality on held-out text.
 
         Without autocast: the original's states were computed without it.
         """
-        parts = (self.heads, self.draft_head, self.target, self.heldout)
-        heads, quality = measure_joint(*parts, workers=self.workers)
+        assert self.heldout is not None
+        parts = (self.heads, self.lm_head, self.target, self.heldout)
+        heads, quality = measure_joint(*parts, self.workers)
         return {"heldout": heads, "quality": quality.to_dict()}
 
-    def lines(self, items: Sequence[int]) -> set[int]:
+    def entry(self, means: Tensor, weights: Tensor) -> dict[str, Any]:
         """See `Method`."""
-        return {self.records[item].line for item in items}
-
-    def keep(self, folder: Path, step: int) -> str:
-        """See `Method`."""
-        save_heads(folder / "heads", self.heads, {"training": {"steps": step}})
-        lora.save_adapter(self.adapted, folder / "adapter")
-        return "heads and adapter"
+        own = {"lm_loss": float(means[0]), "lambda_0": float(weights[1] / self.decay[0])}
+        return own | super().entry(means[1:], weights)
 
 
 def lm_loss(
@@ -235,47 +168,22 @@ def lm_loss(
 ) -> Tensor:
     """Sum over the counted positions of KL(teacher || student), or of the cross-entropy.
 
-    Returns an fp32 scalar, whose gradient reaches ``states`` only: neither the LM head nor the
-    teacher is trained. It is exactly 0 where student and teacher are equal.
+    Returns an fp32 scalar. It is exactly 0 where student and teacher are equal.
     """
-    return _ChunkedLM.apply(states, following, lm_head, teacher, chunk)
 
+    def part(at: Tensor) -> Tensor:
+        logits = lm_head(states[at]).float()  # [C, V]
+        if teacher is None:
+            return F.cross_entropy(logits, following[at], reduction="sum")
+        with torch.no_grad():
+            wanted = lm_head(teacher[at]).float()
+        return kl_rows(wanted, logits).sum()
 
-class _ChunkedLM(torch.autograd.Function):
-    """Loss and gradient at once: what flows back is only the loss's scalar factor."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        states: Tensor,
-        following: Tensor,
-        lm_head: LMHead,
-        teacher: Tensor | None,
-        chunk: int,
-    ) -> Tensor:
-        total = torch.zeros((), device=states.device)
-        grad = torch.zeros(states.shape, device=states.device) if states.requires_grad else None
-        (counted,) = (following != IGNORED).nonzero(as_tuple=True)
-        for at in counted.split(chunk):
-            leaf = states[at].detach().requires_grad_(grad is not None)
-            with torch.enable_grad():
-                logits = lm_head(leaf).float()  # [C, V]
-                if teacher is None:
-                    loss = F.cross_entropy(logits, following[at], reduction="sum")
-                else:
-                    with torch.no_grad():
-                        wanted = lm_head(teacher[at]).float()
-                    loss = kl_rows(wanted, logits).sum()
-            total += loss.detach()
-            if grad is not None:
-                grad[at] = torch.autograd.grad(loss, leaf)[0].float()
-        ctx.save_for_backward(None if grad is None else grad.to(states.dtype))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = ctx.saved_tensors
-        return (None if grad is None else grad * upstream[0].to(grad.dtype), *[None] * 4)
+    (counted,) = (following != IGNORED).nonzero(as_tuple=True)
+    total = torch.zeros((), device=states.device)
+    for at in counted.split(chunk):
+        total = total + checkpoint(part, at, use_reentrant=False, preserve_rng_state=False)
+    return total
 
 
 @torch.no_grad()
@@ -293,33 +201,30 @@ def measure_joint(
         CacheError: the target's states aren't finite.
 
     """
-    total, meter = Measurement.empty(heads.num_heads), QualityMeter(target.lm_head, target.lm_head)
-    lengths = [piece.num_rows for piece in heldout.pieces]
+    total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head, target.lm_head)
+    original, lengths = heldout.states, [piece.num_rows for piece in heldout.pieces]
+    assert original is not None
     now = HiddenStates(
         target,
         heldout.records,
-        heldout.states.ranges.tolist(),
+        original.ranges.tolist(),
         dtype=torch.float32,
         max_bytes=0,  # computed at every read, as the model changes
         file="held-out text",
         remedy=_DIVERGED,
     )
     for part in split_passes(range(len(lengths)), lengths, _MEASURED_TOKENS):
-        following, labels, wanted = [], [], []
-        for record, start, _, limit in (heldout.pieces[item] for item in part):
-            ids = heldout.records[record].token_ids
-            following.append(torch.tensor(ids[start + 1 : limit + 1]))
-            labels.append(labels_at(heldout.records[record], start, limit, heads.num_heads))
-            wanted.append((record, start, limit))
-        before, after = (s.read(wanted).to(target.device) for s in (heldout.states, now))  # [n, H]
-        meter.add(torch.cat(following).to(target.device), before, after)
-        total.measure(heads, after, torch.cat(labels).to(target.device), draft_head)
-    packed = torch.cat([meter.packed(), total.packed()])
+        wanted = [(p.record, p.start, p.limit) for p in (heldout.pieces[item] for item in part)]
+        labels = torch.cat(
+            [labels_at(heldout.records[r], a, b, heads.num_heads, own=True) for r, a, b in wanted]
+        ).to(target.device)
+        before, after = (s.read(wanted).to(target.device) for s in (original, now))  # [n, H]
+        meter.add(labels[:, 0], before, after)
+        total.measure(heads, after, labels[:, 1:], draft_head)
     if workers is not None:
-        packed = workers.add_up(packed.to(target.device)).cpu()
-    meter.unpack(packed)
-    summed = Measurement.unpacked(packed[len(meter.packed()) :], heads.num_heads)
-    return summed.summary(), meter.result()
+        for each in (total, meter):
+            each.sums = workers.add_up(each.sums).cpu()
+    return total.summary(), meter.result()
 
 
 def train_medusa2(job: Job) -> None:
@@ -360,7 +265,8 @@ def train_medusa2(job: Job) -> None:
         heads = _first_heads(job, run, target)
         heldout = _heldout(job, target)
         adapted = lora.attach(target.model, joint.lora, seed=steps.seed)
-        parts = (heads, inputs.train, heldout, joint, steps, workers)
+        texts = Texts(inputs.train, cut_pieces(inputs.train, 1 << 31, whole=True))
+        parts = (heads, texts, heldout, joint, steps, workers)
         method = Medusa2(target, adapted, *parts, bf16=job.bf16)
         stage = Stage(run)
         loop = Loop(method, stage, max_steps=joint.joint_steps)

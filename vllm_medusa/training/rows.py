@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_medusa.offline.records import Record
-from vllm_medusa.training.losses import head_labels, label_mask
+from vllm_medusa.training.losses import head_labels
 
 
 class Piece(NamedTuple):
@@ -58,11 +58,13 @@ def row_ranges(record: Record, *, whole: bool = False) -> list[tuple[int, int]]:
     return [(start, end) for start, end in spans if end - start >= 2]
 
 
-def labels_at(record: Record, start: int, stop: int, num_heads: int) -> Tensor:
-    """The heads' labels at positions [start, stop): int64 [n, K], `losses.IGNORED` where none."""
+def labels_at(
+    record: Record, start: int, stop: int, num_heads: int, *, own: bool = False
+) -> Tensor:
+    """`head_labels` at positions [start, stop): int64 [n, K or 1 + K]."""
     ids = torch.tensor(record.token_ids[start : stop + num_heads + 1])
     spans = [(s - start, e - start) for s, e in record.generated if e > start]
-    return head_labels(ids, label_mask(spans, len(ids), num_heads))[: stop - start]
+    return head_labels(ids, spans, num_heads, own=own)[: stop - start]
 
 
 def tokens_after(record: Record, start: int, stop: int, num_heads: int) -> Tensor:

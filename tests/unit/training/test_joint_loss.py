@@ -18,8 +18,10 @@ from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora, losses, medusa2
 from vllm_medusa.training.losses import IGNORED, head_losses, head_weights
-from vllm_medusa.training.medusa2 import JointBatch, Medusa2, lm_loss
+from vllm_medusa.training.medusa2 import Medusa2, lm_loss
+from vllm_medusa.training.method import Texts
 from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
+from vllm_medusa.training.rows import cut_pieces
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -91,7 +93,8 @@ class Joint:
     def method(self, soft: bool = False, distill: bool = True) -> Medusa2:
         joint = JointOptions(lm_loss="kl" if distill else "cross-entropy")
         settings = StepOptions(labels="soft" if soft else "tokens")
-        parts = (self.target, self.adapted, self.heads, RECORDS, None, joint, settings)
+        texts = Texts(RECORDS, cut_pieces(RECORDS, 1 << 31, whole=True))
+        parts = (self.target, self.adapted, self.heads, texts, texts, joint, settings)
         return Medusa2(*parts, Workers("cpu"))
 
     def ours(self, soft, distill, lambda_0, parts=1):
@@ -174,19 +177,13 @@ def test_only_adapter_and_heads_get_gradients(llama):
         parameter.grad = None
 
 
-def test_what_a_prompt_says_changes_no_label_of_its_own():
-    batch = JointBatch.of(RECORDS, K)
-    assert batch.ids.shape == (3, 19) and len(batch.following) == 19 + 12 + 9
+def test_what_a_prompt_says_changes_no_label_of_its_own(llama):
+    batch = llama.method().collate(range(3))
+    assert len(batch.labels) == 18 + 11 + 8
     assert batch.counts.tolist() == [13 + 10 + 1, 12 + 2 + 6, 11 + 1 + 5, 10 + 0 + 4]
-    second = batch.following[19 : 19 + 12].tolist()
+    second = batch.labels[18 : 18 + 11, 0].tolist()
     ids = list(RECORDS[1].token_ids)
-    assert second == [*ids[1:4], IGNORED, *ids[5:12], IGNORED]
-
-
-def test_text_that_nobody_sampled_has_soft_labels_of_temperature_one():
-    plain = Record(0, 7, "plain", (3, 4, 5), ((1, 3),), None)
-    sampled_at = JointBatch.of([RECORDS[0], plain], K, soft=True).temperatures
-    assert sampled_at.tolist() == pytest.approx([0.7] * 19 + [1.0] * 3)
+    assert second == [*ids[1:4], IGNORED, *ids[5:12]]
 
 
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
@@ -205,25 +202,23 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tm
     torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.0)
 
 
-def test_what_is_counted_is_what_has_a_loss():
+def test_what_is_counted_is_what_has_a_loss(llama, monkeypatch):
     """With a draft vocabulary and tokens as labels; soft labels all have one."""
     token_map = torch.arange(0, VOCAB, 2)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
-    states, whole = torch.randn(40, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB)
+    monkeypatch.setattr(llama, "heads", heads)
+    states, whole = torch.randn(37, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB)
     drafted = torch.nn.Linear(HIDDEN, len(token_map))
     counts = []
     for soft in (False, True):
-        batch = JointBatch.of(RECORDS, K, soft=soft, token_map=token_map)
+        batch = llama.method(soft).collate(range(3))
         options = {"teacher_lm_head": whole, "temperatures": batch.temperatures if soft else None}
-        found = head_losses(heads, states, batch.labels, torch.ones(K), drafted, **options)
+        found = head_losses(heads, states, batch.labels[:, 1:], torch.ones(K), drafted, **options)
         assert torch.equal(batch.counts[1:], found.counts)
         counts.append(found.counts)
     assert bool((counts[0] < counts[1]).all()) and bool((counts[0] > 0).all())
-    assert torch.equal(counts[1], JointBatch.of(RECORDS, K).counts[1:])
 
 
 def test_without_a_counted_token_there_is_no_loss():
     states = torch.randn(4, HIDDEN, requires_grad=True)
-    loss = lm_loss(states, torch.full((4,), IGNORED), torch.nn.Linear(HIDDEN, VOCAB))
-    loss.backward()
-    assert loss.item() == 0.0 and states.grad is not None and not states.grad.any()
+    assert lm_loss(states, torch.full((4,), IGNORED), torch.nn.Linear(HIDDEN, VOCAB)) == 0

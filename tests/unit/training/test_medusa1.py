@@ -9,7 +9,7 @@ from support.models import save_model
 from support.overfit import OVERFIT, PROMPT, K, greedy_record, looped, overfit
 
 from vllm_medusa.decode import decode
-from vllm_medusa.training import pieces
+from vllm_medusa.training import method as methods
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa1 import new_heads
 from vllm_medusa.training.run import Run
@@ -126,7 +126,7 @@ def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp
 def test_passes_and_states_that_are_not_kept_change_nothing(trained, monkeypatch):
     made, losses = trained()
     assert trained("computed", cached=False, like=made)[1] == pytest.approx(losses, rel=1e-4)
-    monkeypatch.setattr(pieces.PieceMethod, "pass_rows", 32)
+    monkeypatch.setattr(methods.Method, "pass_rows", 32)
     assert trained("passes")[1] == pytest.approx(losses, rel=1e-4)
 
 
@@ -187,7 +187,7 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, t
     heads = new_heads(target, K, 1, token_map=seen)
     with Run(tmp_path / "soft", {}) as run:
         method = looped(target, warm, run, replace(SHORT, labels="soft"), heads=heads).method
-    first = [i for i, piece in enumerate(method.train_texts.pieces) if piece.record == 0]
+    first = [i for i, piece in enumerate(method.texts.pieces) if piece.record == 0]
     _, found = method.loss(method.collate(first), method.decay)
     ids = torch.tensor([records[0].token_ids])
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp
     with Run(tmp_path / "bad", {}) as run:
         settings = replace(SHORT, batch_tokens=3 * 39, epochs=12)
         made = looped(target, records, run, settings)
-        states = made.method.train_texts.states
+        states = made.method.texts.states
         read = states.read
 
         def spoilt(wanted):
@@ -217,12 +217,11 @@ def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp
             return found
 
         states.read = spoilt
-        with pytest.raises(NotFiniteError, match=r"by themselves: 2\. The heads of step 7"):
+        with pytest.raises(NotFiniteError, match=r"step 8 of .* by themselves: 2\."):
             made.train()
         state = made.stage.load()
     assert state is not None and state["step"] == 7
     assert all(bool(t.isfinite().all()) for t in state["heads"].values())
-    assert (run.folder / "last_good" / "model.safetensors").exists()
 
 
 def test_a_rate_that_explodes_stops_too(trained):
