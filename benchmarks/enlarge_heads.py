@@ -129,12 +129,13 @@ def enlarge_heads(heads: Path, target: Path, destination: Path, width: int) -> i
     )
     wide = widen_heads(small, width)
     stock = wide.shared_lm_head and not isinstance(wide, HydraHeads)
-    copy = widen(*_lm_head(target), width) if stock else None
-    if copy is not None:
-        copy = copy.to(next(wide.parameters()).dtype)
+    count = sum(tensor.numel() for tensor in wide.parameters())
+    if stock:
+        rows = widen(*_lm_head(target), width).to(next(wide.parameters()).dtype)
+        wide.store_lm_head(rows if wide.token_map is None else rows[wide.token_map])
     settings = {} if info.tree is None else {"tree": info.tree}
-    save_heads(destination, wide, settings, lm_head_weight=copy)
-    return sum(tensor.numel() for tensor in wide.parameters())
+    save_heads(destination, wide, settings)
+    return count
 
 
 def _lm_head(target: Path) -> tuple[Tensor, int]:

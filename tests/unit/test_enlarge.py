@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.enlarge_heads import enlarge_drafter, enlarge_heads, widen_heads
 from benchmarks.enlarge_target import EnlargeError, Enlarger, Shape, enlarge_target
 from vllm_medusa.heads import MedusaHeads, load_heads, save_heads
-from vllm_medusa.heads.eagle_files import save_drafter
+from vllm_medusa.heads.checkpoint import save_drafter
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
 from vllm_medusa.heads.hydra import HydraHeads
 

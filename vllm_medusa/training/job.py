@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_medusa.heads.checkpoint import save_heads
-from vllm_medusa.heads.eagle_files import save_drafter
+from vllm_medusa.heads.checkpoint import save_drafter, save_heads
 from vllm_medusa.heads.eagle_model import EagleDrafter, choose_layers
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress

@@ -107,5 +107,8 @@ class QualityMeter:
                 "others by --heldout"
             )
         old, new, kl, reverse, same = (self.sums[1:] / count).tolist()
-        perplexities = (math.exp(n) if n < 700 else math.inf for n in (old, new))  # NaN stays NaN
-        return Quality(count, *perplexities, kl, reverse, same)
+        return Quality(count, _exp(old), _exp(new), kl, reverse, same)
+
+
+def _exp(nats: float) -> float:
+    return math.inf if nats >= 700 else math.exp(nats)  # NaN stays NaN
