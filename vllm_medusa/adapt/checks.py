@@ -40,9 +40,7 @@ _RESERVE = 1 << 30  # bytes that stay free
 def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> Plan:
     """Look at everything that is cheap to look at.
 
-    Raises:
-        ValueError: something has to be changed; the message says what.
-
+    Raises ValueError: something has to be changed; the message says what.
     """
     missing = [name for name in _EXTRAS if find_spec(name) is None]
     if missing:

@@ -47,9 +47,7 @@ def collect(
 ) -> tuple[Observations, list[Fit | None]]:
     """Observe all texts, and fit each head's temperature.
 
-    Raises:
-        CalibrationError: no text has a position.
-
+    Raises CalibrationError: no text has a position.
     """
     spans = list(find_spans(texts, heads.num_heads, end_tokens))
     total = sum(stop - start for _, start, stop, _ in spans)

@@ -92,9 +92,7 @@ class Observations:
     def load(cls, folder: Path) -> Observations:
         """Read what `save` wrote.
 
-        Raises:
-            CalibrationError: there is no calibration, or it can't be read.
-
+        Raises CalibrationError: there is no calibration, or it can't be read.
         """
         path = folder / FILE
         if not path.is_file():

@@ -47,11 +47,9 @@ class Generated:
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:
     """Generate for every prompt that has no result yet.
 
-    Raises:
-        PromptError: the prompts can't be used; results that were finished are kept.
-        FileRefused: the output holds something else, or results of other settings.
-        EngineRefused: vLLM or the plugin refuses the settings.
-
+    Raises PromptError: the prompts can't be used; results that were finished are kept; FileRefused:
+    the output holds something else, or results of other settings; EngineRefused: vLLM or the plugin
+    refuses the settings.
     """
     prompts = load_prompts(
         options.prompts, options.format, options.column, options.on_bad_line, progress

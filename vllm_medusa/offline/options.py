@@ -98,9 +98,7 @@ class Speculation(Options):
     def speculative_config(self) -> dict[str, Any] | None:
         """The argument of vLLM's ``LLM``; None: no speculation.
 
-        Raises:
-            ValueError: a text that begins like JSON and isn't.
-
+        Raises ValueError: a text that begins like JSON and isn't.
         """
         if self.speculative_model is None and not self.lookup:
             return None
@@ -126,9 +124,7 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
     def engine_settings(self) -> EngineSettings:
         """What the engine is built from.
 
-        Raises:
-            ValueError: see `speculative_config`; or ``engine_args`` has one too.
-
+        Raises ValueError: see `speculative_config`; or ``engine_args`` has one too.
         """
         speculation = self.speculative_config()
         other = self.engine_args.get("speculative_config") or {}

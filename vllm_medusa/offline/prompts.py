@@ -74,9 +74,7 @@ class BadLine:
 def detect_format(path: Path) -> str:
     """The format that a file's suffix names.
 
-    Raises:
-        PromptError: there is no such file, or its suffix is unknown.
-
+    Raises PromptError: there is no such file, or its suffix is unknown.
     """
     require_file(path, "prompts")
     if path.suffix.lower() not in _SUFFIXES:
@@ -115,9 +113,7 @@ def read_prompts(
 def require_file(path: Path, what: str) -> None:
     """Refuse what is not a file that can be read; ``what`` it should hold.
 
-    Raises:
-        PromptError: there is none, or a folder.
-
+    Raises PromptError: there is none, or a folder.
     """
     if not path.is_file():
         found = "a folder, not a file" if path.is_dir() else "no such file"
@@ -146,12 +142,7 @@ def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | 
 
 
 def parse_json(text: str) -> Any:
-    """The value of a line of JSON.
-
-    Raises:
-        PromptError: it isn't JSON.
-
-    """
+    """The value of a line of JSON. Raises PromptError: it isn't JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -169,10 +160,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Read a whole file of prompts; see `read_prompts` and `settle_bad_lines`.
 
-    Raises:
-        PromptError: the file can't be read, has bad lines that are not to be skipped, or nothing
-            else.
-
+    Raises PromptError: the file can't be read, has bad lines that are not to be skipped, or nothing
+    else.
     """
     prompts, bad = partition(read_prompts(path, format, column))
     settle_bad_lines(path, bad, on_bad_line, progress)
@@ -198,9 +187,7 @@ def settle_bad_lines(
 ) -> None:
     """Refuse a file with bad lines, or, where ``on_bad_line`` is "skip", report them.
 
-    Raises:
-        PromptError: naming the first of them.
-
+    Raises PromptError: naming the first of them.
     """
     if not bad:
         return
@@ -257,9 +244,7 @@ def _from_record(row: Mapping[str, Any], index: int, line: int) -> Prompt:
 def require_characters(*texts: str) -> None:
     """Refuse halves of surrogate pairs: JSON can escape them; no tokenizer and no file takes them.
 
-    Raises:
-        PromptError: there is one.
-
+    Raises PromptError: there is one.
     """
     try:
         "".join(texts).encode()
@@ -305,9 +290,7 @@ def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
 def read_message(value: Any, key: str) -> Message:
     """Return a ``{"role", "content"}`` object of the list ``key``, other keys dropped.
 
-    Raises:
-        PromptError: it is something else.
-
+    Raises PromptError: it is something else.
     """
     if (
         not isinstance(value, Mapping)
