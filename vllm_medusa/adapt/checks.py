@@ -49,9 +49,7 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
             f"adapt needs {', '.join(missing)}, not installed: pip install 'vllm-medusa[{extras}]'"
         )
     _check_output(options)
-    prompts = load_prompts(
-        options.prompts, options.format, options.column, options.on_bad_line, progress
-    )
+    prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     different = len({(p.text, p.turns, json.dumps(p.history)) for p in prompts})
     if different < 2:
         raise ValueError(

@@ -28,11 +28,8 @@ class PromptFile(Options):
     """A file of prompts, and what is made of it."""
 
     title = "files"
-    prompts: Path = option("the file of prompts", "-i")
+    prompts: Path = option("a file of prompts: .txt, .jsonl or .parquet", "-i")
     output: Path = option("results, as JSON lines", "-o")
-    format: Literal["auto", "text", "jsonl", "parquet"] = option(
-        "of the prompts; auto: by the file's suffix", default="auto", shown=""
-    )
     column: str | None = option(
         "key or column that holds the prompt; absent: by its name", default=None
     )

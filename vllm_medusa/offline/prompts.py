@@ -71,34 +71,21 @@ class BadLine:
     reason: str
 
 
-def detect_format(path: Path) -> str:
-    """The format that a file's suffix names.
-
-    Raises PromptError: there is no such file, or its suffix is unknown.
-    """
-    require_file(path, "prompts")
-    if path.suffix.lower() not in _SUFFIXES:
-        raise PromptError(
-            f"{path}: the suffix {path.suffix!r} doesn't say the format; known are "
-            f"{', '.join(sorted(_SUFFIXES))}. Name it with --format {{text,jsonl,parquet}}."
-        )
-    return _SUFFIXES[path.suffix.lower()]
-
-
-def read_prompts(
-    path: Path, format: str = "auto", column: str | None = None
-) -> Iterator[Prompt | BadLine]:
+def read_prompts(path: Path, column: str | None = None) -> Iterator[Prompt | BadLine]:
     """Yield every record of a prompt file, bad ones as ``BadLine``, in the file's order.
 
-    The format "auto" goes by the suffix. The value of ``column`` may be a text, a list of texts
-    (turns) or a list of messages; None: the first of ``CONTENT_KEYS`` that a row has.
+    The value of ``column`` may be a text, a list of texts (turns) or a list of messages; None: the
+    first of ``CONTENT_KEYS`` that a row has.
 
-    Raises:
-        PromptError: the file as a whole can't be read.
-
+    Raises PromptError: the file as a whole can't be read, or its suffix is unknown.
     """
-    kind = detect_format(path) if format == "auto" else format
     require_file(path, "prompts")
+    kind = _SUFFIXES.get(path.suffix.lower())
+    if kind is None:
+        raise PromptError(
+            f"{path}: the suffix {path.suffix!r} doesn't tell the format; rename the file to one "
+            f"of {', '.join(sorted(_SUFFIXES))}."
+        )
     if kind == "text" and column is not None:
         raise PromptError(f"a column ({column!r}) was named, but {path} is a text file: drop it.")
 
@@ -153,7 +140,6 @@ def parse_json(text: str) -> Any:
 
 def load_prompts(
     path: Path,
-    format: str = "auto",
     column: str | None = None,
     on_bad_line: str = "refuse",
     progress: Progress = SILENT,
@@ -163,7 +149,7 @@ def load_prompts(
     Raises PromptError: the file can't be read, has bad lines that are not to be skipped, or nothing
     else.
     """
-    prompts, bad = partition(read_prompts(path, format, column))
+    prompts, bad = partition(read_prompts(path, column))
     settle_bad_lines(path, bad, on_bad_line, progress)
     if not prompts:
         raise PromptError(f"{path}: no prompts in it.")
