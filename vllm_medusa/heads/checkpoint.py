@@ -295,8 +295,9 @@ def require_fit(info: HeadsInfo, hidden_size: int | None, vocab_size: int | None
     for check in fits(info, hidden_size, vocab_size):
         if check.verdict == NO:
             raise HeadsError(
-                f"{info.files.label} does not fit the target: {check.name} {check.text}. Use heads "
-                "of this very model"
+                f"The heads in {info.files.label} do not fit the target: {check.name} "
+                f"{check.text}. Give the target that they were trained on, or heads trained for "
+                "this one."
             )
 
 
