@@ -11,6 +11,7 @@ import torch
 
 from vllm_medusa.heads.checkpoint import save_drafter, save_heads
 from vllm_medusa.heads.eagle_model import EagleDrafter, choose_layers
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.machine import fast_bfloat16
@@ -126,8 +127,20 @@ class Job:
             quantization=self.options.machine.quantization if quantized else None,
         )
 
-    def heads_alone(self, target: Target, run: Run, heads: AnyHeads | None = None) -> Method:
-        """Medusa-1 or EAGLE-3 on built states; new heads unless given."""
+    def new_heads(self, target: Target) -> MedusaHeads:
+        """Untrained Medusa or Hydra heads."""
+        options = self.options.heads
+        return medusa1.new_heads(
+            target,
+            options.num_heads,
+            options.num_layers,
+            lm_heads=options.lm_heads or "shared",
+            token_map=self.token_map(target),
+            kind=options.kind,
+        )
+
+    def heads_alone(self, target: Target, run: Run) -> Method:
+        """Medusa-1 or EAGLE-3 with new heads, on built states."""
         options, workers, steps = self.options, self.workers, self.steps
         whole, size = bool(self.layers), medusa1.PIECE_ROWS
         source: StateSource = target
@@ -152,17 +165,8 @@ class Job:
         if self.inputs.heldout:
             heldout = self.heldout_texts(source, cut_pieces(self.inputs.heldout, size, whole=whole))
         if not whole:
-            made = heads or medusa1.new_heads(
-                target,
-                options.heads.num_heads,
-                options.heads.num_layers,
-                lm_heads=options.heads.lm_heads or "shared",
-                token_map=self.token_map(target),
-                kind=options.heads.kind,
-            )
-            assert not isinstance(made, EagleDrafter)
-            parts = (texts, heldout, steps, workers)
-            return medusa1.Medusa1(target, made, *parts, bf16=self.bf16)
+            heads, parts = self.new_heads(target), (texts, heldout, steps, workers)
+            return medusa1.Medusa1(target, heads, *parts, bf16=self.bf16)
         some = [(p.record, p.start, p.limit) for p in pieces[:8]]
         drafter = eagle3.new_drafter(
             target,

@@ -73,19 +73,15 @@ def adaptable_modules(model: Any, chosen: Sequence[str] = ()) -> list[str]:
             f"{kind} has no linear layer that LoRA could adapt, so Medusa-2 can't train it. Use "
             "--method medusa-1, which leaves the target alone"
         )
-    if not chosen:
-        return names
-    kept: dict[str, None] = {}
     for wanted in chosen:
-        found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
-        if not found:
-            kinds = sorted({name.rpartition(".")[2] for name in names})
+        if not any(f".{name}".endswith(f".{wanted}") for name in names):
+            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise LoraError(
                 f"LoRA module {wanted!r} is not a linear layer of {kind}'s decoder (its LM head is "
-                f"never adapted); it has {', '.join(kinds)}"
+                f"never adapted); it has {kinds}"
             )
-        kept |= dict.fromkeys(found)
-    return [name for name in names if name in kept]
+    ends = tuple(f".{wanted}" for wanted in chosen)
+    return [name for name in names if not chosen or f".{name}".endswith(ends)]
 
 
 def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
@@ -147,11 +143,7 @@ def dropping_out(adapted: PeftModel, seed: int) -> Iterator[None]:
 
 def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
     """Every trained parameter of the backbone, by name: the adapter's, nothing else."""
-    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    strangers = [name for name in trained if ".lora_" not in name]
-    if strangers:
-        raise LoraError(f"{strangers[0]} would train, though it is the target's own")
-    return trained
+    return {name: p for name, p in adapted.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
@@ -161,7 +153,7 @@ def merge(adapted: PeftModel) -> Any:
     Each sum is taken in fp32 and rounded once to the weight's dtype.
 
     Raises:
-        LoraError: a merged weight is not finite, or the backbone is quantised.
+        LoraError: a merged weight is not finite.
 
     """
     from peft.tuners.lora import LoraLayer
@@ -170,8 +162,6 @@ def merge(adapted: PeftModel) -> Any:
     layer: Any  # a `lora.Linear`, which torch's and peft's types say too little of
     for name, layer in layers:
         weight: Tensor = layer.get_base_layer().weight
-        if not weight.is_floating_point():
-            raise LoraError(f"{name} is quantised; merge into the unquantised target instead")
         delta = layer.get_delta_weight(ADAPTER)  # laid out as the weight is
         merged = weight.float() + delta.float()
         if not bool(torch.isfinite(merged).all()):

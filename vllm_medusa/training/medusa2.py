@@ -242,12 +242,9 @@ def train_medusa2(job: Job) -> None:
         )
     written = all(record.temperature is not None for record in inputs.train)
     joint, steps = complete_joint(options.joint, options.training, self_distilled=written)
+    start = None if joint.start_heads is None else fingerprint(joint.start_heads)
     job.settings |= {
-        "joint": asdict(joint)
-        | {
-            "start_heads": _fingerprint(joint.start_heads),
-            "warmup_steps": steps.warmup_steps,
-        },
+        "joint": asdict(joint) | {"start_heads": start, "warmup_steps": steps.warmup_steps},
         "save": joint.save,
         "bounds": asdict(joint.bounds),
     }
@@ -276,8 +273,7 @@ def train_medusa2(job: Job) -> None:
         )
         job.progress.note(
             f"joint stage: {loop.steps} steps, {tokens} tokens; the adapter is {share:.1%} of the "
-            f"target; {joint.lm_loss} for the target, lambda_0 {joint.heads_weight:g} "
-            f"({joint.growth})"
+            f"target; {joint.lm_loss} for the target, lambda_0 {joint.heads_weight:g}"
         )
         loop.train(job.report("joint"))
         if workers.main:
@@ -297,7 +293,7 @@ def train_medusa2(job: Job) -> None:
 
 
 def _first_heads(job: Job, run: Run, target: Target) -> MedusaHeads:
-    """The given heads, or those of the warm-up."""
+    """The given heads, or those of the warm-up; new ones where a checkpoint follows."""
     start = job.options.joint.start_heads
     if start is not None:
         heads, _ = load_heads(
@@ -308,6 +304,8 @@ def _first_heads(job: Job, run: Run, target: Target) -> MedusaHeads:
             device=job.workers.device,
         )
         return heads
+    if (run.work / "state.pt").exists():
+        return job.new_heads(target)
     method = job.heads_alone(target, run)
     Loop(method, Stage(run, "warm-up.jsonl", "warm-up")).train(job.report("warm-up"))
     job.release(method)
@@ -397,11 +395,3 @@ def _check_space(job: Job, run: Run, target: Target) -> None:
             f"the new target takes {wanted / 1e9:.1f} GB, and {run.output} has {free / 1e9:.1f} GB "
             "free. Name another disk by --output."
         )
-
-
-def _fingerprint(heads: Path | None) -> str | None:
-    if heads is None:
-        return None
-    if not heads.exists():
-        raise ValueError(f"--start-heads {heads}: no such file or folder.")
-    return fingerprint(heads)

@@ -311,10 +311,6 @@ class JointOptions(Options):
         metavar="X",
         shown="0.01 with kl, else 0.2",
     )
-    growth: Literal["sine", "linear", "constant"] = option(
-        "how lambda_0 gets there", default="sine"
-    )
-    growth_share: Share = option("in this share of the steps", default=1.0)
     backbone_rate: Above = option("learning rate's peak", default=5e-4)
     heads_rate: Above = option("times that, for the heads", default=4.0)
     joint_epochs: Positive = option(default=1)
