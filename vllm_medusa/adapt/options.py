@@ -32,7 +32,7 @@ _GIVEN_TO_ADAPT = (
     *("kind", "method", "seed", "dtype", "heldout_share"),
     *("num_heads", "num_layers", "epochs", "learning_rate"),
 )
-_SET_BY_ADAPT = ("data", "heldout", "output", "overwrite", "save")
+_SET_BY_ADAPT = ("data", "heldout", "output", "overwrite")
 
 
 class AdaptFiles(PromptFile):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.generate import Speed, open_results, run_prompts
 from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
 from vllm_medusa.training.options import DistillOptions
-from vllm_medusa.training.self_distillation import Plan, Summary
+from vllm_medusa.training.self_distillation import Plan, Summary, summarize
 from vllm_medusa.training.self_talk import require_self_talk
 
 _TALK_TURNS = 3
@@ -91,7 +92,9 @@ def distill(
                 f"{early} of {ended} conversations ended before their {plan.turns} answers: a text "
                 "was cut at --max-tokens, or a user's turn was empty"
             )
-        return Distilled(files.output, log.failed, speed, Summary.of(files.output))
+        with files.output.open("rb") as file:
+            summary = summarize(map(json.loads, file))
+        return Distilled(files.output, log.failed, speed, summary)
 
 
 def _talker(model: str) -> Any:

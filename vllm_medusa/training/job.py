@@ -24,7 +24,7 @@ from vllm_medusa.training.draft_vocab import (
     frequent_tokens,
     usual_size,
 )
-from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates, StateSource
+from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates
 from vllm_medusa.training.inputs import DataError, Inputs, require_labels
 from vllm_medusa.training.loop import Report
 from vllm_medusa.training.losses import AnyHeads
@@ -143,7 +143,7 @@ class Job:
         """Medusa-1 or EAGLE-3 with new heads, on built states."""
         options, workers, steps = self.options, self.workers, self.steps
         whole, size = bool(self.layers), medusa1.PIECE_ROWS
-        source: StateSource = target
+        source: Any = target
         if whole:
             source, size = eagle3.AuxiliaryStates(target, self.layers), eagle3.PIECE_ROWS
             shown = ", ".join(map(str, self.layers))
@@ -182,9 +182,7 @@ class Job:
         parts = (texts, heldout, steps, workers)
         return eagle3.Eagle3(target, drafter, *parts, bf16=self.bf16)
 
-    def heldout_texts(
-        self, source: StateSource, pieces: Sequence[Piece], *, share: bool = True
-    ) -> Texts:
+    def heldout_texts(self, source: Any, pieces: Sequence[Piece], *, share: bool = True) -> Texts:
         """The held-out pieces that are measured (this process's share), states in memory."""
         stride = -(-sum(piece.num_rows for piece in pieces) // MEASURED_ROWS)
         chosen = pieces[::stride]

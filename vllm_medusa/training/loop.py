@@ -101,7 +101,7 @@ class Loop:
         items = self.plan[self.step]
         mine = deal(items, method.lengths, workers.world)[workers.rank]
         passes = split_passes(mine, method.lengths, method.pass_rows)
-        batches = [method.collate(part) for part in passes]
+        batches = [method.collate(items) for items in passes]
         weights = method.weights(self.step, self.steps)
         counts = torch.zeros_like(weights)
         for batch in batches:
@@ -109,12 +109,10 @@ class Loop:
         counts = workers.add_up(counts).clamp(min=1)
         sums = torch.zeros_like(weights)
         self.optimizer.zero_grad(set_to_none=True)
-        for part, batch in zip(passes, batches, strict=True):
-            seed = hash((self.settings.seed, self.step, part[0]))  # the same in any process
-            with method.dropout(seed):
-                with method.autocast():
-                    loss, found = method.loss(batch, weights / counts)
-                loss.backward()
+        for batch in batches:
+            with method.autocast():
+                loss, found = method.loss(batch, weights / counts)
+            loss.backward()
             sums += found
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         workers.share_gradients(parameters)

@@ -100,7 +100,6 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
-        lora_dropout=settings.dropout,
         target_modules=names,
         task_type="CAUSAL_LM",
     )
@@ -114,7 +113,7 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
                 f"peft can't adapt {type(model).__name__}: {error}. Choose other layers, or use "
                 "--method medusa-1"
             ) from error
-    adapted.eval()  # the target's own dropout stays off; `dropping_out` switches the adapter's on
+    adapted.eval()  # the target's own dropout stays off
     return adapted
 
 
@@ -123,22 +122,6 @@ def original(adapted: PeftModel) -> Iterator[None]:
     """Within this the model is the original one, and nothing gets a gradient."""
     with torch.no_grad(), adapted.disable_adapter():
         yield
-
-
-@contextmanager
-def dropping_out(adapted: PeftModel, seed: int) -> Iterator[None]:
-    """Within this the adapter's dropout is on, drawn from ``seed``; no other dropout is."""
-    layers = [m for n, m in adapted.named_modules() if "lora_dropout" in n.split(".")]
-    cuda = {p.device.index or 0 for p in adapted.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(cuda)):
-        torch.manual_seed(seed)
-        for layer in layers:
-            layer.train()
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.eval()
 
 
 def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
@@ -199,7 +182,7 @@ def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path
     if getattr(model, "quantization_method", None) is not None:
         raise LoraError(
             f"{source} is stored quantised, and an adapter can't be merged into that without loss. "
-            "Keep the adapter (--save adapter), or train on the unquantised model"
+            "Train on the unquantised model"
         )
     adaptable_modules(model)  # refuses the folder of an adapter, which transformers loads too
     merged = merge(PeftModel.from_pretrained(model, str(adapter)))

@@ -13,7 +13,6 @@ What it leaves behind::
     HEADS/config.json, model.safetensors     the heads; config.json's "medusa" has the results
     HEADS/target/                            the new target: transformers' folder, tokenizer and all
     HEADS/target-degraded/                   the same where quality fell beyond the bounds
-    HEADS/adapter/                           instead of it, with ``save="adapter"``
 
 Merging rounds the weights to the target's dtype, so everything is measured once more on the merged
 model, read back from its files.
@@ -23,9 +22,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from contextlib import AbstractContextManager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +54,7 @@ from vllm_medusa.training.workers import Workers
 if TYPE_CHECKING:
     from peft import PeftModel
 
-MODEL, DEGRADED, ADAPTER = "target", "target-degraded", "adapter"
+MODEL, DEGRADED = "target", "target-degraded"
 _MEASURED_TOKENS = 4096  # per pass
 _DIVERGED = (
     "So the new target, which is being trained, diverged: use a smaller --backbone-rate or "
@@ -112,10 +109,6 @@ class Medusa2(Method):
         """See `Method`: 1 for the target's own loss, then lambda_0 lambda_k."""
         own = torch.ones(1, device=self.decay.device)
         return torch.cat([own, heads_weight(self.joint, step, steps) * self.decay])
-
-    def dropout(self, seed: int) -> AbstractContextManager[None]:
-        """See `Method`: the adapter's."""
-        return lora.dropping_out(self.adapted, seed)
 
     def loss(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See `Method`; one pass of the backbone, two with a teacher."""
@@ -245,7 +238,6 @@ def train_medusa2(job: Job) -> None:
     start = None if joint.start_heads is None else fingerprint(joint.start_heads)
     job.settings |= {
         "joint": asdict(joint) | {"start_heads": start, "warmup_steps": steps.warmup_steps},
-        "save": joint.save,
         "bounds": asdict(joint.bounds),
     }
     with job.open() as run:
@@ -257,7 +249,7 @@ def train_medusa2(job: Job) -> None:
         _check_space(job, run, target)
         run.begin()
         if workers.main:
-            for name in (MODEL, DEGRADED, ADAPTER):  # of a run that --overwrite throws away
+            for name in (MODEL, DEGRADED):  # of a run that --overwrite throws away
                 shutil.rmtree(run.output / name, ignore_errors=True)
         heads = _first_heads(job, run, target)
         heldout = _heldout(job, target)
@@ -335,8 +327,8 @@ def _publish(
 
     The trained model should have been released before: this loads two, one after the other.
     """
-    joint, adapter, output = job.options.joint, run.work / "adapter", run.output
-    merged = lora.merge_adapter(job.inputs.source, adapter, run.work / "merged")
+    output, work = run.output, run.work
+    merged = lora.merge_adapter(job.inputs.source, work / "adapter", work / "merged")
     job.round(heads)
     target = job.load_target(merged, quantized=False)
     heads = heads.to(target.device)
@@ -345,22 +337,17 @@ def _publish(
         draft_head = target.lm_head_of(heads.token_map)
         accuracy, quality = measure_joint(heads, draft_head, target, heldout)
         found = {"heldout": accuracy, "quality": quality.to_dict()}
-        shortfalls = quality.shortfalls(joint.bounds)
+        shortfalls = quality.shortfalls(job.options.joint.bounds)
     except CacheError as error:  # the new target computes NaN
         shortfalls = [str(error).removesuffix(".")]
     stored = plain_json(found)
     if stored != found and not shortfalls:
         shortfalls = ["not all that was measured is finite"]
     results = {"degraded": bool(shortfalls), "shortfalls": shortfalls, **stored}
-    base, new = Path(job.inputs.source), target_fingerprint(merged)
-    if joint.save == "adapter":
-        adapter.replace(output / ADAPTER)
-        shutil.rmtree(merged)
-    else:
-        base = output / (DEGRADED if shortfalls else MODEL)
-        config = merged / "config.json"
-        write_json(config, {**read_json(config), "medusa_2": results})
-        merged.replace(base)
+    base, config = output / (DEGRADED if shortfalls else MODEL), merged / "config.json"
+    new = target_fingerprint(merged)
+    write_json(config, {**read_json(config), "medusa_2": results})
+    merged.replace(base)
     job.save(heads, {**trained, **results}, origin, new, base)
 
 

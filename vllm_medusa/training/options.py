@@ -255,14 +255,13 @@ class CacheOptions(Options):
 
 
 class LoraSettings(Options):
-    """The adapter's shape. Rank 32 and alpha 16 are the paper's (appendix B.1).
+    """The adapter's shape; rank 32 and alpha 16 are the paper's (appendix B.1).
 
-    The paper's dropout of 0.05 makes the student noisy even where it equals the teacher.
+    The paper's dropout is left out: the student is noisy even where it equals the teacher.
     """
 
     rank: Positive = option("", "--lora-rank", default=32)
     alpha: Above = option("", "--lora-alpha", default=16.0)
-    dropout: BelowOne = option("", "--lora-dropout", default=0.0)
     modules: tuple[str, ...] = option(
         "linear layers such as q_proj",
         "--lora-modules",
@@ -321,9 +320,6 @@ class JointOptions(Options):
     )
     checkpoint_layers: bool = option(
         "compute layers twice rather than keep what is in them", default=False
-    )
-    save: Literal["merged", "adapter"] = option(
-        "merged: a new target in OUTPUT/target; adapter: peft's in OUTPUT/adapter", default="merged"
     )
     bounds: QualityBounds = group(factory=QualityBounds)
 

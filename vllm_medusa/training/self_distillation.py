@@ -15,11 +15,9 @@ written after the others: where it stands in a file, the slot is finished.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from vllm_medusa.offline.batch import Answer, Conversation, Engine, Request, Result, Session
@@ -147,34 +145,23 @@ class Summary:
     """Counts and lengths of a file of records."""
 
     records: int = 0
-    errors: int = 0
     prompt_tokens: int = 0
     generated: list[int] = field(default_factory=list)  # generated tokens of each record
     truncated: int = 0
     empty: int = 0
     duplicates: int = 0
-    _seen: set[int] = field(default_factory=set)
 
-    @classmethod
-    def of(cls, path: Path) -> Summary:
-        """Read a whole file of records that `Plan.records` made."""
-        summary = cls()
-        with path.open("rb") as file:
-            for line in file:
-                summary.add(json.loads(line))
-        return summary
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Take one line."""
-        if "error" in line:
-            self.errors += 1
-            return
-        tokens = sum(end - start for start, end in line["generated"])
-        self.records += 1
-        self.generated.append(tokens)
-        self.prompt_tokens += len(line["token_ids"]) - tokens
-        self.truncated += line["finish_reason"] == "length"
-        self.empty += not line["text"].strip()
-        known = hash(tuple(line["token_ids"]))
-        self.duplicates += known in self._seen
-        self._seen.add(known)
+def summarize(lines: Iterable[Mapping[str, Any]]) -> Summary:
+    """Summarize lines that `Plan.records` made; those with an error aren't counted."""
+    found, texts = Summary(), set()
+    for line in lines:
+        if "error" not in line:
+            found.generated.append(sum(end - start for start, end in line["generated"]))
+            found.prompt_tokens += len(line["token_ids"]) - found.generated[-1]
+            found.truncated += line["finish_reason"] == "length"
+            found.empty += not line["text"].strip()
+            texts.add(hash(tuple(line["token_ids"])))
+    found.records = len(found.generated)
+    found.duplicates = found.records - len(texts)
+    return found

@@ -16,7 +16,7 @@ from vllm_medusa.training.curves import draw_curves
 from vllm_medusa.training.inputs import Inputs
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.loop import Loop, NotFiniteError
-from vllm_medusa.training.medusa2 import ADAPTER, DEGRADED, MODEL, train_medusa2
+from vllm_medusa.training.medusa2 import DEGRADED, MODEL, train_medusa2
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.run import Stage, check_inputs, check_output
 from vllm_medusa.training.workers import Workers
@@ -46,11 +46,10 @@ class Trained:
 
     @property
     def model(self) -> Path | None:
-        """The new target, or its adapter, of Medusa-2."""
+        """The new target of Medusa-2."""
         if self.told["method"] != "medusa-2":
             return None
-        merged = DEGRADED if self.degraded else MODEL
-        return self.output / (ADAPTER if self.told["save"] == "adapter" else merged)
+        return self.output / (DEGRADED if self.degraded else MODEL)
 
 
 def train(
@@ -74,7 +73,7 @@ def train(
             "--start-heads": joint.start_heads,
         },
         overwrite=files.overwrite,
-        removed=("training", MODEL, DEGRADED, ADAPTER),
+        removed=("training", MODEL, DEGRADED),
     )
     workers = Workers(options.machine.device)
     try:

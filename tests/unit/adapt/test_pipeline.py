@@ -220,7 +220,7 @@ def test_a_drafter_is_compared_as_it_was_trained(adapt):
 
 
 def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, monkeypatch):
-    told = {"method": "medusa-2", "save": "merged", "degraded": True, "shortfalls": ["KL is 0.3"]}
+    told = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
     monkeypatch.setattr(pipeline, "train", lambda *_: Trained(tmp_path / "heads", told))
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):
         pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))

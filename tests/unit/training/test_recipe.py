@@ -41,7 +41,6 @@ def test_lambda_0_grows_as_a_sine_to_the_peak():
         (LoraSettings, {"rank": 0}),
         (LoraSettings, {"alpha": 0.0}),
         (LoraSettings, {"alpha": math.nan}),
-        (LoraSettings, {"dropout": 1.0}),
         (QualityBounds, {"max_kl": -1.0}),
         (QualityBounds, {"max_kl": math.nan}),
         (QualityBounds, {"max_perplexity_ratio": 0.9}),
