@@ -108,6 +108,7 @@ class Job:
         """Open the output's run; says so if it is complete."""
         files = self.options.files
         run = Run(files.output, self.settings, overwrite=files.overwrite, main=self.workers.main)
+        self.workers.wait()  # until the main process has removed what --overwrite removes
         if run.complete:
             self.progress.note(f"nothing to do; the heads are in {files.output}")
         return run

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,8 @@ class Run:
                     self._throw_away()
                 else:
                     self._compare()
+            if self.complete:  # killed before `finish`
+                shutil.rmtree(self.work, ignore_errors=True)
         except BaseException:
             self.close()
             raise
@@ -193,27 +195,16 @@ def check_output(output: Path) -> None:
         )
 
 
-def check_inputs(
-    output: Path,
-    inputs: Mapping[str, str | Path | None],  # by what users call each; hub names are ignored
-    *,
-    overwrite: bool,
-    removed: Sequence[str],  # what a run replaces in the output
-) -> None:
-    """Refuse inputs that training into ``output`` would remove.
+def check_inputs(output: Path, inputs: Mapping[str, str | Path | None]) -> None:
+    """Refuse inputs (by what users call each; hub names are ignored) that are in the output.
 
     Raises:
         FileRefused: one is the output or in it.
 
     """
-    whole = output.resolve()
-    taken = [whole] if overwrite else [whole / name for name in removed]
     for name, path in inputs.items():
-        if path is None or not Path(path).exists():
-            continue
-        if any(Path(path).resolve().is_relative_to(folder) for folder in taken):
-            what = "which --overwrite empties" if overwrite else "whose content the run replaces"
+        if path and Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):
             raise FileRefused(
-                f"{name} {path} is in the output {output}, {what}. Name another --output, or move "
-                "it out of there."
+                f"{name} {path} is in the output {output}, whose content the run replaces. Name "
+                "another --output, or move it out of there."
             )

@@ -64,24 +64,20 @@ def train(
 
     """
     files, joint = options.files, options.joint
-    check_inputs(
-        files.output,
-        {
-            "the target": options.model,
-            "--data": files.data,
-            "--heldout": files.heldout,
-            "--start-heads": joint.start_heads,
-        },
-        overwrite=files.overwrite,
-        removed=("training", MODEL, DEGRADED),
-    )
+    inputs: dict[str, str | Path | None] = {
+        "the target": options.model,
+        "--data": files.data,
+        "--heldout": files.heldout,
+        "--start-heads": joint.start_heads,
+    }
+    check_inputs(files.output, inputs)
     workers = Workers(options.machine.device)
     try:
         if workers.main:  # the others would look while this one makes it
             check_output(files.output)
         else:
             progress = SILENT
-        inputs = Inputs.read(options, progress)
+        found = Inputs.read(options, progress)
         if joint.start_heads is not None:
             info = peek_heads(joint.start_heads)
             if info.is_hydra:
@@ -91,10 +87,10 @@ def train(
                 )
             shape = replace(options.heads, num_heads=info.num_heads, num_layers=info.num_layers)
             options = replace(options, heads=shape)
-        job = Job(options, inputs, workers, progress, command)
+        job = Job(options, found, workers, progress, command)
         (train_medusa2 if options.method == "medusa-2" else train_alone)(job)
-        if workers.main and files.heldout is None and inputs.heldout:
-            write_records(files.output / "training" / "heldout.jsonl", inputs.heldout)
+        if workers.main and files.heldout is None and found.heldout:
+            write_records(files.output / "training" / "heldout.jsonl", found.heldout)
         told = read_json(files.output / "config.json")["medusa"]["training"]
         return Trained(files.output, told, workers.main)
     except (NotFiniteError, KeyboardInterrupt) as error:  # which all processes meet
