@@ -87,8 +87,8 @@ def adaptable_modules(model: Any, chosen: Sequence[str] = ()) -> list[str]:
 def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
     """Put a fresh adapter into ``model``, in place; everything but the adapter is frozen.
 
-    The caller's ``model`` goes on as before, with the adapter in it. The adapter's weights are
-    fp32 whatever the model's dtype is. It changes nothing until it is trained.
+    The adapter's weights are fp32 whatever the model's dtype is. It changes nothing until it is
+    trained.
 
     Raises:
         LoraError: see `adaptable_modules`; or peft has no adapter for one of the layers.

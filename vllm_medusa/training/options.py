@@ -209,7 +209,7 @@ class StepOptions(Options):
     decay: Share = option("head k weighs DECAY^k", default=0.8)
     epochs: Positive = option("passes over the texts", default=3)
     batch_tokens: Positive | None = option(
-        "tokens a step", default=None, metavar="N", shown="256 to 4096: about 1500 steps"
+        "tokens per step", default=None, metavar="N", shown="256 to 4096: about 1500 steps"
     )
     learning_rate: Above | None = option(
         "the heads' peak", default=None, shown="1e-3; more for targets narrower than 573"
@@ -274,8 +274,7 @@ class LoraSettings(Options):
 class QualityBounds(Options):
     """How much of its quality a target may lose before the training counts as failed.
 
-    The defaults are a judgement, no law: wide enough for a run that works, too narrow for one that
-    diverges or trades quality for heads.
+    The defaults are heuristic: wide enough for a run that works, too narrow for one that diverges.
     """
 
     max_kl: AtLeastZero = option(
@@ -314,7 +313,7 @@ class JointOptions(Options):
     heads_rate: Above = option("times that, for the heads", default=4.0)
     joint_epochs: Positive = option(default=1)
     joint_steps: Positive | None = option("at most", default=None, metavar="N")
-    joint_tokens: Positive = option("of text a step", default=8192, metavar="N")
+    joint_tokens: Positive = option("of text per step", default=8192, metavar="N")
     pass_tokens: Positive = option(
         "of one pass of the target; fewer take less memory", default=4096, metavar="N"
     )

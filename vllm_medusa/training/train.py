@@ -55,7 +55,7 @@ class Trained:
 def train(
     options: TrainOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Trained:
-    """Train heads; a run that was killed goes on where it was, and ends with the same weights.
+    """Train heads; a run that was killed resumes, and ends with the same weights.
 
     Raises:
         ValueError, OSError: what was given can't be used; nothing was made, or the run stays as it
