@@ -9,7 +9,7 @@ from support.fake_engine import FakeEngine
 from vllm_medusa.offline.batch import Delta, RequestRefused, run_batch
 from vllm_medusa.offline.prompts import Message, Prompt
 from vllm_medusa.offline.records import load_records, split_heldout
-from vllm_medusa.training.self_distillation import Plan, summarize
+from vllm_medusa.training.distill import Plan, summarize
 
 EOT = 3
 
