@@ -32,7 +32,7 @@ from vllm_medusa.training.method import Method, Texts
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.recipe import MEASURED_ROWS, complete
 from vllm_medusa.training.rows import Piece, count_labels, cut_pieces
-from vllm_medusa.training.run import Run
+from vllm_medusa.training.run import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -104,10 +104,11 @@ class Job:
             "cache": {"dtype": str(self._cache_dtype), "gb": options.cache.cache_gb},
         }
 
-    def open(self) -> Run:
+    def open(self) -> TrainingRun:
         """Open the output's run; says so if it is complete."""
         files = self.options.files
-        run = Run(files.output, self.settings, overwrite=files.overwrite, main=self.workers.main)
+        main = self.workers.main
+        run = TrainingRun(files.output, self.settings, overwrite=files.overwrite, main=main)
         self.workers.wait()  # until the main process has removed what --overwrite removes
         if run.complete:
             self.progress.note(f"nothing to do; the heads are in {files.output}")
@@ -140,7 +141,7 @@ class Job:
             kind=options.kind,
         )
 
-    def heads_alone(self, target: Target, run: Run) -> Method:
+    def heads_alone(self, target: Target, run: TrainingRun) -> Method:
         """Medusa-1 or EAGLE-3 with new heads, on built states."""
         options, workers, steps = self.options, self.workers, self.steps
         whole, size = bool(self.layers), medusa1.PIECE_ROWS

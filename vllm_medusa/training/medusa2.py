@@ -47,7 +47,7 @@ from vllm_medusa.training.options import JointOptions, StepOptions
 from vllm_medusa.training.quality import Quality, QualityMeter, kl_rows
 from vllm_medusa.training.recipe import complete_joint, heads_weight
 from vllm_medusa.training.rows import Piece, cut_pieces, labels_at, pad, row_ranges, split_passes
-from vllm_medusa.training.run import Run, Stage
+from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -247,7 +247,7 @@ def train_medusa2(job: Job) -> None:
         target = job.load_target()
         lora.adaptable_modules(target.model, joint.lora.modules)  # refused before the warm-up
         _check_space(job, run, target)
-        run.begin()
+        run.work.mkdir(exist_ok=True)
         if workers.main:
             for name in (MODEL, DEGRADED):  # of a run that --overwrite throws away
                 shutil.rmtree(run.output / name, ignore_errors=True)
@@ -280,11 +280,10 @@ def train_medusa2(job: Job) -> None:
                 # what is merged was never quantized, and this process measures all of it
                 heldout = _heldout(job, job.load_target(quantized=False), share=False)
             _publish(job, run, heads, heldout, trained, origin)
-            run.finish()
         workers.wait()
 
 
-def _first_heads(job: Job, run: Run, target: Target) -> MedusaHeads:
+def _first_heads(job: Job, run: TrainingRun, target: Target) -> MedusaHeads:
     """The given heads, or those of the warm-up; new ones where a checkpoint follows."""
     start = job.options.joint.start_heads
     if start is not None:
@@ -317,7 +316,7 @@ def _heldout(job: Job, target: Target, *, share: bool = True) -> Texts:
 
 def _publish(
     job: Job,
-    run: Run,  # with the trained adapter in ``work/adapter``
+    run: TrainingRun,  # with the trained adapter in ``work/adapter``
     heads: MedusaHeads,
     heldout: Texts,
     trained: dict[str, Any],
@@ -372,7 +371,7 @@ def _checkpoint_layers(model: Any) -> None:
         layer.training = True  # of the layer alone: the dropout in it stays off
 
 
-def _check_space(job: Job, run: Run, target: Target) -> None:
+def _check_space(job: Job, run: TrainingRun, target: Target) -> None:
     """Refuse to start what the disk can't hold in the end: the merged model."""
     stored = DTYPES.get(job.inputs.dtype or "", job.dtype)
     wanted = sum(p.numel() for p in target.model.parameters()) * stored.itemsize

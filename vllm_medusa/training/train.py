@@ -110,7 +110,7 @@ def train_alone(job: Job) -> None:
             return
         origin = job.provenance()
         target = job.load_target()
-        run.begin()
+        run.work.mkdir(exist_ok=True)
         method = job.heads_alone(target, run)
         stage = Stage(run)
         loop = Loop(method, stage)
@@ -125,5 +125,3 @@ def train_alone(job: Job) -> None:
             draw_curves(stage.entries(), run.folder / "curves.png", title)
             job.save(method.heads, {"steps": loop.steps, **(found or {"heldout": None})}, origin)
         job.release(method)
-        if run.main:
-            run.finish()

@@ -12,7 +12,7 @@ from vllm_medusa.decode import decode
 from vllm_medusa.training import method as methods
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa1 import new_heads
-from vllm_medusa.training.run import Run
+from vllm_medusa.training.run import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
 
@@ -40,7 +40,7 @@ def trained(target, records, tmp_path):
     """Train with some of the settings changed; the loop and the losses of all steps."""
 
     def run(name="run", like=None, heads=None, cached=True, bf16=False, **changes):
-        with Run(tmp_path / name, {}) as run:
+        with TrainingRun(tmp_path / name, {}) as run:
             settings = replace(SHORT, **changes)
             made = looped(target, records, run, settings, heads=heads, cached=cached)
             made.method.bf16 = bf16
@@ -97,7 +97,7 @@ def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp
         some = seen_tokens(warm)[::2] if kind == "hydra" else None  # others have no label
         return new_heads(target, K, 2, kind=kind, token_map=some)
 
-    with Run(tmp_path / "whole", {}) as run:
+    with TrainingRun(tmp_path / "whole", {}) as run:
         whole = looped(target, warm, run, settings, heads=heads())
         whole.train()
         wanted, log = weights(whole), list(whole.stage.entries())
@@ -114,9 +114,9 @@ def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp
         return report
 
     for cut in (3, 3, 8, 8):  # before any checkpoint was written, and between two
-        with Run(tmp_path / "cut", {}) as run, pytest.raises(KeyboardInterrupt):
+        with TrainingRun(tmp_path / "cut", {}) as run, pytest.raises(KeyboardInterrupt):
             looped(target, warm, run, settings, heads=heads()).train(stop(cut))
-    with Run(tmp_path / "cut", {}) as run:
+    with TrainingRun(tmp_path / "cut", {}) as run:
         made = looped(target, warm, run, settings, heads=heads())
         made.train()
         assert same(weights(made), wanted)
@@ -178,7 +178,7 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, t
     seen = seen_tokens(records)
     warm = [replace(record, temperature=0.7) for record in records]
     heads = new_heads(target, K, 1, token_map=seen)
-    with Run(tmp_path / "soft", {}) as run:
+    with TrainingRun(tmp_path / "soft", {}) as run:
         method = looped(target, warm, run, replace(SHORT, labels="soft"), heads=heads).method
     first = [i for i, piece in enumerate(method.texts.pieces) if piece.record == 0]
     _, found = method.loss(method.collate(first), method.decay)
@@ -195,7 +195,7 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, t
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp_path):
-    with Run(tmp_path / "bad", {}) as run:
+    with TrainingRun(tmp_path / "bad", {}) as run:
         settings = replace(SHORT, batch_tokens=3 * 39, epochs=12)
         made = looped(target, records, run, settings)
         states = made.method.texts.states

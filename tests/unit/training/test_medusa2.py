@@ -20,7 +20,7 @@ from vllm_medusa.training.medusa2 import Medusa2
 from vllm_medusa.training.method import Texts
 from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
 from vllm_medusa.training.rows import Piece, cut_pieces
-from vllm_medusa.training.run import Run, Stage
+from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -71,8 +71,8 @@ class Job:
     ):
         self.target = Target.load(source)
         self.own = {n: t.clone() for n, t in self.target.model.state_dict().items()}
-        self.run = Run(folder / "heads", {"steps": dataclasses.asdict(steps)})
-        self.run.begin()
+        self.run = TrainingRun(folder / "heads", {"steps": dataclasses.asdict(steps)})
+        self.run.work.mkdir(exist_ok=True)
         kept = records(4, 100)
         spans = [
             Piece(n, 3, len(r.token_ids) - 2, len(r.token_ids) - 1) for n, r in enumerate(kept)
