@@ -59,7 +59,7 @@ def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
 
     The drafter is as `train` left it: vLLM's own loader reads it.
     """
-    from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
+    from vllm_medusa.worker.v1.eagle import EagleModelRunner
 
     length = 3
     AttentionBackendEnum.CPU_ATTN.clear_override()

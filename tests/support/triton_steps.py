@@ -90,10 +90,11 @@ class Buffers:
 
 def step_of(num_nodes: list[int], trees: TreesOf | None = None) -> TreeStep:
     """A step of requests with so many nodes, of `TREE` unless other trees are given."""
-    total = sum(num_nodes)
+    total, sizes = sum(num_nodes), np.array(num_nodes, dtype=np.int64)
     return TreeStep.build(
         trees or TreeTensors.from_tree(TREE).batch,
-        np.array(num_nodes, dtype=np.int64),
+        sizes,
+        torch.from_numpy(np.concatenate(([0], sizes.cumsum()))),
         torch.arange(total),
         torch.zeros(total, dtype=torch.int32),
     )

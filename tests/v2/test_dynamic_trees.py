@@ -35,7 +35,7 @@ pytestmark = [
 if ON_V2:
     from vllm_medusa.worker import practice
     from vllm_medusa.worker.drafting import MedusaDrafter
-    from vllm_medusa.worker.v2.topologies import Topologies
+    from vllm_medusa.worker.trees import Trees
 
 TOKENS = 16
 Patch = pytest.MonkeyPatch
@@ -122,30 +122,30 @@ def test_every_request_and_step_has_another_tree(
 
 def of_the_neighbour(patch: Patch) -> None:
     """A request is verified by the topology of another."""
-    trees = Topologies.trees
-    patch.setattr(Topologies, "trees", lambda self, slots, *args: trees(self, slots.roll(1), *args))
+    kept = Trees.kept
+    patch.setattr(Trees, "kept", lambda self, slots, *args: kept(self, slots.roll(1), *args))
 
 
 def of_an_earlier_step(patch: Patch) -> None:
     """Requests are verified by what was first drafted for their slots."""
-    keep, trees, first = Topologies.keep, Topologies.trees, {}
+    keep, kept, first = Trees.keep, Trees.kept, {}
 
-    def noted(self: Topologies, slots: torch.Tensor, parents: torch.Tensor) -> None:
+    def noted(self: Trees, slots: torch.Tensor, parents: torch.Tensor) -> None:
         for slot, row in zip(slots.tolist(), parents, strict=True):
             first.setdefault(slot, row)
         keep(self, slots, parents)
 
-    def wrong(self: Topologies, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
+    def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
         now = self.parents.clone()
         for slot, row in first.items():
             self.parents[slot] = row
         try:
-            return trees(self, slots, width, counts)
+            return kept(self, slots, width, counts)
         finally:
             self.parents.copy_(now)
 
-    patch.setattr(Topologies, "keep", noted)
-    patch.setattr(Topologies, "trees", wrong)
+    patch.setattr(Trees, "keep", noted)
+    patch.setattr(Trees, "kept", wrong)
 
 
 @pytest.mark.parametrize("control", [of_the_neighbour, of_an_earlier_step])
@@ -182,7 +182,7 @@ def test_without_drafts_the_heads_rest(llm: LLM, reference: Reference, monkeypat
     def unwanted(*args: Any) -> None:
         raise AssertionError("the heads ran")
 
-    monkeypatch.setattr(MedusaDrafter, "grow", unwanted)
+    monkeypatch.setattr(MedusaDrafter, "draft", unwanted)
     with recorded_steps() as steps:
         assert differing(part.completions, complete(llm, part.prompts, greedy(TOKENS))) == []
     assert steps and not tree_rows(steps)

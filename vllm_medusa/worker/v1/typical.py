@@ -15,13 +15,13 @@ from vllm.v1.sample.sampler import Sampler
 from vllm_medusa.sampler import Path, Verdict, close_path, typical_path
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TreeBatch
+from vllm_medusa.worker.requests import TypicalRule
 from vllm_medusa.worker.v1.history import (
     MinTokensAt,
     min_token_rules,
     needs_tokens,
     with_min_tokens,
 )
-from vllm_medusa.worker.v1.requests import TypicalRequests
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class TypicalChoice:
         logits: Tensor,
         step: TreeStep,
         metadata: SamplingMetadata,
-        typical: TypicalRequests,
+        typical: TypicalRule,
     ) -> TypicalChoice:
         """Process the rows of the Q requests as plain decoding would, then choose their paths."""
-        chosen = [request for request, is_typical in enumerate(typical.mask) if is_typical]
-        requests = torch.tensor(chosen, device=logits.device)
+        requests = typical.mask.nonzero().flatten()
+        chosen = requests.tolist()
         tree = step.tree.select(requests)
         token_ids = step.token_ids[requests]
         raw = logits[step.row_of_node[requests]]  # [Q, N, V]
@@ -63,12 +63,12 @@ class TypicalChoice:
             typical.delta[requests],
         )
         accepted = token_ids.gather(1, path.nodes)[:, 1:].tolist()
-        paths: list[list[int]] = [[] for _ in typical.mask]
+        paths: list[list[int]] = [[] for _ in range(step.batch_size)]
         for request, tokens, count in zip(
             chosen, accepted, path.num_accepted.tolist(), strict=True
         ):
             paths[request] = tokens[:count]
-        roots = torch.tensor([typical.greedy_root[q] for q in chosen], device=logits.device)
+        roots = typical.greedy_root[requests]
         return cls(sampler, raw, processed, tree, token_ids, requests, path, paths, roots)
 
     def hide(self, tree: TreeBatch) -> TreeBatch:
