@@ -27,7 +27,7 @@ from vllm_medusa.options import Options, Positive, option
 from vllm_medusa.scorer import grouping
 from vllm_medusa.scorer.cpu import tree_attention
 from vllm_medusa.scorer.layout import CacheLayout, gather_tokens
-from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
+from vllm_medusa.scorer.metadata import AttentionPlan, build_metadata
 from vllm_medusa.scorer.reference import attention_reference, visible_keys
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.topology import TokenTree
@@ -46,7 +46,7 @@ class Problem:
     tree: TreeBatch
     base: Tensor  # int32 [B]
     block_table: Tensor  # int32 [B, blocks]
-    meta: TreeAttentionMetadata
+    meta: AttentionPlan
     scale: float
 
     def run(self, out: Tensor) -> Tensor:

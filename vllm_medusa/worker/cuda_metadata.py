@@ -25,8 +25,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_medusa.kernels import uses_kernel
-from vllm_medusa.scorer.branches import PagedBranches
-from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
+from vllm_medusa.scorer.paged import PagedBatch, PagedBranches, SplitWorkspace
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.scorer.tiles import FEWEST_SPLITS, LARGEST_BLOCK_M
 from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
