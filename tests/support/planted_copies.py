@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from vllm_medusa.lookup import lookup
 
@@ -30,14 +31,14 @@ class PlantedCopies:
         """From now on this is what lookup finds."""
         patch.setattr(lookup, "continuations", self._of_batch)
 
-    def _of_batch(
-        self, texts: Tensor, rows: Tensor, lengths: Tensor, count: int
-    ) -> tuple[Tensor, Tensor]:
-        matched, found = torch.zeros_like(lengths), torch.full((len(rows), count), -1)
+    def _of_batch(self, texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, Any]:
+        matched, found = np.zeros(len(rows), np.int64), np.full((len(rows), count), -1)
         for place, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             future = self._after.get(tuple(texts[row, length - _LAST : length].tolist()))
             if future is not None:
                 future = future[self._shift :][:count]
                 tokens = [token if self._rng.random() < 0.98 else 3 for token in future]
-                matched[place], found[place, : len(tokens)] = 20, torch.tensor(tokens)
+                matched[place], found[place, : len(tokens)] = 20, tokens
+        if isinstance(texts, torch.Tensor):
+            return torch.from_numpy(matched), torch.from_numpy(found)
         return matched, found

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
+from vllm_medusa.lookup import lookup as room
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import (
     MAX_MATCH,
     MIN_MATCH,
-    _longest_matches,
-    continuations_torch,
-    join_torch,
+    continuations_numpy,
+    join_numpy,
+    longest_match,
 )
 from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
@@ -33,31 +35,28 @@ def by_hand(tokens: list[int]) -> tuple[int, int]:
     return best
 
 
-def table(texts: list[list[int]], width: int = 0) -> tuple[Tensor, Tensor]:
+def table(texts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Padded with what is no token; and the lengths."""
-    width = max(width, *map(len, texts))
+    width = max(map(len, texts))
     rows = [text + [VOCAB + 7] * (width - len(text)) for text in texts]
-    return torch.tensor(rows, dtype=torch.int32), torch.tensor([len(text) for text in texts])
+    return np.array(rows, np.int32), np.array([len(text) for text in texts])
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_longest_and_latest_match_is_found(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    texts = []
-    for length in range(1, 60):
-        tokens = rng.integers(0, VOCAB if seed % 2 else 2, length)
+    rng, found = np.random.default_rng(seed), set()
+    for length in range(60):
+        tokens = rng.integers(0, VOCAB if seed % 2 else 2, length, dtype=np.int32)
         if length > 50:
             tokens[-20:] = tokens[5:25]
-        texts.append(tokens.tolist())
-    matched, start = _longest_matches(*table(texts))
-    found = list(zip(matched.tolist(), start.tolist(), strict=True))
-    assert found == [by_hand(text) for text in texts]
-    assert 0 in matched and matched.max() >= 20
+        assert longest_match(tokens) == by_hand(tokens.tolist())
+        found.add(longest_match(tokens)[0])
+    assert 0 in found and max(found) >= 20
 
 
 def test_a_continuation_repeats_at_the_end_of_the_text() -> None:
     texts, lengths = table([[7, 1, 2, 3, 1, 2], [0] * 300])
-    matched, found = continuations_torch(texts, torch.arange(2), lengths, 7)
+    matched, found = continuations_numpy(texts, np.arange(2), lengths, 7)
     assert matched.tolist() == [2, MAX_MATCH]
     assert found[0].tolist() == [3, 1, 2, 3, 1, 2, 3] and not found[1].any()
 
@@ -91,8 +90,8 @@ def test_both_are_one_tree(seed: int) -> None:
     tree, chain = random_tree(rng, 12, 40), rng.integers(0, VOCAB, 9)
     if seed % 2:  # it follows the tree at first
         chain[:2] = max(paths(tree), key=lambda path: (len(path) >= 2, len(path)))[:2]
-    survival = torch.tensor(rng.choice([0.0, -0.25, -0.5], 9).cumsum(), dtype=torch.float32)
-    both = join_torch(tree, torch.from_numpy(chain)[None], survival[None], 9)
+    survival = rng.choice([0.0, -0.25, -0.5], 9).cumsum().astype(np.float32)
+    both = join_numpy(tree, chain[None], survival[None], 9)
     expected = paths(tree)
     for depth, value in enumerate(survival.tolist(), 1):
         path = tuple(chain[:depth].tolist())
@@ -106,88 +105,112 @@ def test_both_are_one_tree(seed: int) -> None:
     assert [path for path, source in named if source] == copied
     assert not {path for path, source in named if source == FROM_LOOKUP} & set(paths(tree))
     assert seed % 2 == 0 or FROM_BOTH in both.source
-    cut = join_torch(tree.prefix(12), torch.from_numpy(chain)[None], survival[None], 9).prefix(6)
+    cut = join_numpy(tree.prefix(12), chain[None], survival[None], 9).prefix(6)
     assert list(paths(cut)) == list(paths(both))[:6]
     assert torch.equal(cut.parents, both.parents[:, :6])
 
 
-ONE, GREEDY = torch.tensor([0]), torch.tensor([False])
+ONE, GREEDY = np.array([0]), np.array([False])
 
 
-def extend(lookup: Lookup, text: list[int], depth: int = 9) -> DraftTrees:
+def extend(lookup: Lookup, text: list[int], depth: int = 9) -> list[int]:
+    """The drafts of a request without other drafts."""
     texts, length = table([text])
     roots = DraftTrees.roots(1, 1 + lookup.max_tokens, "cpu")
-    return lookup.extend(ONE, texts, ONE, length, roots, torch.tensor([depth]), GREEDY, 0)
+    tree = lookup.extend(ONE, texts, ONE, length, roots, np.array([depth]), GREEDY, 0)
+    return tree.token_ids[0, 1 : int(tree.num_nodes)].tolist()
 
 
 def learn(lookup: Lookup, text: list[int], num_new: int) -> None:
-    lookup.learn(ONE, *(table([text])[0], ONE, table([text])[1]), torch.tensor([num_new]), GREEDY)
+    texts, length = table([text])
+    lookup.learn(ONE, texts, ONE, length, np.array([num_new]))
 
 
 def test_requests_learn_from_what_they_said_next() -> None:
-    lookup, text = Lookup(100, 1, 63, "cpu"), [1, 2, 3, 4, 5, 6, 1, 2, 3]
-    tree = extend(lookup, text, 4)
-    assert tree.token_ids[0, 1 : int(tree.num_nodes)].tolist() == [4, 5, 6, 1]
-    before = lookup.chances.clone()
+    lookup, text = Lookup(100, 1, 63, None), [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    assert extend(lookup, text, 4) == [4, 5, 6, 1]
+    before = lookup.chances.copy()
     for _ in range(20):
         learn(lookup, [*text, 4, 9], 2)
         extend(lookup, text, 4)
         learn(lookup, [*text, 0, 0, 0, 4], 1)  # of another text: nothing was found for it
         extend(lookup, text, 4)
     after = lookup.chances
-    assert after[0, 3] > before[0, 3] and after[0, 4] < 0.6 * before[0, 4]
-    assert torch.equal(after[1], before[1])  # sampled requests are counted apart
+    assert after[2] > before[2] and after[3] < 0.6 * before[3]  # after 3 tokens, after 4 and 5
+    assert (after[9:] == before[9:]).all()  # sampled requests are counted apart
     lookup.forget()
-    assert torch.equal(lookup.chances, before)
+    assert (lookup.chances == before).all()
 
 
 def test_a_continuation_ends_before_what_is_no_token() -> None:
-    tree = extend(Lookup(10, 1, 8, "cpu"), [1, 2, 5, 99, 1, 2])
-    assert tree.token_ids[0, 1 : int(tree.num_nodes)].tolist() == [5]
+    assert extend(Lookup(10, 1, 8, None), [1, 2, 5, 99, 1, 2]) == [5]
 
 
 def test_observed_frequencies_are_believed() -> None:
     """Whatever the prior says."""
-    rng, lookup = np.random.default_rng(0), Lookup(1000, 1, 6, "cpu")
-    true = np.interp(np.arange(MAX_MATCH + 1), [1, 8, MAX_MATCH], [0.9, 0.3, 0.6])
+    rng, lookup = np.random.default_rng(0), Lookup(1000, 1, 3, None)
     for _ in range(1500):
-        matched = int(rng.integers(2, MAX_MATCH + 1))
+        matched = int(rng.choice([2, 5, 30]))
         same = rng.integers(100, 900, matched).tolist()
-        text = [*same, 901, 902, 903, 904, 905, 906, 907, *same]
+        text = [*same, 901, 902, 903, 904, *same]
         extend(lookup, text)
-        right = rng.random(6) < true[np.minimum(matched + np.arange(6), MAX_MATCH)]
-        said = [901 + place if hit else 0 for place, hit in enumerate(right)]
-        learn(lookup, [*text, *said], 6)
-    assert (
-        np.abs(
-            lookup.chances[0, [2, 3, 5, 8, 20, MAX_MATCH]].numpy()
-            - true[[2, 3, 5, 8, 20, MAX_MATCH]]
-        ).max()
-        < 0.15
-    )
+        right = rng.random() < {2: 0.9, 5: 0.2, 30: 0.5}[matched]
+        learn(lookup, [*text, 901 if right else 0], 1)
+    assert np.abs(lookup.chances[[1, 3, 8]] - [0.9, 0.2, 0.5]).max() < 0.15
+
+
+def test_the_device_does_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same code on tensors; kernels stand apart (`lookup/test_kernel`)."""
+
+    def find(texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, ...]:
+        arrays = (np.asarray(each) for each in (texts, rows, lengths))
+        found = continuations_numpy(*arrays, count)
+        return found if isinstance(texts, np.ndarray) else tuple(map(torch.from_numpy, found))
+
+    def joined(trees: DraftTrees, chain: Any, survival: Any, levels: int) -> DraftTrees:
+        return join_numpy(trees, np.asarray(chain), np.asarray(survival), levels)
+
+    monkeypatch.setattr(room, "continuations", find)
+    monkeypatch.setattr(room, "join", joined)
+    rng, nodes = np.random.default_rng(3), 13
+    texts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 9, 30, 60)]
+    host, device = (Lookup(VOCAB, 8, nodes - 1, each) for each in (None, torch.device("cpu")))
+    slots, sampled = np.array([6, 0, 3, 2]), np.array([True, False, False, True])
+    for _ in range(20):
+        num_new = rng.integers(0, 4, 4)
+        for text, count in zip(texts, num_new, strict=True):
+            text += text[-9:][:count]
+        tokens, lengths = table(texts)
+        args = slots, tokens, np.arange(4), lengths
+        depth, trees = rng.integers(0, nodes + 1, 4), DraftTrees.roots(4, nodes, "cpu")
+        host.learn(*args, np.array([min(n, len(t)) for n, t in zip(num_new, texts, strict=True)]))
+        on_device = [torch.from_numpy(each) for each in (*args, num_new)]
+        device.learn(*on_device)
+        wanted = host.extend(*args, trees, depth, sampled, 0)
+        more = (torch.from_numpy(each) for each in (depth, sampled))
+        got = device.extend(*on_device[:4], trees, *more, 0)
+        assert torch.equal(got.token_ids, wanted.token_ids)
+        torch.testing.assert_close(got.log_survival, wanted.log_survival)
+        np.testing.assert_allclose(device.chances.numpy(), host.chances, rtol=1e-5)
+    assert host.chances.max() > 0.95
 
 
 def test_a_batch_is_as_each_request_alone() -> None:
-    """Texts that grow step by step, trees of other tokens, slots that differ from rows."""
+    """Trees of other tokens, rows that differ from slots."""
     rng, nodes, batch = np.random.default_rng(3), 13, 4
-    texts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 9, 30, 60)]
-    slots, rows, copied = torch.tensor([6, 0, 3, 2]), torch.tensor([1, 3, 0, 2]), 0
-    lookup = Lookup(VOCAB, 8, nodes - 1, "cpu")
-    sampled = torch.tensor([True, False, False, True])
+    slots, rows, copied = np.array([6, 0, 3, 2]), np.array([1, 3, 0, 2]), 0
+    sampled = np.array([True, False, False, True])
     for _ in range(20):
-        for text in texts:
-            text += text[-9:][: rng.integers(0, 4)]
-        by_row = [texts[int(place)] for place in rows.argsort()]
-        tokens, by_length = table(by_row)
-        depth = torch.from_numpy(rng.integers(0, nodes + 1, batch))
+        texts = [rng.integers(0, VOCAB, n).tolist() for n in (2, 9, 30, 60)]
+        tokens, by_length = table([texts[place] for place in rows.argsort()])
+        depth = rng.integers(0, nodes + 1, batch)
         each = [random_tree(rng, int(rng.integers(1, 10)), nodes) for _ in texts]
-        trees = DraftTrees(
-            *(torch.cat(parts) for parts in zip(*(vars(t).values() for t in each), strict=True))
-        )
+        columns = zip(*(vars(trees).values() for trees in each), strict=True)
+        trees = DraftTrees(*map(torch.cat, columns))
+        lookup = Lookup(VOCAB, 8, nodes - 1, None)
         got = lookup.extend(slots, tokens, rows, by_length[rows], trees, depth, sampled, nodes)
         for row, text in enumerate(texts):
-            alone = Lookup(VOCAB, 1, nodes - 1, "cpu")
-            one = table([text])
+            alone, one = Lookup(VOCAB, 1, nodes - 1, None), table([text])
             wanted = alone.extend(
                 ONE, one[0], ONE, one[1], each[row], depth[[row]], sampled[[row]], nodes
             )

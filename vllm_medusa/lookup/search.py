@@ -15,85 +15,85 @@ and as likely as the likelier of the two says; the rest hangs below the last sha
                                                  \
                                                   z
 
-On a GPU the search and the joining are a kernel each (`kernel`); the functions that end in
-``_torch`` do the same on the CPU.
+Texts are numpy arrays on the host, or tensors on a device, where the search and the joining are a
+Triton kernel each (`kernel`); the functions that end in ``_numpy`` do the same on the host.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import uses_kernel
-from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, IMPOSSIBLE, DraftTrees
+from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 MAX_MATCH = 32  # tokens that are compared
 MIN_MATCH = 2  # tokens that have to agree
+_PLACES = 2048  # of those, the latest so many are compared further
+
+Array = Any  # a numpy array on the host, a tensor on a device
 
 
 def continuations(
-    texts: Tensor,  # integer [rows, L]
-    rows: Tensor,  # int64 [B], each request's row
-    lengths: Tensor,  # int64 [B], of the requests' texts
+    texts: Array,  # integer [rows, L]
+    rows: Array,  # int64 [B], each request's row
+    lengths: Array,  # int64 [B], of the requests' texts
     count: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Array, Array]:
     """How many of the last tokens stood before, and ``count`` tokens that followed them there.
 
     int64 [B] and [B, count]; at the end of the text they repeat. Any tokens where none agree.
     """
-    if uses_kernel(texts.device.type):
+    if isinstance(texts, Tensor):
         from vllm_medusa.lookup import kernel
 
         return kernel.continuations(texts, rows, lengths, count)
-    return continuations_torch(texts, rows, lengths, count)
+    return continuations_numpy(texts, rows, lengths, count)
 
 
-def continuations_torch(
-    texts: Tensor, rows: Tensor, lengths: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """`continuations` by torch alone."""
-    texts = texts[rows]  # [B, L]
-    matched, start = _longest_matches(texts, lengths)
-    period = (lengths - start).clamp_min(1)[:, None]
-    places = torch.arange(count, device=texts.device)
-    return matched, texts.gather(1, start[:, None] + places % period).to(torch.int64)
+def continuations_numpy(
+    texts: np.ndarray, rows: np.ndarray, lengths: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`continuations` on the host."""
+    matched = np.zeros(len(rows), np.int64)
+    found = np.zeros((len(rows), count), np.int64)
+    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        matched[place], start = longest_match(texts[row, :length])
+        if matched[place]:
+            found[place] = texts[row, start + np.arange(count) % (length - start)]
+    return matched, found
 
 
-def _longest_matches(texts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the last tokens stood before, and where what followed begins: int64 [B], [B].
+def longest_match(tokens: np.ndarray) -> tuple[int, int]:
+    """How many of the last of ``tokens`` [n] stood before, and where it went on; (0, 0): nowhere.
 
-    (0, 0): nowhere. One pass over the texts [B, L] finds where the last `MIN_MATCH` tokens stood;
-    all others are compared at these few places only.
+    One pass over the text for each of the `MIN_MATCH` last tokens, then only its few places.
     """
-    size, steps = texts.shape[1], torch.arange(MAX_MATCH, device=texts.device)
-    last = lengths - 1
-    ending = texts.gather(1, (last[:, None] - steps).clamp_min(0))  # [B, MAX_MATCH]
+    last = len(tokens) - 1
+    if last < MIN_MATCH:
+        return 0, 0
     first = MIN_MATCH - 1  # the first place that has so many tokens
-    same = torch.arange(first, size, device=texts.device) < last[:, None]
-    for back in range(MIN_MATCH):
-        same &= texts[:, first - back : size - back] == ending[:, back : back + 1]
-
-    def agreeing(request: Tensor, place: Tensor) -> Tensor:
-        before = place[:, None] - steps  # [P, MAX_MATCH]
-        equal = (texts[request[:, None], before.clamp_min(0)] == ending[request]) & (before >= 0)
-        return equal.cumprod(1).sum(1)
-
-    # The latest place is mostly as good as any, in texts that repeat themselves above all.
-    place = torch.arange(first, size, device=texts.device)
-    latest = torch.where(same, place, 0).amax(1) if size > first else torch.zeros_like(last)
-    request = torch.arange(len(texts), device=texts.device)
-    matched = agreeing(request, latest) * (latest > 0)
-    same &= (matched < MAX_MATCH)[:, None]
-    request, place = same.nonzero(as_tuple=True)
-    place = place + first
-    best = matched * size + latest
-    best = best.scatter_reduce(0, request, agreeing(request, place) * size + place, "amax")
-    matched = torch.div(best, size, rounding_mode="floor")
-    found = matched >= MIN_MATCH
-    return matched * found, (best % size + 1) * found
+    same = tokens[first:last] == tokens[last]
+    for back in range(1, MIN_MATCH):
+        same &= tokens[first - back : last - back] == tokens[last - back]
+    places = np.flatnonzero(same)[-_PLACES:] + first
+    if not len(places):
+        return 0, 0
+    steps = np.arange(min(MAX_MATCH, last))
+    ending = tokens[last - steps]
+    latest = int(places[-1])
+    if latest + 1 >= MAX_MATCH and (tokens[latest - steps] == ending).all():
+        return MAX_MATCH, latest + 1  # as it is in loops, with many places
+    before = places[:, None] - steps  # [places, MAX_MATCH]
+    same = (tokens[before.clip(0)] == ending) & (before >= 0)
+    lengths = np.logical_and.accumulate(same, axis=1).sum(1)
+    best = int(lengths.max())
+    return best, int(places[lengths == best][-1]) + 1
 
 
-def join(trees: DraftTrees, chain: Tensor, log_survival: Tensor, levels: int) -> DraftTrees:
+def join(trees: DraftTrees, chain: Array, log_survival: Array, levels: int) -> DraftTrees:
     """The best nodes of ``trees`` and of a chain below each root.
 
     Args:
@@ -103,39 +103,48 @@ def join(trees: DraftTrees, chain: Tensor, log_survival: Tensor, levels: int) ->
         levels: bound of the depth of ``trees``.
 
     """
-    if uses_kernel(chain.device.type):
+    if isinstance(chain, Tensor):
         from vllm_medusa.lookup import kernel
 
         return kernel.join(trees, chain, log_survival, levels)
-    return join_torch(trees, chain, log_survival, levels)
+    return join_numpy(trees, chain, log_survival, levels)
 
 
-def join_torch(trees: DraftTrees, chain: Tensor, log_survival: Tensor, levels: int) -> DraftTrees:
-    """`join` by torch alone."""
-    nodes, size = trees.parents.shape[1], chain.shape[1]
-    values, source = trees.log_survival, trees.source
-    at = chain.new_zeros((len(chain), 1))  # the last shared node
-    shared = torch.zeros_like(at)
-    follows = log_survival.isfinite()
+def join_numpy(
+    trees: DraftTrees, chain: np.ndarray, log_survival: np.ndarray, levels: int
+) -> DraftTrees:
+    """`join` on the host."""
+    tokens, parents = trees.token_ids.numpy(), trees.parents.numpy()
+    values, source = trees.log_survival.numpy().copy(), trees.source.numpy().copy()
+    (batch, nodes), size = tokens.shape, chain.shape[1]
+    every, places = np.arange(batch), np.arange(size)
+    at = shared = np.zeros(batch, np.int64)  # the last shared node, and how many there are
     for level in range(min(levels, size)):
-        token, surer = chain[:, level, None], log_survival[:, level, None]
-        same = (trees.parents == at) & (trees.token_ids == token) & values.isfinite()
-        goes_on = (shared == level) & same.any(1, keepdim=True) & follows[:, level, None]
-        if not bool(goes_on.any()):
+        surer = log_survival[:, level]
+        same = (parents == at[:, None]) & (tokens == chain[:, level, None]) & np.isfinite(values)
+        follows = (shared == level) & same.any(1) & np.isfinite(surer)
+        if not follows.any():
             break
-        at = torch.where(goes_on, same.to(torch.int8).argmax(1, keepdim=True), at)
-        surer = torch.where(goes_on, values.gather(1, at).maximum(surer), values.gather(1, at))
-        values = values.scatter(1, at, surer)
-        source = torch.where(goes_on, source.scatter(1, at, FROM_BOTH), source)
-        shared = shared + goes_on
-    places = torch.arange(size, device=chain.device)
-    own = torch.where(places < shared, IMPOSSIBLE, log_survival)
-    below = torch.where(places == shared, at, nodes - 1 + places)
-    both = DraftTrees(
-        torch.cat([trees.token_ids, chain.clamp_min(0)], 1),
-        torch.cat([trees.parents, below], 1),
-        torch.cat([values, own], 1),
-        torch.cat([source, torch.full_like(chain, FROM_LOOKUP)], 1),
+        at = np.where(follows, same.argmax(1), at)
+        values[every, at] = np.maximum(values[every, at], np.where(follows, surer, -np.inf))
+        source[every, at] = np.where(follows, FROM_BOTH, source[every, at])
+        shared = shared + follows
+    own = np.where(places < shared[:, None], -np.inf, log_survival).astype(np.float32)
+    below = np.where(places == shared[:, None], at[:, None], nodes - 1 + places)
+    values = np.concatenate([values, own], 1)
+    order = np.argsort(-values, axis=1, kind="stable")[:, :nodes]
+    place = np.zeros(values.shape, np.int64)
+    np.put_along_axis(place, order, np.arange(nodes)[None], 1)
+
+    def ordered(own: np.ndarray, of_chain: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(np.concatenate([own, of_chain], 1), order, 1)
+
+    above = np.take_along_axis(place, ordered(parents, below).clip(0), 1)
+    above[:, 0] = -1
+    parts = (
+        ordered(tokens, chain.clip(0)),
+        above,
+        np.take_along_axis(values, order, 1),
+        ordered(source, np.full_like(chain, FROM_LOOKUP)),
     )
-    order = both.log_survival.sort(dim=1, descending=True, stable=True).indices[:, :nodes]
-    return both.nodes(order)
+    return DraftTrees(*map(torch.from_numpy, parts))

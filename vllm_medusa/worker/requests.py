@@ -134,10 +134,9 @@ class RequestOptions:
         """Whether the scheduler chooses the requests' drafts: bool [B]."""
         return self._follows[slots]
 
-    def may_copy(self, slots: np.ndarray) -> Tensor:
+    def may_copy(self, slots: np.ndarray) -> np.ndarray:
         """Of B requests, bool [2, B]: those that follow no grammar; those that sample."""
-        found: Tensor = self._copy(np.stack([~self._follows[slots], self._sampled[slots]]))
-        return found
+        return np.stack([~self._follows[slots], self._sampled[slots]])
 
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
         """How deep a node can be and still give a token that the request keeps, int64 [B].

@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_medusa.lookup.lookup import Lookup
+from vllm_medusa.lookup.search import Array
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import TreeStep
@@ -87,7 +88,8 @@ class Trees:
         self.lookup: Lookup | None = None
         if options.lookup:
             drafts = options.tree.num_draft_tokens
-            self.lookup = Lookup(model.get_vocab_size(), slots, drafts, device)
+            where = None if on_host else device
+            self.lookup = Lookup(model.get_vocab_size(), slots, drafts, where)
         if self.static is None:
             with torch.inference_mode(False):  # else only inference mode could write to it
                 # int64 [slots, N], of the last drafts; at first a root with children
@@ -174,22 +176,22 @@ class Trees:
     def copy(
         self,
         drafts: DraftTrees,
-        slots: Tensor,  # int64 [B]
-        slots_np: np.ndarray,
-        texts: Tensor,  # integer [rows, L], prompts and outputs
-        rows: Tensor,  # int64 [B], the requests' rows of it
-        num_tokens: Tensor,  # integer [B], as for `useful_depth`
-        num_new: Tensor,  # integer [B]
-        depth: Tensor,  # int64 [B]
+        slots: Array,  # int64 [B]; this and the rest are arrays on the host, tensors on a device
+        texts: Array,  # integer [rows, L], prompts and outputs
+        rows: Array,  # int64 [B], the requests' rows of it
+        num_tokens: Array,  # int64 [B], as for `useful_depth`
+        num_new: Array,  # int64 [B]
+        depth: Array,  # int64 [B]
+        free: Array,  # bool [B], those that follow no grammar
+        sampled: Array,  # bool [B]
     ) -> DraftTrees:
         """Join the drafts with what lookup finds in the requests' own texts."""
-        if self.lookup is None:
-            return drafts
-        free, sampled = self.requests.may_copy(slots_np)
-        text = slots, texts, rows, num_tokens.to(torch.int64)
-        self.lookup.learn(*text, num_new.to(torch.int64), sampled)
+        assert self.lookup is not None
+        self.lookup.learn(slots, texts, rows, num_tokens, num_new)
         drafts, levels = drafts.padded(self.num_nodes), self.options.tree.max_depth
-        return self.lookup.extend(*text, drafts, depth * free, sampled, levels)
+        return self.lookup.extend(
+            slots, texts, rows, num_tokens, drafts, depth * free, sampled, levels
+        )
 
 
 def tree_drafts(

@@ -172,19 +172,22 @@ class MedusaModelRunner(CPUModelRunner):
             *args,
         )
         slots = self._slots_of_batch()
-        num_tokens = torch.from_numpy(batch.num_tokens_no_spec[: len(slots)]).to(torch.int64)
-        num_new = torch.tensor([len(tokens) for tokens in sampled_token_ids])
+        num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
+        num_new = np.array([len(tokens) for tokens in sampled_token_ids])
         root = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids])
-        depth = trees.useful_depth(slots, num_tokens, num_new)
+        depth = trees.useful_depth(slots, torch.from_numpy(num_tokens), torch.from_numpy(num_new))
         structured = trees.requests.follows_grammar(slots)
         limit = scheduler_output.num_spec_tokens_to_schedule
         drafts = self._draft(states, root, depth, limit, structured)
-        where, rows = torch.from_numpy(slots), torch.arange(len(slots))
-        texts = batch.token_ids_cpu_tensor[:, : int(num_tokens.max())]
-        drafts = trees.copy(drafts, where, slots, texts, rows, num_tokens, num_new, depth)
         if trees.lookup is not None:
+            texts, rows = batch.token_ids_cpu[:, : num_tokens.max()], np.arange(len(slots))
+            may_copy = trees.requests.may_copy(slots)
+            drafts = trees.copy(
+                drafts, slots, texts, rows, num_tokens, num_new, depth.numpy(), *may_copy
+            )
             most = torch.where(torch.from_numpy(structured), MAX_NODES, trees.num_nodes - 1)
             drafts = drafts.limited(most)
+        where = torch.from_numpy(slots)
         trees.keep(where, drafts.parents)
         self._drafts = tree_drafts(drafts, batch.req_ids, structured.tolist())
         return self._drafts.draft_token_ids

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
@@ -213,9 +214,9 @@ class TreeSpeculator(DraftModelSpeculator):
                 longest = int(input_batch.seq_lens_cpu_upper_bound.numpy()[:batch].max()) + 1
                 texts, where = self.states.all_token_ids.gpu[:, :longest], slots.to(torch.int64)
                 drafts = drafts if own is None else drafts.limited(own)
-                drafts = trees.copy(
-                    drafts, where, host_slots, texts, where, num_tokens, num_sampled, depth
-                )
+                may_copy = async_tensor_h2d(trees.requests.may_copy(host_slots), device=self.device)
+                counts = num_tokens.to(torch.int64), num_sampled.to(torch.int64)
+                drafts = trees.copy(drafts, where, texts, where, *counts, depth, *may_copy)
             trees.keep(slots, drafts.parents)
         # vLLM copies the drafts to the host if a grammar is there to look at them
         if input_batch.has_structured_output_reqs:
