@@ -61,7 +61,8 @@ class Cases:
         for function in (self.kernel.continuations, search.continuations):
             matched, found = function(*moved, count)
             assert matched.tolist() == expected[0].tolist()
-            assert found.tolist() == expected[1].tolist()
+            agree = expected[0] > 0  # else any tokens may be given
+            assert found.cpu()[agree].tolist() == expected[1][agree].tolist()
         return matched
 
     @pytest.mark.parametrize("block", [16, 64, 4096])

@@ -52,7 +52,7 @@ STEPS = [  # (rows, context) of requests, nodes of each
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    for module in (scorer, sampler, lookup, cuda_metadata):
+    for module in (scorer, sampler, cuda_metadata):
         monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
     limits = launch.DeviceLimits(132, 227 * 1024, async_mma=True)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
