@@ -18,8 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from vllm_medusa.heads import MedusaHeads
-from vllm_medusa.worker.adapters import adapters_left_out
-from vllm_medusa.worker.target_rows import store_target_rows
+from vllm_medusa.worker.target import adapters_left_out, store_target_rows
 
 pytestmark = pytest.mark.engine
 

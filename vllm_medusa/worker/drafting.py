@@ -19,9 +19,8 @@ from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, StagedStep,
 from vllm_medusa.tree import TokenTree, TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker import compat, sharding
-from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.options import EngineOptions
-from vllm_medusa.worker.target_rows import store_target_rows
+from vllm_medusa.worker.target import adapted_heads, adapters_left_out, store_target_rows
 
 AnyHeads = MedusaHeads | PackedHeads | PackedHydra
 

@@ -96,7 +96,7 @@ class Trees:
                 self.parents = torch.zeros(slots, self.num_nodes, dtype=torch.int64, device=device)
                 self.parents[:, 0] = -1
         # parents of the drafts that the scheduler chose for this step, by request
-        self.told: Mapping[str, list[int]] = {}
+        self.chosen_parents: Mapping[str, list[int]] = {}
         self.step: TreeStep | None = None  # None: no request has drafts
         self.verdict: Verdict | None = None
 
@@ -115,7 +115,7 @@ class Trees:
         if num_nodes.max(initial=1) > 1:
 
             def trees(width: int, counts: Tensor) -> TreeBatch:
-                return self._with_told(self.kept(slots, width, counts), req_ids, counts)
+                return self._with_chosen(self.kept(slots, width, counts), req_ids, counts)
 
             self.step = TreeStep.build(trees, num_nodes, cu_nodes, rows, input_ids)
             self.step.slot_mappings = slot_mappings or {}
@@ -147,13 +147,16 @@ class Trees:
         parents = self.parents[:, :width].index_select(0, slots)
         return TreeBatch.from_parents(parents, num_nodes, self._max_depth)
 
-    def _with_told(self, batch: TreeBatch, req_ids: Sequence[str], counts: Tensor) -> TreeBatch:
+    def _with_chosen(self, batch: TreeBatch, req_ids: Sequence[str], counts: Tensor) -> TreeBatch:
         """The same with the trees that the scheduler chose."""
-        device, rows = counts.device, [i for i, name in enumerate(req_ids) if name in self.told]
+        device, rows = (
+            counts.device,
+            [i for i, name in enumerate(req_ids) if name in self.chosen_parents],
+        )
         if rows:
             parents = np.full((len(rows), batch.max_nodes), -1, dtype=np.int64)
             for place, row in enumerate(rows):
-                own = self.told[req_ids[row]]
+                own = self.chosen_parents[req_ids[row]]
                 parents[place, 1 : 1 + len(own)] = own
             index = async_tensor_h2d(np.array(rows), device=device)
             batch = batch.with_trees(index, async_tensor_h2d(parents, device=device), counts[index])
@@ -167,6 +170,8 @@ class Trees:
         ``num_tokens`` (integer [B]) are its tokens so far, the last ``num_new`` of them new: none
         in a prefill that isn't finished.
         """
+        if self.static is not None:  # is drafted whole
+            return torch.full_like(num_tokens, self.static.max_depth).masked_fill(num_new == 0, 0)
         depth = self.requests.useful_depth(slots, num_tokens).masked_fill(num_new == 0, 0)
         if self._scratch:
             no_room = num_tokens - 1 + self._scratch > self._max_model_len

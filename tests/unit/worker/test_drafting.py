@@ -23,7 +23,7 @@ from vllm_medusa.tree import TokenTree
 from vllm_medusa.worker import compat, drafting, sharding
 from vllm_medusa.worker.drafting import MedusaDrafter
 from vllm_medusa.worker.options import EngineOptions
-from vllm_medusa.worker.target_rows import store_target_rows
+from vllm_medusa.worker.target import store_target_rows
 from vllm_medusa.worker.v2 import speculator
 
 

@@ -71,7 +71,7 @@ def test_each_slot_has_its_own_until_it_is_renewed():
 def test_a_step_takes_the_schedulers_trees_where_it_chose(on_host):
     trees, kept = make_trees(on_host=on_host), parents(1, 2)
     trees.keep(torch.tensor([1, 2]), kept)
-    trees.told = {"b": [0, 1, 2, 3]}
+    trees.chosen_parents = {"b": [0, 1, 2, 3]}
     nodes, rows = np.array([8, 5]), torch.arange(13)
     cu_nodes = torch.tensor([0, 8, 13])
     step = trees.begin(torch.tensor([1, 2]), ["a", "b"], nodes, cu_nodes, rows, rows)

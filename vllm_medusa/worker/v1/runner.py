@@ -27,9 +27,9 @@ from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
 from vllm_medusa.worker.grammar_scheduler import TreeDrafts, tree_parents
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import CANDIDATES
+from vllm_medusa.worker.target import heads_left_out
 from vllm_medusa.worker.trees import Trees, tree_drafts
 from vllm_medusa.worker.v1.verification import TreeVerifier
-from vllm_medusa.worker.weights import heads_left_out
 
 
 class MedusaModelRunner(CPUModelRunner):
@@ -83,7 +83,7 @@ class MedusaModelRunner(CPUModelRunner):
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         logits_indices, spec_metadata, _ = prepared
-        self.trees.told = tree_parents(scheduler_output)
+        self.trees.chosen_parents = tree_parents(scheduler_output)
         num_nodes = np.asarray(spec_metadata.num_draft_tokens, dtype=np.int64) + 1
         step = self.trees.begin(
             torch.from_numpy(self._slots_of_batch()),

@@ -22,12 +22,12 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm_medusa.lookup.search import continuations, join
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.tree.drafts import DraftTrees
-from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.drafting import MedusaDrafter
 from vllm_medusa.worker.grammar import Candidates
 from vllm_medusa.worker.grammar_scheduler import TreeDrafts
 from vllm_medusa.worker.options import is_eagle, is_medusa
 from vllm_medusa.worker.overrides import override
+from vllm_medusa.worker.target import adapted_heads, adapters_left_out
 from vllm_medusa.worker.trees import Trees, tree_drafts
 from vllm_medusa.worker.v2.state import tree_model_state
 
@@ -203,7 +203,7 @@ class TreeSpeculator(DraftModelSpeculator):
         host_slots, nodes = input_batch.idx_mapping_np, trees.num_nodes
         num_tokens = input_batch.seq_lens[:batch] - num_rejected + 1
         depth = torch.zeros_like(root)
-        if trees.static is None and not dummy_run:
+        if not dummy_run:
             depth = trees.useful_depth(host_slots, num_tokens, num_sampled)
         if trees.options.heads is not None and own != 0:
             drafts = self.drafter.draft(states, root, nodes, depth, own)

@@ -20,8 +20,8 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.worker.adapters import adapted_heads, name_rows
 from vllm_medusa.worker.checks import check_layers
+from vllm_medusa.worker.target import adapted_heads, name_rows
 from vllm_medusa.worker.v2.platform import tree_backend
 from vllm_medusa.worker.v2.sampler import TreeSampler
 

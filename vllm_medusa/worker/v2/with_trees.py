@@ -15,7 +15,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.grammar_scheduler import tree_parents
-from vllm_medusa.worker.weights import heads_left_out
+from vllm_medusa.worker.target import heads_left_out
 
 
 class WithTrees(WorkerBase):
@@ -76,14 +76,14 @@ class WithTrees(WorkerBase):
             runner.speculator.limit = scheduler_output.num_spec_tokens_to_schedule
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.num_spec_tokens_to_schedule = runner.num_speculative_steps
-        told = tree_parents(scheduler_output)
-        runner.speculator.trees.told = told
-        if told:
+        chosen = tree_parents(scheduler_output)
+        runner.speculator.trees.chosen_parents = chosen
+        if chosen:
             states, drafts = runner.req_states, scheduler_output.scheduled_spec_decode_tokens
-            tokens = np.zeros((len(told), max(map(len, told.values()))), dtype=np.int64)
-            for row, req_id in zip(tokens, told, strict=True):
-                row[: len(told[req_id])] = drafts[req_id]
-            slots = np.array([states.req_id_to_index[req_id] for req_id in told])
+            tokens = np.zeros((len(chosen), max(map(len, chosen.values()))), dtype=np.int64)
+            for row, req_id in zip(tokens, chosen, strict=True):
+                row[: len(chosen[req_id])] = drafts[req_id]
+            slots = np.array([states.req_id_to_index[req_id] for req_id in chosen])
             device = states.draft_tokens.device
             states.draft_tokens[async_tensor_h2d(slots, device=device), : tokens.shape[1]] = (
                 async_tensor_h2d(tokens, device=device)
