@@ -16,7 +16,8 @@ from support.models import COMMON
 from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.scorer.step import Trees as TreesOf
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]])

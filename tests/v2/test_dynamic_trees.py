@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.budgets import budget_of, fickle
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
@@ -35,7 +34,6 @@ pytestmark = [
 if ON_V2:
     from vllm_medusa.worker import practice
     from vllm_medusa.worker.drafting import MedusaDrafter
-    from vllm_medusa.worker.trees import Trees
 
 TOKENS = 16
 Patch = pytest.MonkeyPatch
@@ -118,47 +116,6 @@ def test_every_request_and_step_has_another_tree(
     assert len(topologies) > 2 * len(reference.prompts)
     assert taken and len({row.num_nodes for row in tree_rows(steps)}) > 5
     assert any(not row.is_tree for step in steps for row in step if not row.is_prefill)
-
-
-def of_the_neighbour(patch: Patch) -> None:
-    """A request is verified by the topology of another."""
-    kept = Trees.kept
-    patch.setattr(Trees, "kept", lambda self, slots, *args: kept(self, slots.roll(1), *args))
-
-
-def of_an_earlier_step(patch: Patch) -> None:
-    """Requests are verified by what was first drafted for their slots."""
-    keep, kept, first = Trees.keep, Trees.kept, {}
-
-    def noted(self: Trees, slots: torch.Tensor, parents: torch.Tensor) -> None:
-        for slot, row in zip(slots.tolist(), parents, strict=True):
-            first.setdefault(slot, row)
-        keep(self, slots, parents)
-
-    def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
-        now = self.parents.clone()
-        for slot, row in first.items():
-            self.parents[slot] = row
-        try:
-            return kept(self, slots, width, counts)
-        finally:
-            self.parents.copy_(now)
-
-    patch.setattr(Trees, "keep", noted)
-    patch.setattr(Trees, "kept", wrong)
-
-
-@pytest.mark.parametrize("control", [of_the_neighbour, of_an_earlier_step])
-def test_a_wrong_topology_costs_acceptance(
-    llm: LLM, reference: Reference, monkeypatch: Patch, control: Any
-) -> None:
-    """Never equality: attention, positions and the walk still go by one and the same tree."""
-    random_topologies(monkeypatch)
-    fickle(monkeypatch, llm, drafting=1.0, preempting=True)
-    part = reference.part(0, 6)
-    right = run(llm, part)
-    control(monkeypatch)
-    assert run(llm, part) < 0.7 * right
 
 
 def test_seeded_requests_and_penalties(

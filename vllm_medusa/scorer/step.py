@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree.batch import TreeBatch
 
 # (width, counts int64 [B]) -> the step's trees, `width` nodes wide
 Trees = Callable[[int, Tensor], TreeBatch]

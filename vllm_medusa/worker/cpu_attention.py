@@ -27,7 +27,7 @@ from vllm_medusa.scorer.cpu import tree_attention
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.scorer.metadata import AttentionPlan, build_branches, build_metadata
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree.batch import TreeBatch
 
 
 @dataclass

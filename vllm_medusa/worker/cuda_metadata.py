@@ -28,7 +28,8 @@ from vllm_medusa.kernels import uses_kernel
 from vllm_medusa.scorer.paged import PagedBatch, PagedBranches, SplitWorkspace
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.scorer.tiles import FEWEST_SPLITS, LARGEST_BLOCK_M
-from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.tree.packing import num_words
 from vllm_medusa.worker.eagle import beam_of, scratch_of

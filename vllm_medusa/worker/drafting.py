@@ -16,7 +16,8 @@ from vllm_medusa.proposer.dispatch import propose, propose_sharded
 from vllm_medusa.proposer.drafts import source_on, tensors_on
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, StagedStep, Stages
-from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker import compat, sharding
 from vllm_medusa.worker.options import EngineOptions

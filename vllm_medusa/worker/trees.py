@@ -22,7 +22,7 @@ from vllm_medusa.lookup.search import Array
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TreeBatch, TreeTensors
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker.grammar import Candidates
 from vllm_medusa.worker.grammar_scheduler import TreeDrafts

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from vllm_medusa.proposer.build import build_tree, fill_tree, of_beam
 from vllm_medusa.proposer.choices import Choices
-from vllm_medusa.tree import TokenTree, TreeBatch
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.dynamic import Beam
 
 BATCH, VOCAB = 2, 1000

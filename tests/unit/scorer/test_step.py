@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
 
 TREE = TokenTree.dense([3, 2])  # 10 nodes
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from vllm_medusa.proposer.build import of_pool
 from vllm_medusa.proposer.choices import Choices
-from vllm_medusa.tree import MAX_NODES, TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree import MAX_NODES, TokenTree
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.drafts import FROM_DRAFTER, DraftTrees
 from vllm_medusa.tree.dynamic import Beam, DynamicTree, widest_pool
 

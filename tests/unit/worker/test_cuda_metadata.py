@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.step import Trees
-from vllm_medusa.tree import TreeBatch, TreeTensors
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.dynamic import widest_pool
 from vllm_medusa.worker import cuda_metadata
 from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder

@@ -26,7 +26,8 @@ from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.sampler import dispatch as sampler
 from vllm_medusa.scorer import dispatch as scorer
 from vllm_medusa.scorer import launch
-from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker import cuda_attention, cuda_metadata
 from vllm_medusa.worker.trees import Trees

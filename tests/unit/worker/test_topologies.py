@@ -11,7 +11,8 @@ import numpy as np
 from vllm import SamplingParams
 
 from vllm_medusa.config import AcceptanceConfig
-from vllm_medusa.tree import TokenTree, TreeBatch
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.worker.options import EngineOptions

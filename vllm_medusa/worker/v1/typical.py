@@ -14,7 +14,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from vllm_medusa.sampler import Path, Verdict, close_path, typical_path
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.worker.requests import TypicalRule
 from vllm_medusa.worker.v1.history import (
     MinTokensAt,

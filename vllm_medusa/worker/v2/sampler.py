@@ -40,7 +40,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from vllm_medusa.sampler import Path, Verdict, close_path, select_verdict
 from vllm_medusa.sampler.dispatch import target_verdict, typical_path
 from vllm_medusa.scorer.chains import RowLayout, first_rows, height, lay_out
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.worker.trees import Trees
 
 
