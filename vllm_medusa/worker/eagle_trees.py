@@ -5,7 +5,7 @@ the target's hidden states there and of the token at p + 1. So the entries of al
 can be exact, and are: after each verification the accepted path goes through the drafter with the
 target's own hidden states, into the path's slots. Branches are scratch behind them. A branch's
 hidden states are the drafter's own guesses; the next prefill writes over what they left. Tokens of
-steps that do not draft wait and go through it together (`Waiting`).
+steps that do not draft wait and go through it together (`PendingTokens`).
 
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
@@ -34,8 +34,8 @@ from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker.eagle import check_vocabulary, scratch_of
 
 NO_SLOT = -1  # of what is not to be kept
-_MOST_WAITING = 128  # rows: the step that takes them in is longer by them
-_LONGEST_WAIT = 32  # steps
+_MAX_PENDING_ROWS = 128  # rows: the step that takes them in is longer by them
+_MAX_PENDING_STEPS = 32  # steps
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class AcceptedPaths:
 
     starts: Tensor  # int32 [B + 1], first row of each request
     starts_cpu: Tensor  # the same on the host
-    most_rows: int  # of a request
+    max_rows: int  # of a request
     last: Tensor  # int64 [B], the row of each request's last token
     next_ids: Tensor  # integer [T], the token after each
     positions: Tensor  # int64 [T]
@@ -113,7 +113,7 @@ def accepted_paths(
     return AcceptedPaths(
         starts=async_tensor_h2d(starts.astype(np.int32), device=device),
         starts_cpu=torch.from_numpy(starts.astype(np.int32)),
-        most_rows=int(counts.max()),
+        max_rows=int(counts.max()),
         last=first + last,
         next_ids=next_ids.index_copy(0, first + last, next_tokens),
         positions=positions,
@@ -172,7 +172,7 @@ class EagleTrees:
             seq_lens=paths.lengths.to(torch.int32),
             num_reqs=len(paths.ends),
             num_actual_tokens=len(paths.positions),
-            max_query_len=paths.most_rows,
+            max_query_len=paths.max_rows,
             max_seq_len=paths.longest,
             block_table_tensor=paths.block_table,
             slot_mapping=paths.slots,
@@ -241,7 +241,7 @@ class EagleTrees:
         return block_table[requests, blocks].to(torch.int64) * self.block_size + offsets
 
 
-class Waiting:
+class PendingTokens:
     """Tokens of plain steps, which the drafter takes in many at a time, as it does prompts.
 
     Plain steps give each request one token. The drafter needs its entries when it drafts next, and
@@ -267,17 +267,17 @@ class Waiting:
 
         """
         if not plain or self._requests != requests:
-            self.take_in()
+            self.flush()
         if not plain:
             return self._drafter.prefill(paths)
         self._requests = list(requests)
         table = paths.block_table if drafts else paths.block_table.clone()  # the runner's own
         self._steps.append(replace(paths, block_table=table))
         depth = len(self._steps)
-        enough = depth >= _LONGEST_WAIT or depth * len(requests) >= _MOST_WAITING
-        return self.take_in() if drafts or enough else None
+        enough = depth >= _MAX_PENDING_STEPS or depth * len(requests) >= _MAX_PENDING_ROWS
+        return self.flush() if drafts or enough else None
 
-    def take_in(self) -> Roots | None:
+    def flush(self) -> Roots | None:
         """Make the entries of all that waits; the roots behind it, if anything did."""
         steps, self._steps = self._steps, []
         if len(steps) <= 1:
@@ -292,7 +292,7 @@ class Waiting:
             last,
             starts=starts,
             starts_cpu=last.starts_cpu * depth,
-            most_rows=depth,
+            max_rows=depth,
             last=starts[1:].to(torch.int64) - 1,
             next_ids=in_turn("next_ids"),
             positions=in_turn("positions"),

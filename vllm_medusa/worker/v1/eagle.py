@@ -15,7 +15,7 @@ from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker.eagle import beam_of, check_captured_layers
-from vllm_medusa.worker.eagle_trees import EagleTrees, Roots, Waiting, accepted_paths
+from vllm_medusa.worker.eagle_trees import EagleTrees, PendingTokens, Roots, accepted_paths
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.v1.runner import MedusaModelRunner
 
@@ -64,7 +64,7 @@ class EagleModelRunner(MedusaModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self.drafter = EagleTreeDrafter(vllm_config, device, self)
-        self._waiting = Waiting(self.drafter)
+        self._pending = PendingTokens(self.drafter)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load target and drafter; check that the target shows the hidden states it needs."""
@@ -112,7 +112,7 @@ class EagleModelRunner(MedusaModelRunner):
             common.block_table_tensor[:count],
             int(ends.max()),
         )
-        return self._waiting.roots(
+        return self._pending.roots(
             self.input_batch.req_ids,
             paths,
             plain=step is None and len(paths.positions) == count,

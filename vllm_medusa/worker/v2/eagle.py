@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.worker.eagle import beam_of, check_captured_layers
-from vllm_medusa.worker.eagle_trees import NO_SLOT, EagleTrees, Roots, Waiting, accepted_paths
+from vllm_medusa.worker.eagle_trees import NO_SLOT, EagleTrees, PendingTokens, Roots, accepted_paths
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.v2.speculator import TreeSpeculator
 
@@ -48,7 +48,7 @@ class EagleTreeSpeculator(TreeSpeculator):
     def make_drafter(self) -> EagleTreeDrafter:
         """The drafter, not loaded yet."""
         drafter = EagleTreeDrafter(self.vllm_config)
-        self._waiting = Waiting(drafter)
+        self._pending = PendingTokens(drafter)
         return drafter
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
@@ -127,4 +127,4 @@ class EagleTreeSpeculator(TreeSpeculator):
             paths.slots.fill_(NO_SLOT)
             return self.drafter.prefill(paths)
         plain = verdict is None and len(paths.positions) == count
-        return self._waiting.roots(batch.req_ids, paths, plain=plain, drafts=drafts)
+        return self._pending.roots(batch.req_ids, paths, plain=plain, drafts=drafts)
