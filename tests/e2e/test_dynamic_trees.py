@@ -110,14 +110,14 @@ def test_random_topologies(llm: LLM, reference: Reference, monkeypatch: Patch) -
 
 def of_the_neighbour(patch: Patch) -> None:
     """A request is verified by the topology of another."""
-    kept = Trees.kept
+    kept = Trees.topologies
 
     def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
         drafted = (counts > 1).nonzero().flatten()
         slots = slots.index_copy(0, drafted, slots[drafted].roll(-1))
         return kept(self, slots, width, counts)
 
-    patch.setattr(Trees, "kept", wrong)
+    patch.setattr(Trees, "topologies", wrong)
 
 
 def of_an_earlier_step(patch: Patch) -> None:
@@ -135,7 +135,7 @@ def of_an_earlier_step(patch: Patch) -> None:
 
 def off_by_one(patch: Patch) -> None:
     """The parents start one node late."""
-    kept = Trees.kept
+    kept = Trees.topologies
 
     def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
         now = self.parents.clone()
@@ -146,7 +146,7 @@ def off_by_one(patch: Patch) -> None:
         finally:
             self.parents.copy_(now)
 
-    patch.setattr(Trees, "kept", wrong)
+    patch.setattr(Trees, "topologies", wrong)
 
 
 CONTROLS = [of_the_neighbour, of_an_earlier_step, off_by_one]

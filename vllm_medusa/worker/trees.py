@@ -115,7 +115,7 @@ class Trees:
         if num_nodes.max(initial=1) > 1:
 
             def trees(width: int, counts: Tensor) -> TreeBatch:
-                return self._with_chosen(self.kept(slots, width, counts), req_ids, counts)
+                return self._with_chosen(self.topologies(slots, width, counts), req_ids, counts)
 
             self.step = TreeStep.build(trees, num_nodes, cu_nodes, rows, input_ids)
             self.step.slot_mappings = slot_mappings or {}
@@ -140,7 +140,7 @@ class Trees:
             parents = parents[:, : self.num_nodes]
             self.parents[:, : parents.shape[1]].index_copy_(0, slots, parents)
 
-    def kept(self, slots: Tensor, width: int, num_nodes: Tensor) -> TreeBatch:
+    def topologies(self, slots: Tensor, width: int, num_nodes: Tensor) -> TreeBatch:
         """The first ``num_nodes`` (integer [B]) nodes of what was kept, ``width`` nodes wide."""
         if self.static is not None:
             return self.static.batch(width, num_nodes)
@@ -178,7 +178,7 @@ class Trees:
             depth = depth.masked_fill(no_room, 0)
         return depth
 
-    def copy(
+    def add_copies(
         self,
         drafts: DraftTrees,
         slots: Array,  # int64 [B]; this and the rest are arrays on the host, tensors on a device

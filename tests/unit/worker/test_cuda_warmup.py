@@ -120,7 +120,7 @@ def test_acceptance(dtype, vocab, dynamic):
     def trees(batch):
         if not dynamic:
             return static.batch
-        return functools.partial(Trees.kept, drafted, torch.arange(batch))
+        return functools.partial(Trees.topologies, drafted, torch.arange(batch))
 
     with needed() as compiled:
         warm_up_rules(trees(1), nodes, target_logits(2, vocab, dtype))

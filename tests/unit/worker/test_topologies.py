@@ -58,13 +58,13 @@ def test_each_slot_has_its_own_until_it_is_renewed():
     trees.keep(torch.tensor([4, 0, 2]), first)
     trees.keep(torch.tensor([0]), later)
     counts = torch.tensor([8, 5, 3])
-    got = trees.kept(torch.tensor([2, 0, 4]), 8, counts)
+    got = trees.topologies(torch.tensor([2, 0, 4]), 8, counts)
     expected = torch.stack([first[2], later[0], first[0]])
     same(got, TreeBatch.from_parents(expected, counts, DEPTH))
-    cut = trees.kept(torch.tensor([2, 0]), 3, torch.tensor([3, 1]))
+    cut = trees.topologies(torch.tensor([2, 0]), 3, torch.tensor([3, 1]))
     same(cut, TreeBatch.from_parents(expected[:2, :3], torch.tensor([3, 1]), DEPTH))
     assert trees.parents.data_ptr() == place
-    never = trees.kept(torch.tensor([3]), 8, torch.tensor([8]))
+    never = trees.topologies(torch.tensor([3]), 8, torch.tensor([8]))
     assert never.parents[0].tolist() == [-1] + [0] * 7
 
 

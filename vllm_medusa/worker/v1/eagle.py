@@ -72,7 +72,7 @@ class EagleModelRunner(MedusaModelRunner):
         if self.use_aux_hidden_state_outputs:
             check_captured_layers(self.get_model(), self.speculative_config)
 
-    def _states(
+    def _draft_states(
         self,
         step: TreeStep | None,
         verdict: Verdict | None,

@@ -162,7 +162,7 @@ class MedusaModelRunner(CPUModelRunner):
         """Draft from the last accepted node of every request that goes on."""
         trees, batch = self.trees, self.input_batch
         step = trees.step
-        states = self._states(
+        states = self._draft_states(
             step,
             trees.end(),
             scheduler_output,
@@ -182,7 +182,7 @@ class MedusaModelRunner(CPUModelRunner):
         if trees.lookup is not None:
             texts, rows = batch.token_ids_cpu[:, : num_tokens.max()], np.arange(len(slots))
             may_copy = trees.requests.may_copy(slots)
-            drafts = trees.copy(
+            drafts = trees.add_copies(
                 drafts, slots, texts, rows, num_tokens, num_new, depth.numpy(), *may_copy
             )
             most = torch.where(torch.from_numpy(structured), MAX_NODES, trees.num_nodes - 1)
@@ -209,7 +209,7 @@ class MedusaModelRunner(CPUModelRunner):
         limits = torch.where(torch.from_numpy(structured), most, limit)
         return drafts.limited(limits.masked_fill(depth == 0, 0))
 
-    def _states(
+    def _draft_states(
         self,
         step: TreeStep | None,
         verdict: Verdict | None,

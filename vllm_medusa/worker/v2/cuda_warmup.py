@@ -34,7 +34,7 @@ def warm_up(runner: Any) -> None:
     logits = runner.model.compute_logits(two)
     trees: Trees = speculator.trees
     slot = torch.zeros(1, dtype=torch.int64, device=device)
-    warm_up_rules(functools.partial(trees.kept, slot), trees.num_nodes, logits)
+    warm_up_rules(functools.partial(trees.topologies, slot), trees.num_nodes, logits)
     speculator.warm_up()
     if trees.lookup is not None:
         speculator.warm_up_lookup(runner.req_states.all_token_ids.gpu)

@@ -89,7 +89,7 @@ class EagleTreeSpeculator(TreeSpeculator):
             self.drafter.draft(roots, nothing, self.trees.num_nodes, nothing)
             longest //= 2
 
-    def drafts_from(
+    def draft_states(
         self,
         batch: InputBatch,
         verdict: Verdict | None,

@@ -131,7 +131,7 @@ class TreeSpeculator(DraftModelSpeculator):
         levels = self.trees.options.tree.max_depth
         join(DraftTrees.roots(1, nodes, texts.device), found, found.to(torch.float32), levels)
 
-    def drafts_from(
+    def draft_states(
         self,
         batch: InputBatch,
         verdict: Verdict | None,
@@ -141,7 +141,7 @@ class TreeSpeculator(DraftModelSpeculator):
         drafts: bool,
         dummy_run: bool,
     ) -> Any:
-        """What the drafter goes by, a row for each request: the hidden state [B, H].
+        """What the drafter drafts from, see `trees.Drafter`: hidden states [B, H].
 
         Args:
             batch: of B requests.
@@ -188,14 +188,14 @@ class TreeSpeculator(DraftModelSpeculator):
         root = last_sampled[slots].view(batch).to(torch.int64)
         prompt = next_prefill_tokens.view(-1, self.max_num_reqs)[0][slots]
         limit = num_speculative_tokens
-        own = limit if self.limit is None else self.limit
-        states = self.drafts_from(
+        drafter_limit = limit if self.limit is None else self.limit
+        states = self.draft_states(
             input_batch,
             verdict,
             last_hidden_states,
             aux_hidden_states,
             torch.where(num_sampled > 0, root, prompt),
-            drafts=limit != 0 and own != 0,
+            drafts=limit != 0 and drafter_limit != 0,
             dummy_run=dummy_run,
         )
         if limit == 0:
@@ -205,18 +205,18 @@ class TreeSpeculator(DraftModelSpeculator):
         depth = torch.zeros_like(root)
         if not dummy_run:
             depth = trees.useful_depth(host_slots, num_tokens, num_sampled)
-        if trees.options.heads is not None and own != 0:
-            drafts = self.drafter.draft(states, root, nodes, depth, own)
+        if trees.options.heads is not None and drafter_limit != 0:
+            drafts = self.drafter.draft(states, root, nodes, depth, drafter_limit)
         else:
             drafts = DraftTrees.roots(batch, nodes, self.device)
         if not dummy_run:
             if trees.lookup is not None and self.states is not None:
                 longest = int(input_batch.seq_lens_cpu_upper_bound.numpy()[:batch].max()) + 1
                 texts, where = self.states.all_token_ids.gpu[:, :longest], slots.to(torch.int64)
-                drafts = drafts if own is None else drafts.limited(own)
+                drafts = drafts if drafter_limit is None else drafts.limited(drafter_limit)
                 may_copy = async_tensor_h2d(trees.requests.may_copy(host_slots), device=self.device)
                 counts = num_tokens.to(torch.int64), num_sampled.to(torch.int64)
-                drafts = trees.copy(drafts, where, texts, where, *counts, depth, *may_copy)
+                drafts = trees.add_copies(drafts, where, texts, where, *counts, depth, *may_copy)
             trees.keep(slots, drafts.parents)
         # vLLM copies the drafts to the host if a grammar is there to look at them
         if input_batch.has_structured_output_reqs:
@@ -238,8 +238,8 @@ class TreeSpeculator(DraftModelSpeculator):
         ahead = self.vllm_config.scheduler_config.async_scheduling
         if not ahead and self._drafts is not None:
             found = tree_drafts(self._drafts, drafts.req_ids, structured)
-            for own, candidates in found.candidates.items():
-                given = drafts.draft_token_ids[drafts.req_ids.index(own)]
+            for req_id, candidates in found.candidates.items():
+                given = drafts.draft_token_ids[drafts.req_ids.index(req_id)]
                 if given and min(given) >= 0:
                     candidates.token_ids = given[: len(candidates.token_ids)]
             return found
