@@ -178,6 +178,8 @@ class MedusaDrafter:
         tokens = propose_sharded(logits, self.tree, self._shard, gather, mapped)
         return DraftTrees.static(self.tree, tokens)
 
+    propose = draft  # vLLM asks its custom proposers for a method of this name
+
     def _read(self, logits: Tensor, width: int, sharpness: Tensor | None) -> Choices:
         """Read the choices off logits [B, D, V] of this rank."""
         mapped = self.heads.token_map
