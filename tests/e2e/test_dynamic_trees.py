@@ -121,16 +121,25 @@ def of_the_neighbour(patch: Patch) -> None:
 
 
 def of_an_earlier_step(patch: Patch) -> None:
-    """Topologies are kept once and never renewed; drafts are laid out by the new ones."""
-    first: set[int] = set()
-    keep = Trees.keep
+    """Requests are verified by what was first drafted for their slots."""
+    keep, topologies, first = Trees.keep, Trees.topologies, {}
 
-    def once(self: Trees, slots: torch.Tensor, parents: torch.Tensor) -> None:
-        new = torch.tensor([slot not in first for slot in slots.tolist()])
-        keep(self, slots[new], parents[new])
-        first.update(slots.tolist())
+    def noted(self: Trees, slots: torch.Tensor, parents: torch.Tensor) -> None:
+        keep(self, slots, parents)
+        for slot in slots.tolist():
+            first.setdefault(slot, self.parents[slot].clone())
 
-    patch.setattr(Trees, "keep", once)
+    def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
+        now = self.parents.clone()
+        for slot, row in first.items():
+            self.parents[slot] = row
+        try:
+            return topologies(self, slots, width, counts)
+        finally:
+            self.parents.copy_(now)
+
+    patch.setattr(Trees, "keep", noted)
+    patch.setattr(Trees, "topologies", wrong)
 
 
 def off_by_one(patch: Patch) -> None:
