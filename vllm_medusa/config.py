@@ -449,6 +449,14 @@ def _keyed(values: Mapping[Any, Any], allowed: tuple[str, ...], where: str) -> d
     return dict(values)
 
 
+def use_hub_cache() -> None:
+    """Have this process and those it starts take models of the hub from its cache alone."""
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+
+
 def run_engines_in_this_process() -> None:
     """Have vLLM keep its engine core inside the calling process, unless the user said otherwise.
 
