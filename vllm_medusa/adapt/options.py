@@ -29,7 +29,7 @@ _GIVEN_TO_ADAPT = (
     *("kind", "method", "seed", "dtype", "heldout_share"),
     *("num_heads", "num_layers", "epochs", "learning_rate"),
 )
-_SET_BY_ADAPT = ("data", "heldout", "output", "overwrite", "save")
+_SET_BY_ADAPT = ("data", "heldout", "output", "overwrite")
 _MIN_VOCABULARY = 16  # tokens; the guesses of a head are about as many
 
 
