@@ -132,9 +132,7 @@ def training_of(options: AdaptOptions) -> TrainOptions:
 def check_training(options: AdaptOptions, training: TrainOptions) -> None:
     """Refuse training that is not adapt's own in what adapt decides.
 
-    Raises:
-        ValueError: naming the option.
-
+    Raises ValueError: naming the option.
     """
     own, given = values_of(training_of(options)), values_of(training)
     for name in (*_GIVEN_TO_ADAPT, *_SET_BY_ADAPT):

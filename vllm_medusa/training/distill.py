@@ -56,9 +56,7 @@ def distill(
 
     """
     if options.prompts is not None:
-        prompts = load_prompts(
-            options.prompts, options.format, options.column, options.on_bad_line, progress
-        )
+        prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     else:
         count = options.conversations or 0
         prompts = [Prompt(index, index + 1, f"talk-{index}") for index in range(count)]
