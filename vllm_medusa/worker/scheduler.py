@@ -34,8 +34,8 @@ from vllm_medusa.budget.choose import NodeBudget
 from vllm_medusa.budget.cost import Floats, StepCost
 from vllm_medusa.budget.outlook import Outlook
 from vllm_medusa.budget.store import cost_path, load_cost, save_cost
-from vllm_medusa.lookup.merge import BY_CHAIN
 from vllm_medusa.plugin import installed_vllm
+from vllm_medusa.tree.drafts import FROM_LOOKUP
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.compat import uses_v2_runner
@@ -463,7 +463,7 @@ class TreeScheduler(GrammarScheduler, Scheduler):
             )
             path = [who for (_, who), _ in pairs]
             self._of_copies[req_id] = len(path)
-            alone += path.count(BY_CHAIN)
+            alone += path.count(FROM_LOOKUP)
         return alone
 
 
