@@ -114,6 +114,8 @@ def join_numpy(
     trees: DraftTrees, chain: np.ndarray, log_survival: np.ndarray, levels: int
 ) -> DraftTrees:
     """`join` on the host."""
+    if not np.isfinite(log_survival[:, 0]).any():  # no chain
+        return trees
     tokens, parents = trees.token_ids.numpy(), trees.parents.numpy()
     values, source = trees.log_survival.numpy().copy(), trees.source.numpy().copy()
     (batch, nodes), size = tokens.shape, chain.shape[1]
