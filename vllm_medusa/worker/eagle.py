@@ -264,7 +264,7 @@ def check_captured_layers(model: Any, speculative: Any) -> None:
 
 
 def check_vocabulary(target_ids: Tensor, vocab_size: int) -> None:
-    """Refuse a draft vocabulary that is no part of the target's: int64 [V_draft].
+    """Refuse a draft vocabulary that is not part of the target's: int64 [V_draft].
 
     Raises:
         MedusaConfigError: An id out of range, or named twice.
