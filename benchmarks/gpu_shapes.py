@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.case import Case, Row, attempt
-from vllm_medusa.budget.choose import NodeBudget
+from vllm_medusa.budget.acceptance import Acceptance
 from vllm_medusa.budget.cost import Floats, StepCost
-from vllm_medusa.budget.outlook import Outlook
+from vllm_medusa.budget.policy import Auto
 from vllm_medusa.job import Progress
 from vllm_medusa.options import AtLeastZero, Options, Positive, Seed, option
 
@@ -184,7 +184,7 @@ def automatic(
     """Tokens a ms, nodes a request, and how far the learned cost is off, relative."""
     seed = zlib.crc32(f"{server.name} {requests} {options.seed}".encode())
     rng, room = np.random.default_rng(seed), requests * MOST_NODES
-    budget = NodeBudget(StepCost(requests + room), Outlook(), MOST_NODES, HEADS)
+    budget = Auto(StepCost(requests + room), Acceptance(), MOST_NODES, HEADS)
     for rows in (1 << power for power in range((requests + room).bit_length())):  # at start-up
         for share in {0.0, 0.2, float(rows > requests)} if rows >= requests else ():
             ms = server.ms(rows, requests, share)
@@ -192,8 +192,9 @@ def automatic(
     tokens, times, verified, limit = [], [], [], 0
     for _ in range(options.steps):
         have, survival = limit, np.tile(worth[:limit], (requests, 1))
-        nodes = budget.choose(budget.outlook.gain_of(survival), requests, room)
-        limit = budget.draft_next(requests, room)
+        gain = np.sort(survival.ravel())[::-1].cumsum()
+        nodes = budget.total(gain, requests, room) if have else 0
+        limit = budget.limit(requests, room)
         counts = np.full(requests, nodes // requests)
         counts[: nodes % requests] += 1
         expected = np.concatenate([[0.0], worth.cumsum()])[counts]
@@ -204,7 +205,8 @@ def automatic(
         if have:
             whole = np.floor(expected)
             accepted = whole + (rng.random(requests) < expected - whole)
-            budget.outlook.observe(survival, counts, accepted, limit=have)
+            limited = have if have < MOST_NODES else None
+            budget.acceptance.observe(survival, counts, accepted, [0] * requests, limited)
         tokens.append(requests + expected.sum())
         times.append(ms)
         verified.append(nodes)

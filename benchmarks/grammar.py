@@ -236,14 +236,14 @@ def _ask(llm: Any, prompt: str, params: list[Any]) -> list[Answer]:
 @contextmanager
 def _choosing(choose: Callable[..., Any] | None) -> Iterator[None]:
     """Within the block the grammar chooses drafts in another way; None: as it does."""
-    from vllm_medusa.worker import grammar_scheduler
+    from vllm_medusa.worker import grammar_drafts
 
-    before = grammar_scheduler.choose
-    grammar_scheduler.choose = choose or before
+    before = grammar_drafts.choose
+    grammar_drafts.choose = choose or before
     try:
         yield
     finally:
-        grammar_scheduler.choose = before
+        grammar_drafts.choose = before
 
 
 def _as_chain(grammar: Any, drafts: Any, max_depth: int, *more: Any) -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_medusa.budget.choose import START, NodeBudget
+from vllm_medusa.budget.acceptance import USUAL_TAUS, Acceptance
 from vllm_medusa.budget.cost import StepCost
-from vllm_medusa.budget.outlook import Outlook
+from vllm_medusa.budget.policy import START, Auto
 from vllm_medusa.budget.store import Kept, kept_costs
 from vllm_medusa.calibration.pictures import check_picture
 from vllm_medusa.config import vllm_cache
@@ -99,7 +99,7 @@ def explain(options: ExplainOptions) -> Explanation:
     kept, others = _find(options)
     loads = expected_loads(kept.cost, taus, options.num_speculative_tokens)
     most = min(kept.cost.max_rows, 2 * (1 + options.num_speculative_tokens))
-    rows = [int(n) for n in kept.cost.sizes(1, most)]
+    rows = sorted({round(2 ** (i / 4)) for i in range(4 * most.bit_length())} & {*range(most)})
     found = Explanation(
         kept,
         others,
@@ -134,21 +134,11 @@ def expected_loads(
         room = cost.max_rows - requests
         if room < 1:
             break
-        budget = NodeBudget(cost, Outlook(taus) if taus else Outlook(), most)
-        forecast = budget.forecast(requests, room)
-        best = int(forecast.rates.argmax())
-        tokens = requests + float(forecast.gain[best])
-        rate = float(forecast.rates[best])
-        found.append(
-            Load(
-                requests,
-                requests / forecast.plain,
-                int(forecast.sizes[best]),
-                tokens,
-                tokens / rate,
-                rate / forecast.plain,
-            )
-        )
+        policy = Auto(cost, Acceptance(taus or USUAL_TAUS), most)
+        plan = policy.plan(requests, room)
+        ms = float(cost.ms(requests + plan.nodes, requests, policy.share_of(plan.limit)))
+        plain_ms = cost.plain_ms(requests)
+        found.append(Load(requests, plain_ms, plan.nodes, plan.rate * ms, ms, plan.ratio))
     return found
 
 

@@ -31,7 +31,7 @@ CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
 V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
 SCHEDULER = "vllm_medusa.worker.scheduler.TreeScheduler"
-ASYNC_SCHEDULER = "vllm_medusa.worker.async_scheduler.TreeAsyncScheduler"
+ASYNC_SCHEDULER = "vllm_medusa.worker.scheduler.TreeAsyncScheduler"
 EITHER_SCHEDULER = "vllm_medusa.worker.scheduler.tree_scheduler"
 _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the target's weights
 

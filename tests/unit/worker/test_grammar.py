@@ -13,8 +13,9 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_medusa.worker.grammar import (
     FORCED,
-    LEAST,
+    MIN_RUN_SURVIVAL,
     Candidates,
+    Chance,
     Spelling,
     allows,
     among_few,
@@ -23,7 +24,6 @@ from vllm_medusa.worker.grammar import (
     fill_masks,
     forced_run,
 )
-from vllm_medusa.worker.spent import Chance
 
 SCHEMA = {
     "type": "object",
@@ -155,7 +155,7 @@ def test_a_forced_run_is_the_surest_path_and_brings_its_masks(schema, begun, lon
         there = at(schema, text + run.token_ids[:end])
         assert torch.equal(torch.from_numpy(mask), mask_of(there))
     assert run.survival == sorted(run.survival, reverse=True)
-    assert all(worth >= LEAST for worth in run.survival[1:])
+    assert all(worth >= MIN_RUN_SURVIVAL for worth in run.survival[1:])
     whole = choose(grammar, Candidates([], []), depth, row, VOCAB, spelling, longest)
     flagged = [token for token, kind in zip(whole.token_ids, whole.forced, strict=True) if kind]
     assert flagged == run.token_ids

@@ -26,8 +26,8 @@ from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import MAX_NODES, TreeBatch
 from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
+from vllm_medusa.worker.drafts import TreeDrafts, tree_parents
 from vllm_medusa.worker.grammar import Candidates
-from vllm_medusa.worker.grammar_scheduler import TreeDrafts, tree_parents
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import CANDIDATES, follows_grammar
 from vllm_medusa.worker.v1.copies import Copies

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.lookup.on_device import DraftTrees, LookupOnDevice, continuations, merge
 from vllm_medusa.proposer.candidates import IMPOSSIBLE, Proposal
-from vllm_medusa.worker.grammar_scheduler import TreeDrafts
+from vllm_medusa.worker.drafts import TreeDrafts
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.v2.trees import Trees
 

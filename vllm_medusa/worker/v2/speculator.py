@@ -20,10 +20,9 @@ from vllm_medusa.proposer.candidates import IMPOSSIBLE, Proposal
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.drafting import MedusaDrafter
-from vllm_medusa.worker.grammar_scheduler import TreeDrafts
+from vllm_medusa.worker.drafts import TreeDrafts, survival_of
 from vllm_medusa.worker.options import EngineOptions, is_eagle, is_medusa
 from vllm_medusa.worker.overrides import override
-from vllm_medusa.worker.scheduler import worth_of
 from vllm_medusa.worker.v2.copies import Copies
 from vllm_medusa.worker.v2.state import tree_model_state
 from vllm_medusa.worker.v2.trees import Trees
@@ -217,7 +216,7 @@ class TreeSpeculator(DraftModelSpeculator):
         if self.trees.topologies is None:
             return TreeDrafts(drafts.req_ids, drafts.draft_token_ids)
         last = self.trees.log_survival
-        survival = [[] for _ in drafts.req_ids] if last is None else worth_of(last.cpu().numpy())
+        survival = [[] for _ in drafts.req_ids] if last is None else survival_of(last.cpu().numpy())
         found = TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival)
         if self.copies is not None and last is not None:
             self.copies.tell(found)

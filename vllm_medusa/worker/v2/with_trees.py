@@ -14,8 +14,8 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.drafts import TreeDrafts, tree_parents
 from vllm_medusa.worker.grammar import Candidates
-from vllm_medusa.worker.grammar_scheduler import TreeDrafts, tree_parents
 from vllm_medusa.worker.weights import heads_left_out
 
 
