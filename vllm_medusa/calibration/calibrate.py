@@ -18,7 +18,7 @@ from vllm_medusa.calibration.pictures import check_picture, draw_calibration
 from vllm_medusa.calibration.search import walked_tree
 from vllm_medusa.calibration.summary import summarise
 from vllm_medusa.calibration.walks import Walks
-from vllm_medusa.config import TreeConfig
+from vllm_medusa.config import resolve_tree
 from vllm_medusa.heads import match_target, peek_heads, target_fingerprint, update_config
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.provenance import provenance
@@ -59,9 +59,7 @@ def calibrate(
     if options.plot:
         check_picture(options.plot)
     info = peek_heads(options.heads)
-    given = options.tree and TreeConfig.resolve(
-        options.tree, None, info.num_heads, info.draft_vocab_size
-    )
+    given = options.tree and resolve_tree(options.tree, None, info.num_heads, info.draft_vocab_size)
     if warning := match_target(info, options.model, heads=options.heads).warning:
         progress.warn(warning)
     records = _read(options, progress)

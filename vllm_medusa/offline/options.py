@@ -67,14 +67,14 @@ class MedusaOptions(Options):
     def check(self) -> None:
         """Refuse what no engine takes, before one starts."""
         if (config := self.speculative_config()) is not None:
-            from vllm_medusa.config import EagleConfig, MedusaConfig, TreeConfig  # slow
+            from vllm_medusa.config import EagleConfig, MedusaConfig, resolve_tree  # slow
 
             if config["method"] != "medusa":
                 own = {key: value for key, value in config.items() if key != "method"}
                 EagleConfig.from_speculative_config(own)
                 return
             MedusaConfig.from_speculative_config(config)
-            TreeConfig.resolve(self.tree, max_draft_tokens=self.num_speculative_tokens)
+            resolve_tree(self.tree, max_draft_tokens=self.num_speculative_tokens)
 
     def speculative_config(self) -> dict[str, Any] | None:
         """What vLLM is given; None: no speculation.
