@@ -32,7 +32,8 @@ test: setup lint  ## all checks: ruff, mypy, the whole test suite
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder \
 		$(PYTEST_ARGS)
 
-lint: setup  ## ruff and mypy only
+lint: setup  ## lines by room, ruff and mypy
+	@scripts/lines.sh
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -54,8 +55,8 @@ wheel:  ## the wheel alone, in a fresh environment, does what the README promise
 
 SOAK_ARGS ?=
 soak: setup  ## 2,000 requests of all kinds to a server: answers, memory (some minutes)
-	$(BIN)/python -m benchmarks soak tests/assets/target tests/assets/heads --eager \
-		--json build/soak.json $(SOAK_ARGS)
+	$(BIN)/python -m benchmarks soak --target tests/assets/target --drafter tests/assets/heads \
+		--texts tests/assets/prompts.jsonl --eager --json build/soak.json $(SOAK_ARGS)
 
 serve-example: setup  ## an OpenAI-compatible server with the test model, at port 8000
 	$(BIN)/vllm-medusa serve tests/assets/target --speculative-model tests/assets/heads \

@@ -1,7 +1,7 @@
 """What a benchmark is: a function of typed options that yields rows, for `benchmarks.runner`.
 
-No number without a right result: a row keeps its numbers only if what they were measured on was
-checked (an arm's tokens against plain vLLM's, a kernel against its reference) and is right.
+A row keeps its numbers only if the result that they were measured on was checked and is right: an
+engine's tokens against plain vLLM's, a kernel's output against its reference.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Row:
-    """What one arm or one shape gave."""
+    """The result of one arm or one shape."""
 
-    what: Mapping[str, Any]  # names it; always shown
+    what: Mapping[str, Any]  # identifies it; always shown
     numbers: Mapping[str, Any] = field(default_factory=dict)  # shown only if ``right``
     right: bool = False  # its result was checked and is right
     failed: str = ""  # why there are no numbers
@@ -37,7 +37,7 @@ class Row:
 
 
 def attempt(what: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
-    """The row of ``measure``, or one with the reason why there is none: the others go on."""
+    """The row of ``measure``, or one with the error that it raised."""
     try:
         return measure()
     except Exception as error:
@@ -45,18 +45,31 @@ def attempt(what: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
 
 
 @dataclass(frozen=True)
+class Plot:
+    """What to draw: panels of ``ys`` by ``x``, a line for each ``series``; keys of rows.
+
+    Error bars are ``{y}_quartiles`` ([lower, upper]) or ``{y}_error``. Where all rows have the same
+    ``x``, bars are drawn instead.
+    """
+
+    x: str
+    ys: tuple[str, ...]
+    series: tuple[str, ...] = ("arm",)
+    log: bool = True  # x on a logarithmic scale
+
+
+@dataclass(frozen=True)
 class Case:
     """A benchmark."""
 
-    options: type[Options]  # its options; the command line is made of them
+    options: type[Options]  # the command line is made from it
     run: Callable[[Any, Progress], Iterator[Row]]  # yields rows as they are found
     columns: Mapping[str, tuple[str, str]]  # key of a row -> (title, format of the value)
     quick: Mapping[str, Any] = field(default_factory=dict)  # other defaults with --quick
-    bars: tuple[str, ...] = ()  # keys that are drawn, a panel each
-    picture: Callable[[list[dict[str, Any]], Path], None] | None = None  # in place of bars
-    text: Callable[[list[dict[str, Any]]], str] = lambda rows: ""  # under the table
+    plot: Plot | None = None
+    text: Callable[[list[dict[str, Any]]], str] = lambda rows: ""  # below the table
 
 
-def titled(keys: str, form: str = "") -> dict[str, tuple[str, str]]:
-    """Columns whose titles are their keys, "_" for a space; all of one format."""
-    return {key: (key.replace("_", " "), form) for key in keys.split()}
+def titled(keys: str, format_: str = "") -> dict[str, tuple[str, str]]:
+    """Columns of one format whose titles are their keys, "_" replaced by a space."""
+    return {key: (key.replace("_", " "), format_) for key in keys.split()}

@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.case import Case, Row, attempt, titled
-from benchmarks.gpu.batches import choose_parts, step_batch, step_tree
+from benchmarks.case import Case, Plot, Row, attempt, titled
 from benchmarks.gpu.clock import Clock, here
+from benchmarks.gpu.decoder import choose_parts, step_batch, step_tree
 from benchmarks.gpu.model import paged_tree_attention
 from vllm_medusa.job import Progress
 from vllm_medusa.options import FromZero, Options, Positive, option
@@ -65,13 +65,10 @@ class KernelsOptions(Options):
         "rows of each request; 1 is plain decoding", default=(64, 16)
     )
     fp8: bool = option("caches of e4m3 instead of bf16", default=False)
-    planned: FromZero = option(
-        "length that parts are chosen for, as in a captured graph", default=0
-    )
     chunk: FromZero = option("rows of a prompt beside the trees", default=0)
     head_size: Positive = option(default=128)
     stages: FromZero = option("of Triton's pipeline, in place of those chosen", default=0)
-    per_sm: FromZero = option("programs of a multiprocessor to plan for, likewise", default=0)
+    per_sm: FromZero = option("programs planned for each multiprocessor, likewise", default=0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,6 @@ class Spec:
     nodes: int
     cache: torch.dtype = torch.bfloat16
     head_size: int = 128
-    planned: int = 0
     chunk: int = 0
 
     @property
@@ -193,8 +189,7 @@ def setup(spec: Spec, memory: Memory, l2_bytes: int) -> Setup:
     splits = 1
     if not spec.chunk:  # whose rows alone fill the device
         keys = flat[0].view(-1, BLOCK_SIZE, spec.kv_heads, 2 * dim)[..., :dim]
-        length = spec.planned or spec.lengths[0]
-        splits = choose_parts(query, keys, spec.batch, spec.nodes, length)
+        splits = choose_parts(query, keys, spec.batch, spec.nodes, spec.lengths[0])
     space = None
     if splits > 1:
         space = SplitWorkspace.allocate(spec.rows * spec.heads * splits, dim, device)
@@ -268,12 +263,12 @@ def rivals(made: Setup) -> dict[str, Callable[[int], Tensor]]:
 
 
 def specs(options: KernelsOptions) -> Iterator[Spec]:
-    """All of them, those that tell most first."""
+    """All shapes, the most informative first."""
     cache = torch.float8_e4m3fn if options.fp8 else torch.bfloat16
     shapes = product(options.batches, options.contexts, options.nodes, LAYOUTS.items())
     for batch, context, nodes, (layout, heads) in shapes:
         shape = Spec(layout, *heads, batch, context, nodes, cache)
-        more = {name: getattr(options, name) for name in ("head_size", "planned", "chunk")}
+        more = {name: getattr(options, name) for name in ("head_size", "chunk")}
         yield replace(shape, **more)
 
 
@@ -309,7 +304,7 @@ def _rows(options: KernelsOptions, progress: Progress, device: str, clock: Clock
     progress.note(", ".join(f"{name} {value:.3g}" for name, value in rates.items()))
     for spec in specs(options):
         shown = f"{spec.layout}, batch {spec.batch}, context {spec.context}, {spec.nodes} nodes"
-        names = ("layout", "batch", "context", "nodes", "planned", "chunk")
+        names = ("layout", "batch", "context", "nodes", "chunk")
         what = {"name": shown, **{name: getattr(spec, name) for name in names}}
         what |= {"stages": options.stages, "per_sm": options.per_sm}
         yield attempt(what, partial(measure, what, spec, memory, clock, rates))
@@ -372,5 +367,5 @@ CASE = Case(
         "ours_eager_us": ("ours eager us", ".1f"),
     },
     quick={"batches": (1, 16), "contexts": (4096,)},
-    bars=("of_floor",),
+    plot=Plot("context", ("of_floor",), ("layout", "batch", "nodes")),
 )

@@ -1,11 +1,11 @@
 """Where a decode step goes: target forward, heads, verification, compaction, vLLM itself.
 
-    python -m benchmarks profile BIG/target BIG/heads --tree BIG/tree.json --nodes 10
+    python -m benchmarks profile --nodes 10
 
-Plain vLLM, our tree and vLLM's own Medusa chain, each in a process of its own, one after another.
-What a tree costs comes in two parts: the *own overhead*, work that plain decoding does not have
-(heads, verification, compaction, bookkeeping of trees), and the forward pass over several rows
-instead of one, which is reported against plain's.
+Plain vLLM, our trees and vLLM's own chain, each in a process of its own, one after another. The
+cost of a tree has two parts: the *own overhead*, work that plain decoding does not have (heads,
+verification, compaction, bookkeeping of trees), and the forward pass over several rows instead of
+one, which is reported relative to plain's.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arms import (
-    PLAIN,
-    Arm,
-    ArmOptions,
-    chain_arm,
-    chosen,
-    environment,
-    sampling,
-    settings,
-    stock_arm,
-    tree_arm,
-)
 from benchmarks.case import Case, Row, attempt
+from benchmarks.compare import Form, arm_of
+from benchmarks.engines import (
+    PLAIN,
+    SAMPLED_STOCK,
+    SEED,
+    WHY,
+    Arm,
+    ArmSampling,
+    EngineOptions,
+    environment,
+    settings,
+)
 from benchmarks.spans import OWN, hook_engine
-from benchmarks.speed import NO_BASELINE, SEED, WHY
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.batch import Delta
 from vllm_medusa.offline.children import run_in_process
@@ -38,17 +38,15 @@ from vllm_medusa.options import Positive, option
 
 FORWARD = ("forward without attention", "attention", "LM head")
 Step = tuple[float, bool, dict[str, float]]  # seconds, is a decode step, seconds of its parts
+Profile = tuple[dict[int, list[int]], dict[str, float]]  # token ids by prompt, ms by part
 
 
-class ProfileOptions(ArmOptions):
+class ProfileOptions(EngineOptions):
     """What is measured."""
 
-    nodes: tuple[Positive, ...] = option("draft nodes of our trees", default=(10,))
-    chain_depths: tuple[Positive, ...] = option("chains through our engine", default=(5,))
-    stock_depths: tuple[Positive, ...] = option("vLLM's own chain", default=(5,))
-    only: str | None = option(
-        "regular expression of the arms' names; plain always runs", default=None
-    )
+    forms: tuple[Form, ...] = option(default=("automatic", "dynamic", "chain", "stock"))
+    nodes: Positive = option("draft nodes of trees", default=10)
+    chain: Positive = option("draft tokens of chains", default=3)
 
     def check(self) -> None:
         """See `Options.check`."""
@@ -58,72 +56,63 @@ class ProfileOptions(ArmOptions):
 
 def run(options: ProfileOptions, progress: Progress) -> Iterator[Row]:
     """A row for each arm and temperature; one whose tokens are not plain's has no figures."""
-    arms: list[Arm | None] = [tree_arm(options, nodes) for nodes in options.nodes]
-    arms += [chain_arm(options, depth) for depth in options.chain_depths]
-    arms += [stock_arm(options, depth) for depth in options.stock_depths]
+    options = options.ready(progress)
+    sizes = {"automatic": 0, "chain": options.chain, "stock": options.chain}
+    arms = [arm_of(options.drafter, form, sizes.get(form, options.nodes)) for form in options.forms]
     for temperature in options.temperatures:
-        answers, plain = _in_a_process(PLAIN, options, temperature)
-        for arm in [PLAIN, *chosen(arms, options.only)]:
-            what = {"name": f"{arm.name}, T {temperature:g}", "temperature": temperature}
-            what["arm"] = arm.name
-            if arm.kind == "stock" and temperature > 0:
-                yield Row(what, note=NO_BASELINE)
-                continue
-
-            def measure(
-                arm: Arm = arm,
-                what: dict[str, Any] = what,
-                temperature: float = temperature,
-                wanted: dict[str, list[int]] = answers,
-                plain: dict[str, float] = plain,
-            ) -> Row:
-                found, parts = wanted, plain
-                if arm is not PLAIN:
-                    found, parts = _in_a_process(arm, options, temperature)
-                wrong = sum(found[name] != ids for name, ids in wanted.items())
-                reason = f"{wrong} of {len(wanted)} answers differ from plain vLLM's"
-                numbers = summarise(parts, plain) | {"parts_ms": parts}
-                return Row(what, numbers, right=not wrong, failed=reason if wrong else "")
-
-            progress.note(f"{what['name']}")
-            yield attempt(what, measure)
+        plain = _in_a_process(PLAIN, options, temperature)
+        for arm in filter(None, [PLAIN, *arms]):
+            name = f"{arm.name}, T {temperature:g}"
+            what = {"name": name, "temperature": temperature, "arm": arm.name}
+            progress.note(name)
+            if arm.stock and temperature > 0:
+                yield Row(what, note=SAMPLED_STOCK)
+            else:
+                yield attempt(what, partial(_measure, what, arm, options, temperature, plain))
 
 
-def _in_a_process(
-    arm: Arm, options: ProfileOptions, temperature: float
-) -> tuple[dict[str, list[int]], dict[str, float]]:
+def _measure(
+    what: dict[str, Any], arm: Arm, options: ProfileOptions, temperature: float, plain: Profile
+) -> Row:
+    tokens, parts = plain if arm is PLAIN else _in_a_process(arm, options, temperature)
+    wrong = sum(tokens[index] != ids for index, ids in plain[0].items())
+    reason = f"{wrong} of {len(tokens)} answers differ from plain vLLM's"
+    numbers = summarise(parts, plain[1]) | {"parts_ms": parts}
+    return Row(what, numbers, right=not wrong, failed=reason if wrong else "")
+
+
+def _in_a_process(arm: Arm, options: ProfileOptions, temperature: float) -> Profile:
     how: dict[str, Any] = {"arm": arm, "temperature": temperature}
-    with environment(arm, options), tempfile.NamedTemporaryFile() as log:
-        return run_in_process(profile_arm, options, log=Path(log.name), **how)
+    with tempfile.TemporaryDirectory() as folder, environment(arm, options, folder):
+        return run_in_process(profile_arm, options, log=Path(folder, "log"), **how)
 
 
 def profile_arm(
     options: ProfileOptions, *, arm: Arm, temperature: float, progress: Progress = SILENT
-) -> tuple[dict[str, list[int]], dict[str, float]]:
-    """Run the prompts to warm up, then again; token ids by prompt, milliseconds by part."""
+) -> Profile:
+    """Run the prompts to warm up, then again."""
     from vllm_medusa.config import run_engines_in_this_process
 
     run_engines_in_this_process()
     from vllm_medusa.offline.batch import run_batch
     from vllm_medusa.offline.engine import VllmEngine
 
-    engine = VllmEngine(
-        settings(arm, options), sampling(options, temperature), seeded=temperature > 0
-    )
+    sampling = ArmSampling(options.max_tokens, temperature)
+    engine = VllmEngine(settings(arm, options), sampling, seeded=temperature > 0)
     how: dict[str, Any] = {"concurrency": options.batch[0], "seed": SEED if temperature else None}
-    prompts = options.read_prompts()
+    prompts = options.all_prompts()
     list(run_batch(prompts, engine, **how))
     steps: list[Step] = []
     _record(engine, steps)
     results = list(run_batch(prompts, engine, **how))
     if refused := next((result.error for result in results if result.error), None):
         raise ValueError(refused)
-    tokens = {r.prompt.request_id: r.answers[0].token_ids for r in results}
+    tokens = {r.prompt.index: r.answers[0].token_ids for r in results}
     return tokens, average_parts(steps)
 
 
 def _record(engine: Any, steps: list[Step]) -> None:
-    """Have every step of an engine noted in ``steps``."""
+    """Append every step of an engine to ``steps``."""
     spans, step = hook_engine(engine.llm), engine.step
     begun: set[str] = set()
 
@@ -142,8 +131,8 @@ def _record(engine: Any, steps: list[Step]) -> None:
 def average_parts(steps: Sequence[Step]) -> dict[str, float]:
     """Mean milliseconds of each part over the middle half, by duration, of the decode steps.
 
-    The middle half, because a stall of the machine would otherwise be blamed on whatever part it
-    hit; a mean, because then the parts add up to the step.
+    The middle half, because a stall of the machine would otherwise be attributed to the part that
+    it hit; a mean, because then the parts add up to the step.
     """
     decode = sorted((step for step in steps if step[1]), key=lambda step: step[0])
     middle = decode[len(decode) // 4 : max(1, 3 * len(decode) // 4)]
@@ -178,16 +167,16 @@ def parts_tables(rows: list[dict[str, Any]]) -> str:
     measured = [row for row in rows if "parts_ms" in row]
     for temperature in dict.fromkeys(row["temperature"] for row in measured):
         arms = {r["arm"]: r["parts_ms"] for r in measured if r["temperature"] == temperature}
-        most: dict[str, float] = {}
+        largest: dict[str, float] = {}
         for parts in arms.values():
-            most |= {label: max(ms, most.get(label, 0.0)) for label, ms in parts.items()}
-        lines += [f"| ms a step, T {temperature:g} | {' | '.join(arms)} |"]
+            largest |= {label: max(ms, largest.get(label, 0.0)) for label, ms in parts.items()}
+        lines += [f"| ms per step, T {temperature:g} | {' | '.join(arms)} |"]
         lines += ["|---" * (len(arms) + 1) + "|"]
-        for label in sorted(most, key=lambda label: -most[label]):
+        for label in sorted(largest, key=lambda label: -largest[label]):
             cells = [f"{p[label]:.3f}" if label in p else "-" for p in arms.values()]
             lines.append(f"| {label}{' (own)' * (label in OWN)} | {' | '.join(cells)} |")
         lines.append("")
-    noted = any(row.get("note") == NO_BASELINE for row in rows)
+    noted = any(row.get("note") == SAMPLED_STOCK for row in rows)
     return "\n".join([*lines, *([WHY] if noted else [])])
 
 
@@ -197,7 +186,7 @@ CASE = Case(
     {
         "temperature": ("T", "g"),
         "arm": ("arm", ""),
-        "step_ms": ("ms a step", ".2f"),
+        "step_ms": ("ms per step", ".2f"),
         "target_forward_ms": ("target forward ms", ".2f"),
         "target_forward_ratio": ("to plain's", ".2f"),
         "own_overhead_share": ("own overhead", ".1%"),

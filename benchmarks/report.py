@@ -1,4 +1,4 @@
-"""Rows as a table in Markdown and as a picture, and where they were measured."""
+"""Rows as a Markdown table and as a picture, and the machine that they were measured on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case import ROOT, Case
+from benchmarks.case import ROOT, Case, Plot
 from vllm_medusa.offline.machine import describe_machine, machine_in_words
 
 _SHOWN_REASON = 200  # characters; the JSON file has all of it
@@ -28,7 +28,7 @@ def _git(*arguments: str) -> str:
     try:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:  # no git here
+    except OSError:  # git is not installed
         return ""
 
 
@@ -40,7 +40,7 @@ def _version(package: str) -> str:
 
 
 def markdown(document: Mapping[str, Any], cases: Mapping[str, Case]) -> str:
-    """All tables, under the command and the machine."""
+    """All tables, below the command and the machine."""
     machine = document["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "vllm") if machine[name])
     lines = [f"    {document['command']}", ""]
@@ -53,7 +53,7 @@ def markdown(document: Mapping[str, Any], cases: Mapping[str, Case]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> list[str]:
-    """A line for each row; columns that no row has are left out."""
+    """The lines of a table, without the columns that no row has."""
     shown = {key: column for key, column in columns.items() if any(key in row for row in rows)}
     if any("of_commit" in row for row in rows):
         shown = {"of_commit": ("commit", ""), "turn": ("turn", "")} | shown
@@ -61,7 +61,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, st
     titles = [title for title, _ in shown.values()] + ["remark"] * remarks
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for row in rows:
-        cells = [_cell(row.get(key), form) for key, (_, form) in shown.items()]
+        cells = [_cell(row.get(key), format_) for key, (_, format_) in shown.items()]
         if remarks:
             failed = f"FAILED: {_short(row['failed'])}" if "failed" in row else ""
             cells.append(failed or row.get("note", ""))
@@ -69,37 +69,64 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, st
     return lines
 
 
-def _cell(value: Any, form: str) -> str:
+def _cell(value: Any, format_: str) -> str:
     if value is None:
         return "-"
     if isinstance(value, list | tuple):
-        return " ".join(_cell(each, form) for each in value)
-    return format(value, form)
+        return " ".join(_cell(each, format_) for each in value)
+    return format(value, "" if isinstance(value, str) else format_)
 
 
 def _short(reason: str) -> str:
-    """Its first line that says something, without what would end a cell."""
+    """Its first line that is not blank, without what would end a cell."""
     line = next(line for line in reason.splitlines() if line.strip())
     return line.replace("|", "/")[:_SHOWN_REASON]
 
 
-def draw(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) -> None:
-    """Bars of each key, for all rows that have it."""
+def draw(rows: Sequence[Mapping[str, Any]], plot: Plot, path: Path) -> None:
+    """Write a picture of the rows that have all keys of ``plot``: a row of panels for each T."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = [row for row in rows if all(isinstance(row.get(key), int | float) for key in keys)]
-    names = [str(row["name"]) for row in shown]
-    figure, panels = plt.subplots(
-        1, len(keys), figsize=(5 * len(keys), 1.5 + 0.3 * len(shown)), squeeze=False, sharey=True
-    )
-    for key, panel in zip(keys, panels[0], strict=True):
-        panel.barh(range(len(shown)), [row[key] for row in shown])
-        panel.set(xlabel=key.replace("_", " "), yticks=range(len(shown)), yticklabels=names)
-        panel.grid(axis="x", alpha=0.3)
-    panels[0][0].invert_yaxis()
+    shown = [row for row in rows if all(row.get(key) is not None for key in (plot.x, *plot.ys))]
+    temperatures = sorted({row.get("temperature", 0.0) for row in shown})
+    bars = len({row[plot.x] for row in shown}) < 2
+    panel_height = 1.5 + 0.25 * len(shown) / max(len(temperatures), 1) if bars else 4.2
+    size = (6 * len(plot.ys), panel_height * len(temperatures))
+    figure, grid = plt.subplots(len(temperatures), len(plot.ys), figsize=size, squeeze=False)
+    for temperature, panels in zip(temperatures, grid, strict=True):
+        here = [row for row in shown if row.get("temperature", 0.0) == temperature]
+        for y, panel in zip(plot.ys, panels, strict=True):
+            if bars:
+                panel.barh([str(row["name"]) for row in here], [row[y] for row in here])
+                panel.invert_yaxis()
+                panel.set(xlabel=y.replace("_", " "))
+            else:
+                _lines(here, y, plot, panel)
+            panel.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], y: str, plot: Plot, panel: Any) -> None:
+    series: dict[str, list[Mapping[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row[plot.x]):
+        name = ", ".join(str(row[key]) for key in (*plot.series, "texts") if key in row)
+        series.setdefault(name, []).append(row)
+    for name, own in series.items():
+        values = [row[y] for row in own]
+        spread: Any = [row.get(f"{y}_error", 0.0) for row in own]
+        if all(f"{y}_quartiles" in row for row in own):
+            pairs = [row[f"{y}_quartiles"] for row in own]
+            below = [value - low for value, (low, _) in zip(values, pairs, strict=True)]
+            above = [high - value for value, (_, high) in zip(values, pairs, strict=True)]
+            spread = [below, above]
+        panel.errorbar([row[plot.x] for row in own], values, spread, label=name, marker=".")
+    if plot.log:
+        panel.set_xscale("log", base=2)
+    temperature = f"T {rows[0]['temperature']:g}" if "temperature" in rows[0] else ""
+    panel.set(xlabel=plot.x.replace("_", " "), ylabel=y.replace("_", " "), title=temperature)
+    panel.legend(fontsize=7)

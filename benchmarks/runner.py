@@ -1,13 +1,12 @@
-"""`python -m benchmarks CASE [CASE ...]`: run benchmarks, write what they find as they find it.
+"""`python -m benchmarks CASE [CASE ...]`: run benchmarks and write what they find as they find it.
 
-    python -m benchmarks speed BIG/target BIG/heads --quick
+    python -m benchmarks speed --quick
     python -m benchmarks kernels step --json build/gpu.json
-    python -m benchmarks attention --base HEAD~3
+    python -m benchmarks load --base HEAD~3
 
-A case yields rows; one that fails has its reason in the table and the others go on. With --json
-the document is on disk after every row, and at the end a table (.md) and a picture (.png) stand
-beside it. --base measures the package of another commit too, in turn with this one: base, this,
-base, this. Exit status: 0; 1 if a row failed; 2 for wrong options.
+With --json the document is on disk after every row; at the end a table (.md) and a picture (.png)
+are written beside it. --base also measures the package of another commit, in turn with this one:
+base, this, base, this. Exit status: 0; 1 if a row failed; 2 for wrong options.
 """
 
 from __future__ import annotations
@@ -30,30 +29,28 @@ from vllm_medusa.files import write_json
 from vllm_medusa.job import Progress
 from vllm_medusa.options import Options
 
-CASES = {  # name -> what it measures; each is the `CASE` of the module of its name
-    "speed": "tree Medusa, vLLM's own Medusa chain and n-grams beside plain vLLM",
-    "serve": "a server under open load: plain vLLM, the automatic budget, a static tree",
-    "soak": "a server under thousands of requests of all kinds: answers, memory",
-    "tau": "tokens per step of dynamic and of static trees of equal size",
-    "lookup": "tokens per step of heads, of lookup and of both in one tree",
-    "drafters": "tokens per step of several heads and EAGLE drafters, trees and chains",
-    "typical": "typical acceptance: tokens per step against what becomes of the text",
-    "grammar": "steps that drafts save requests which follow a JSON schema",
-    "profile": "where a decode step's time goes",
-    "recipes": "heads of several training recipes: accuracy, tau, what became of the target",
-    "training": "Medusa-1 with cached hidden states against a backbone pass in every step",
-    "attention": "tree attention on CPUs, one layer",
-    "kernels": "tree attention on a GPU against the memory's bandwidth and torch's kernels",
-    "step": "a whole decode step on a GPU, by the number of nodes",
-    "gpu_shapes": "no measurement: what the budget would bring on GPUs, by their data sheets",
-    "json_target": "no measurement: makes a small target that writes JSON, and heads, for grammar",
-    "enlarge": "no measurement: makes a small target and its heads large, with equal outputs",
+CASES = {  # name -> (where its `Case` is, what it measures)
+    "speed": (
+        "compare.SPEED",
+        "trees, chains and n-grams beside plain vLLM, one request at a time",
+    ),
+    "load": ("compare.LOAD", "the automatic budget and static trees, by batch size"),
+    "tau": ("compare.TAU", "tokens per step of dynamic and static trees, by number of nodes"),
+    "lookup": ("compare.LOOKUP", "tokens per step of a drafter, of lookup and of both in one tree"),
+    "drafters": ("compare.DRAFTERS", "tokens per step of several drafters in all forms"),
+    "typical": ("typical.CASE", "typical acceptance: tokens per step and what the text is like"),
+    "grammar": ("grammar.CASE", "steps that drafts save requests which follow a JSON schema"),
+    "serve": ("serve.CASE", "a server under open load"),
+    "soak": ("soak.CASE", "a server under thousands of requests of all kinds: answers, memory"),
+    "profile": ("profile.CASE", "where a decode step's time goes"),
+    "kernels": ("kernels.CASE", "tree attention on a GPU against memory bandwidth and torch"),
+    "step": ("step.CASE", "a whole decode step on a GPU, by the number of nodes"),
 }
 TURNS = 2  # of --base
 
 
 class Lines(Progress):
-    """Says what a case says, on standard error."""
+    """Prints what a case says on standard error."""
 
     def note(self, text: str) -> None:
         """Print it."""
@@ -64,14 +61,16 @@ class Lines(Progress):
 
 def load(name: str) -> Case:
     """The case of a name, or of any other module that has a `CASE`."""
-    case = import_module(f"benchmarks.{name}" if name in CASES else name).CASE
+    module, _, attribute = CASES[name][0].partition(".") if name in CASES else (name, "", "CASE")
+    package = "benchmarks." if name in CASES else ""
+    case = getattr(import_module(package + module), attribute)
     assert isinstance(case, Case), name
     return case
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the cases that the command line names; returns the exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases of a command line; returns the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     names: list[str] = []
     while words and (words[0] in CASES or (not names and not words[0].startswith("-"))):
         names.append(words.pop(0))
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, case in cases.items():
         found: list[dict[str, Any]] = []
         document["cases"][name] = {"options": _plain(options[name]), "rows": found}
-        rows = _beside(name, words, args.base) if args.base else _alone(case, options[name])
+        rows = _with_base(name, words, args.base) if args.base else _rows(case, options[name])
         for row in rows:
             found.append(row)
             Lines().note(f"{name} {len(found)}: {_one_line(row)}")
@@ -107,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = markdown(document, cases)
     print(text, end="")
     if args.json:
-        _write(document, cases, args.json, text)
+        args.json.with_suffix(".md").write_text(text, encoding="utf-8")
+        _draw(document, cases, args.json)
     every = [row for case in document["cases"].values() for row in case["rows"]]
     return int(not every or any("failed" in row for row in every))
 
@@ -116,7 +116,7 @@ def _parser(cases: dict[str, Case], quick: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=" ".join(["python -m benchmarks", *(list(cases) or ["CASE [CASE ...]"])]),
         description=__doc__,
-        epilog="cases:\n" + "\n".join(f"  {name:11} {text}" for name, text in CASES.items()),
+        epilog="cases:\n" + "\n".join(f"  {name:10} {text}" for name, (_, text) in CASES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -143,8 +143,8 @@ def _options(case: Case, args: argparse.Namespace, cases: int) -> Options:
     return from_flags(case.options, args)
 
 
-def _alone(case: Case, options: Options) -> Iterator[dict[str, Any]]:
-    """The rows of a case, and why there are no more if it breaks off."""
+def _rows(case: Case, options: Options) -> Iterator[dict[str, Any]]:
+    """The rows of a case; if it breaks off, the last one has the reason."""
     try:
         for row in case.run(options, Lines()):
             yield row.to_dict()
@@ -152,7 +152,7 @@ def _alone(case: Case, options: Options) -> Iterator[dict[str, Any]]:
         yield {"name": "the whole case", "failed": f"{type(error).__name__}: {error}"}
 
 
-def _beside(name: str, words: Sequence[str], base: str) -> Iterator[dict[str, Any]]:
+def _with_base(name: str, words: Sequence[str], base: str) -> Iterator[dict[str, Any]]:
     """The rows of a case with the package of another commit and with this one's, in turn."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--base", "--json"):
@@ -164,8 +164,11 @@ def _beside(name: str, words: Sequence[str], base: str) -> Iterator[dict[str, An
                 where = {"of_commit": commit, "turn": turn + 1}
                 file = Path(results) / f"{turn}-{commit == base}.json"
                 command = [sys.executable, "-m", "benchmarks", name, *words, "--json", str(file)]
+                paths = [str(package), str(ROOT), os.environ.get("PYTHONPATH", "")]
+                environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+                environment["PYTHONSAFEPATH"] = "1"  # the current folder does not precede them
                 done = subprocess.run(
-                    command, env=environment_of(package), stdout=subprocess.DEVNULL, check=False
+                    command, env=environment, stdout=subprocess.DEVNULL, check=False
                 )
                 if file.exists():
                     rows = json.loads(file.read_text(encoding="utf-8"))["cases"][name]["rows"]
@@ -177,7 +180,7 @@ def _beside(name: str, words: Sequence[str], base: str) -> Iterator[dict[str, An
 
 @contextlib.contextmanager
 def package_of(commit: str) -> Iterator[Path]:
-    """A folder with the package of a commit and nothing else, to stand first on PYTHONPATH."""
+    """A folder with the package of a commit and nothing else, to be first on PYTHONPATH."""
     git = ["git", "-C", str(ROOT), "worktree"]
     with tempfile.TemporaryDirectory() as folder:
         tree, path = Path(folder, "worktree"), Path(folder, "path")
@@ -190,27 +193,18 @@ def package_of(commit: str) -> Iterator[Path]:
             subprocess.run([*git, "remove", "--force", str(tree)], check=False)
 
 
-def environment_of(package: Path) -> dict[str, str]:
-    """The environment of a process that measures this package with these benchmarks."""
-    paths = [str(package), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    safe = {"PYTHONSAFEPATH": "1"}  # the current folder does not go before them
-    return os.environ | safe | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def _write(document: dict[str, Any], cases: dict[str, Case], path: Path, text: str) -> None:
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+def _draw(document: dict[str, Any], cases: dict[str, Case], path: Path) -> None:
     for name, case in cases.items():
         picture = path.with_suffix(".png") if len(cases) == 1 else path.with_suffix(f".{name}.png")
-        rows = document["cases"][name]["rows"]
-        if case.bars or case.picture:
+        if case.plot is not None:
             try:
-                case.picture(rows, picture) if case.picture else draw(rows, case.bars, picture)
-            except Exception as error:  # a picture is not worth a run
+                draw(document["cases"][name]["rows"], case.plot, picture)
+            except Exception as error:  # a run is not lost for a picture
                 Lines().note(f"no picture: {type(error).__name__}: {error}")
 
 
 def _plain(options: Options) -> dict[str, Any]:
-    """Values of JSON; no folders of this machine."""
+    """JSON values without folders of this machine."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, tuple):

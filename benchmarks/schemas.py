@@ -1,4 +1,4 @@
-"""Ten JSON schemas as requests bring them: tool calls, nested objects, enums, long strings."""
+"""JSON schemas like those of requests: tool calls, nested objects, enums, long strings."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ def _object(**properties: Any) -> dict[str, Any]:
     }
 
 
-def _list(items: dict[str, Any], most: int) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1, "maxItems": most}
+def _list(items: dict[str, Any], max_items: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": 1, "maxItems": max_items}
 
 
 def _call(name: str, **arguments: Any) -> dict[str, Any]:
     return _object(name={"const": name}, arguments=_object(**arguments))
 
 
-def _text(most: int) -> dict[str, Any]:
-    return {"type": "string", "maxLength": most}
+def _text(max_length: int) -> dict[str, Any]:
+    return {"type": "string", "maxLength": max_length}
 
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather tool": _call(
         "get_weather", location=_text(20), unit={"enum": ["celsius", "fahrenheit"]}, days=INTEGER
     ),
-    "file tool": _call("read_file", path=_text(40), start_line=INTEGER, end_line=INTEGER),
     "one of three tools": {
         "anyOf": [
             _call("search", query=_text(30), max_results=INTEGER),
@@ -54,18 +53,11 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         priority={"enum": ["low", "medium", "high", "critical"]},
         needs_reproduction=FLAG,
     ),
-    "extraction": _object(
-        entities=_list(
-            _object(text=_text(16), type={"enum": ["person", "organization", "location"]}), 3
-        ),
-        language={"enum": ["english", "german", "french"]},
-    ),
     "review": _object(
         summary=_text(120),
         verdict={"enum": ["approve", "request_changes", "comment"]},
         comments=_list(_object(line=INTEGER, message=_text(60)), 2),
     ),
-    "long text": _object(title=_text(30), body=_text(200)),
     "settings": _object(
         database=_object(host=_text(16), port=INTEGER, use_ssl=FLAG),
         logging=_object(level={"enum": ["debug", "info", "warning", "error"]}, to_file=FLAG),

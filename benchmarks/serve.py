@@ -1,21 +1,22 @@
-r"""A server under open load: plain vLLM, the automatic budget and one static tree, in turn.
+"""A server under open load: plain vLLM, the automatic budget and trees of a fixed size, in turn.
 
-    python -m benchmarks serve BIG/target BIG/heads --tree BIG/tree.json --dtype float32 --eager
+    python -m benchmarks serve --rates 0.5 1 2
 
 Requests arrive as a Poisson process at given rates, from idle to more than plain vLLM can serve,
-and in a ramp up and down; nobody waits for an answer before asking again. All servers run, one is
-asked at a time, with the same prompts, seeds and arrivals: plain, automatic, the tree and plain
-again, then the other way round. Plain vLLM stands there twice: what lies between its two rows is
-noise. Requests are sent and timed by vLLM's own `vllm bench serve`; answers have to be plain's.
+and in a ramp up and down, whether earlier ones are answered or not. All servers run, one is asked
+at a time, with the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has two
+rows: the difference between them is noise. Requests are sent and timed by vLLM's own `vllm bench
+serve`; answers have to be plain's.
 
-A token's time is a request's time behind its first token, by the tokens that came in it: tokens
-that are accepted together come together. A gap is what lies between two such arrivals.
+A token's time is a request's time after its first token, divided by the tokens of that time: tokens
+that are accepted together come together. A gap is the time between two such arrivals.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import os
@@ -25,49 +26,35 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from benchmarks.arms import (
-    PLAIN,
-    Arm,
-    ArmOptions,
-    dynamic_arm,
-    environment,
-    settings,
-    tree_arm,
-)
-from benchmarks.case import Case, Row
+from benchmarks.case import Case, Plot, Row
+from benchmarks.compare import arm_of
+from benchmarks.engines import PLAIN, SEED, Arm, EngineOptions, environment, settings
 from vllm_medusa.job import JobFailed, Progress
 from vllm_medusa.offline.children import Channel, Child
 from vllm_medusa.offline.quiet import end_of
 from vllm_medusa.options import Above, AtLeastZero, Positive, option
 
-SEED = 0
 AGAIN = "plain, again"
 _HOST, _MODEL = "127.0.0.1", "target"
-_START_S, _DRAIN = 240.0, 8.0  # a load may take so many times its arrivals' seconds
+_START_S, _DRAIN = 240.0, 8.0  # a load may take this many times its arrivals' seconds
 
 
-class ServeOptions(ArmOptions):
-    """What is asked of whom."""
+class ServeOptions(EngineOptions):
+    """What servers are asked."""
 
     batch: tuple[Positive, ...] = option("requests that a server runs at a time", default=(16,))
     max_tokens: Positive = option("of each answer", default=32)
-    temperatures: tuple[AtLeastZero, ...] = option(default=(0.8,))
-    prompts: Positive = option("so many of them, again from the first", default=32)
-    rates: tuple[Above, ...] = option("requests a second", default=(0.25, 0.5, 1.0, 2.0, 4.0))
+    temperatures: tuple[AtLeastZero, ...] = option(default=(0.7,))
+    rates: tuple[Above, ...] = option("requests per second", default=(0.25, 0.5, 1.0, 2.0, 4.0))
     ramp: AtLeastZero = option("rate at the top of the ramp; 0: none", default=4.0)
-    seconds: Above = option("of arrivals at each rate", default=30.0)
-    ramp_seconds: Above = option("of arrivals of the ramp", default=60.0)
-    warm_up: AtLeastZero = option("seconds at the middle rate before, for all alike", default=20.0)
-    rounds: Positive = option("of all servers, each with arrivals of its own", default=2)
-    tree_size: Positive = option("draft nodes of the static tree", default=4)
-    minutes: Above | None = option("in all: no load is begun after them", default=None)
+    duration: Above = option("seconds of arrivals at each rate, half of a ramp's", default=30.0)
+    rounds: Positive = option("of all servers, each with other arrivals", default=2)
+    nodes: tuple[Positive, ...] = option("draft nodes of trees of a fixed size", default=(4,))
 
 
 @dataclass(frozen=True)
@@ -75,15 +62,15 @@ class Load:
     """How requests arrive."""
 
     name: str
-    most: float  # requests a second
+    max_rate: float  # requests per second
     seconds: float
-    ramp: bool = False  # up to ``most`` in the middle, and down again
+    ramp: bool = False  # up to ``max_rate`` in the middle, and down again
 
     def arrivals(self, seed: int) -> list[float]:
         """Seconds of the arrivals of a Poisson process, by thinning; at least one."""
         draw, now, found = random.Random(f"{self.name} {seed}"), 0.0, list[float]()
         while now < self.seconds or not found:
-            now += draw.expovariate(self.most)
+            now += draw.expovariate(self.max_rate)
             share = 1 - abs(2 * now / self.seconds - 1) if self.ramp else 1.0
             if draw.random() < share and (now < self.seconds or not found):
                 found.append(now % self.seconds)
@@ -94,16 +81,16 @@ class Load:
 class Answers:
     """What one server did under one load, over all rounds."""
 
-    ttfts: list[float]  # seconds
-    token_times: list[float]  # seconds a token behind the first, by request
-    gaps: list[float]
-    texts: list[str]
+    ttfts: list[float] = field(default_factory=list)  # seconds
+    token_times: list[float] = field(default_factory=list)  # seconds per token after the first
+    gaps: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
     failed: int = 0
 
     def add(self, found: dict[str, Any]) -> None:
-        """Take what `vllm bench serve` found in a round."""
+        """Add what `vllm bench serve` found in a round."""
         each = zip(found["latencies"], found["ttfts"], found["output_lens"], strict=True)
         self.token_times += [(end - first) / (n - 1) for end, first, n in each if n > 1]
         self.ttfts += found["ttfts"]
@@ -114,7 +101,7 @@ class Answers:
         self.failed += sum(map(bool, found["errors"]))
 
     def figures(self) -> dict[str, Any]:
-        """Milliseconds, and tokens a second."""
+        """Milliseconds, and tokens per second."""
         found: dict[str, Any] = {"requests": len(self.texts)}
         found["tokens_per_second"] = self.tokens / self.seconds
         for name, seconds in (
@@ -129,21 +116,22 @@ class Answers:
 
 def loads(options: ServeOptions) -> list[Load]:
     """The rates, then the ramp."""
-    found = [Load(f"{rate:g}/s", rate, options.seconds) for rate in options.rates]
+    found = [Load(f"{rate:g}/s", rate, options.duration) for rate in options.rates]
     if options.ramp:
         name = f"ramp to {options.ramp:g}/s"
-        found.append(Load(name, options.ramp, options.ramp_seconds, ramp=True))
+        found.append(Load(name, options.ramp, 2 * options.duration, ramp=True))
     return found
 
 
 def run(options: ServeOptions, progress: Progress) -> Iterator[Row]:
     """A row for each load and server, when all rounds of the load are done."""
-    end = time.monotonic() + 60 * (options.minutes or float("inf"))
-    arms = [PLAIN, dynamic_arm(options, "auto"), tree_arm(options, options.tree_size)]
+    options = options.ready(progress)
+    sizes = [("automatic", 0), *(("dynamic", nodes) for nodes in options.nodes)]
+    arms = [PLAIN, *(arm_of(options.drafter, form, size) for form, size in sizes)]
     with contextlib.ExitStack() as stack:
         urls: dict[str, str] = {}
         for arm in filter(None, arms):
-            progress.note(f"{arm.name}: starting")
+            progress.note(f"{arm.name}: the server starts")
             try:
                 urls[arm.name] = stack.enter_context(server(arm, options))
             except JobFailed as error:
@@ -152,15 +140,10 @@ def run(options: ServeOptions, progress: Progress) -> Iterator[Row]:
                 yield Row({"name": arm.name, "arm": arm.name}, failed=str(error))
         middle = sorted(options.rates)[len(options.rates) // 2]
         for temperature in options.temperatures:
-            if options.warm_up:
-                warm = Load("warm-up", middle, options.warm_up)
-                for url in urls.values():
-                    ask(url, requests(warm, 0, temperature, options), options.warm_up)
+            warm_up = Load("warm-up", middle, 0.5 * options.duration)
+            for url in urls.values():
+                ask(url, requests(warm_up, 0, temperature, options), warm_up.seconds)
             for load in loads(options):
-                if time.monotonic() > end:
-                    name = f"{load.name}, T {temperature:g}"
-                    yield Row({"name": name, "load": load.name}, note="--minutes were over")
-                    continue
                 progress.note(f"{load.name}, T {temperature:g}")
                 yield from _rows(urls, load, temperature, options)
 
@@ -169,7 +152,7 @@ def _rows(
     urls: dict[str, str], load: Load, temperature: float, options: ServeOptions
 ) -> Iterator[Row]:
     turns = [*urls, AGAIN]
-    found = {name: Answers([], [], [], []) for name in turns}
+    found = {name: Answers() for name in turns}
     broken: dict[str, str] = {}
     for number in range(options.rounds):
         asked = requests(load, number, temperature, options)
@@ -183,7 +166,7 @@ def _rows(
     wanted = found[PLAIN.name].texts
     for name, answers in found.items():
         what = {"name": f"{name}, {load.name}, T {temperature:g}", "temperature": temperature}
-        what |= {"load": load.name, "rate": None if load.ramp else load.most, "arm": name}
+        what |= {"load": load.name, "rate": None if load.ramp else load.max_rate, "arm": name}
         reason = broken.get(name) or broken.get(PLAIN.name, "")
         if not reason and answers.failed:
             reason = f"{answers.failed} of {len(wanted)} requests failed"
@@ -198,16 +181,29 @@ def requests(load: Load, number: int, temperature: float, options: ServeOptions)
     """The requests of a round: those of `vllm bench serve`, each with its second of arrival."""
     from vllm.benchmarks.datasets import SampleRequest
 
-    prompts = options.read_prompts()
+    prompts = options.all_prompts()
     found = []
     for index, second in enumerate(load.arrivals(SEED + number)):
         prompt = prompts[index % len(prompts)]
         own = {"temperature": temperature} | ({"seed": SEED + index} if temperature > 0 else {})
-        text = prompt.text if prompt.text is not None else prompt.turns[0]
+        text = prompt.text or _chat(prompt.turns[0], str(options.target))
         found.append(
             SampleRequest(text, 1, options.max_tokens, timestamp=second, request_overrides=own)
         )
     return found
+
+
+@functools.cache
+def _chat(turn: str, target: str) -> str:
+    """A user's turn in the target's chat template, if it has one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    if tokenizer.chat_template is None:
+        return turn
+    messages = [{"role": "user", "content": turn}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return str(text)
 
 
 def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
@@ -252,11 +248,11 @@ def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def server(
-    arm: Arm, options: ArmOptions, more: Mapping[str, Any] = MappingProxyType({})
+    arm: Arm, options: EngineOptions, more: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
     """An arm's server, ready; its address. It ends with its process group, and with this process.
 
-    ``more`` are options of vLLM's, beside those of the arm or in their place.
+    ``more`` are options of vLLM's, added to those of the arm or in their place.
 
     Raises:
         JobFailed: it ended or was not ready in time; the message has the end of its log.
@@ -267,10 +263,8 @@ def server(
         port = free.getsockname()[1]
     os.environ["no_proxy"] = _HOST
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as costs:
-        with environment(arm, options):
+        with environment(arm, options, costs):
             os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-            if arm.learns:
-                os.environ["VLLM_CACHE_ROOT"] = costs
             child = Child(f"the server of {arm.name}", serve, log)
         try:
             child.channel.send(words(arm, options, port, more))
@@ -282,10 +276,10 @@ def server(
 
 
 def words(
-    arm: Arm, options: ArmOptions, port: int, more: Mapping[str, Any] = MappingProxyType({})
+    arm: Arm, options: EngineOptions, port: int, more: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """What follows `vllm-medusa serve`."""
-    made = settings(arm, options)
+    """The arguments of `vllm-medusa serve`."""
+    made = settings(arm, options, {"disable_log_stats": False})
     arguments: dict[str, Any] = {
         "served_model_name": _MODEL,
         "host": _HOST,
@@ -294,7 +288,7 @@ def words(
         "max_model_len": made.max_model_len,
         "uvicorn_log_level": "warning",
         "enable_chunked_prefill": False,  # vLLM on CPU can't chunk seeded prompts
-    } | {**made.engine_args, **more}
+    } | {**made.engine_args, **(more or {})}
     if made.speculative_config:
         arguments["speculative_config"] = json.dumps(made.speculative_config)
     found = [made.model]
@@ -325,44 +319,6 @@ def _wait(alive: Callable[[], bool], url: str, name: str, log: int) -> None:
     raise JobFailed(f"the server of {name} did not start; the end of its log:\n{end_of(log)}")
 
 
-def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """By rate: time to the first token, a token's time (p50 solid, p99 dashed), throughput."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [row for row in rows if row.get("rate") and "ttft_p50" in row]
-    temperatures = sorted({row["temperature"] for row in shown})
-    names = list(dict.fromkeys(row["arm"] for row in shown))
-    colors = {PLAIN.name: "black", AGAIN: "0.6"}
-    titles = {"ttft": "ms to the first token", "token": "ms a token"}
-    figure, panels = plt.subplots(
-        len(temperatures), 3, figsize=(15, 4.2 * len(temperatures)), squeeze=False
-    )
-    for temperature, (first, token, rate) in zip(temperatures, panels, strict=True):
-        for place, name in enumerate(names):
-            here = [r for r in shown if (r["arm"], r["temperature"]) == (name, temperature)]
-            x = [row["rate"] for row in here]
-            color = colors.get(name, f"C{place + 2}")
-            for key, panel in (("ttft", first), ("token", token)):
-                for percent, line in ((50, "-"), (99, "--")):
-                    y = [row[f"{key}_p{percent}"] for row in here]
-                    label = f"{name}, p{percent}"
-                    panel.plot(x, y, line, marker="o", ms=3, color=color, label=label)
-                panel.set(ylabel=titles[key], yscale="log", title=f"T {temperature:g}")
-            y = [row["tokens_per_second"] for row in here]
-            rate.plot(x, y, marker="o", ms=3, color=color, label=name)
-        rate.set(ylabel="tokens a second")
-        for panel in (first, token, rate):
-            panel.set(xlabel="requests a second", xscale="log")
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 CASE = Case(
     ServeOptions,
     run,
@@ -373,19 +329,12 @@ CASE = Case(
         "tokens_per_second": ("tokens/s", ".1f"),
         "ttft_p50": ("first token ms, p50", ".0f"),
         "ttft_p99": ("p99", ".0f"),
-        "token_p50": ("a token ms, p50", ".0f"),
+        "token_p50": ("ms per token, p50", ".0f"),
         "token_p99": ("p99", ".0f"),
         "gap_p50": ("gap ms, p50", ".0f"),
         "gap_p99": ("p99", ".0f"),
         "requests": ("answers equal to plain's", ""),
     },
-    quick={
-        "rates": (0.5, 2.0),
-        "seconds": 15.0,
-        "ramp_seconds": 20.0,
-        "warm_up": 10.0,
-        "rounds": 1,
-        "max_tokens": 24,
-    },
-    picture=picture,
+    quick={"rates": (0.5, 2.0), "duration": 12.0, "rounds": 1, "max_tokens": 24},
+    plot=Plot("rate", ("ttft_p50", "token_p50", "token_p99", "tokens_per_second")),
 )

@@ -1,12 +1,12 @@
 r"""A server under thousands of requests of all kinds: nothing lost, nothing wrong, nothing grown.
 
-    python -m benchmarks soak tests/assets/target tests/assets/heads --json build/soak.json
+    make soak
 
-Sixty-four clients at a time, the official `openai` one, ask a server with heads for completions,
-chats, streams, tools, schemas, several choices, with penalties and stop texts; some go away in the
-middle, some ask for what can't be. Whatever has the same answer every time (temperature 0, seeds)
-was asked of a plain server before. What grows while requests come and go is memory lost: the slope
-of the private memory of the server's and the engine's process is fitted over the second half.
+Sixty-four clients at a time, of the official `openai` package, ask a server with heads for
+completions, chats, streams, tools, schemas, several choices, with penalties and stop texts; some
+disconnect in the middle, some send invalid requests. Requests with a fixed answer (temperature 0,
+seeds) are first sent to a plain server. Leaks are found by the slope of the private memory of the
+server's and the engine's process over the second half.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.arms import PLAIN, ArmOptions, dynamic_arm
 from benchmarks.case import ROOT, Case, Row
+from benchmarks.compare import arm_of
+from benchmarks.engines import PLAIN, EngineOptions
 from benchmarks.serve import server
 from benchmarks.soak_requests import Answer, Asked, ask, requests
 from vllm_medusa.job import Progress
-from vllm_medusa.options import Above, Dtype, Positive, Seed, option
+from vllm_medusa.options import Above, FromZero, Positive, Seed, option
 
 MODEL = "target"
 _REFUSALS = range(400, 500)
@@ -35,20 +36,19 @@ _EVERY = 0.5  # seconds between looks at the memory
 _LOST_S = 300.0  # a request that takes longer is lost
 
 
-class SoakOptions(ArmOptions):
+class SoakOptions(EngineOptions):
     """What is asked of the server."""
 
     requests: Positive = option(default=2000)
     clients: Positive = option("at a time", default=64)
     distinct: Positive = option("different requests; the others are the same again", default=400)
     seed: Seed = option(default=0)
-    prompts: Positive = option("so many of them, again from the first", default=32)
+    prompts: Positive = option("of each file, at most", default=32)
     batch: tuple[Positive, ...] = option("requests that the server runs at a time", default=(32,))
     cache_mib: Positive = option("KV cache; a small one has requests preempted", default=24)
-    budget: str = option("of the trees: auto or a number of draft nodes", default="auto")
-    most_growth: Above = option("MiB for 1,000 requests, of each process", default=8.0)
+    budget: FromZero = option("draft nodes of the trees; 0: automatic", default=0)
+    max_growth: Above = option("MiB per 1,000 requests, of each process", default=8.0)
     max_model_len: Positive = option(default=1024)
-    dtype: Dtype = option(default="float32")
 
 
 @dataclass
@@ -72,7 +72,8 @@ class Seen:
 
 def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
     """A row for each kind of request and each process of the server."""
-    prompts = [str(prompt.text) for prompt in options.read_prompts()]
+    options = options.ready(progress)
+    prompts = [prompt.text or prompt.turns[0] for prompt in options.all_prompts()]
     pool = requests(prompts, options.distinct, options.seed)
     asked = [pool[index % len(pool)] for index in range(options.requests)]
     known = list({each.key: each for each in pool if each.compared}.values())
@@ -80,9 +81,11 @@ def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
     with server(PLAIN, options, more=words(options)) as url:
         plain, _ = asyncio.run(ask_all(url, known, options.clients))
     wanted = {each.key: asdict(found) for each, found in zip(known, plain, strict=True)}
-    budget = int(options.budget) if options.budget.isdecimal() else options.budget
+    form = "dynamic" if options.budget else "automatic"
+    arm = arm_of(options.drafter, form, options.budget)
+    assert arm is not None  # every drafter has these forms
     progress.note(f"{len(asked)} requests")
-    with server(dynamic_arm(options, budget), options, more=words(options)) as url:
+    with server(arm, options, more=words(options)) as url:
         processes = processes_of(url)
         start = time.monotonic()
         answers, at_most = asyncio.run(ask_all(url, asked, options.clients, processes))
@@ -107,13 +110,13 @@ def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
     for each in processes:
         mib = [value for _, value in each.points]
         numbers = {"first": mib[0], "last": mib[-1], "slope": each.slope()}
-        grown = numbers["slope"] > options.most_growth
+        grown = numbers["slope"] > options.max_growth
         reason = f"it grows by {numbers['slope']:.1f} MiB for 1,000 requests" if grown else ""
         yield Row({"name": each.name}, numbers, right=not grown, failed=reason)
 
 
 def words(options: SoakOptions) -> dict[str, Any]:
-    """What both servers are told beyond an arm's settings."""
+    """Options of both servers beyond an arm's settings."""
     return {
         "enable_prefix_caching": True,
         "kv_cache_memory_bytes": options.cache_mib << 20,
@@ -126,16 +129,16 @@ def words(options: SoakOptions) -> dict[str, Any]:
 async def ask_all(
     url: str, asked: Sequence[Asked], clients: int, processes: Sequence[Seen] = ()
 ) -> tuple[list[Any], int]:
-    """Ask all, so many at a time; a lost request has its reason for an answer.
+    """Send all requests, ``clients`` at a time; a lost one has its error in place of an answer.
 
     Returns:
-        The answers in the order of the requests, and the most requests that ran at a time.
+        The answers in the order of the requests, and the largest number of requests at a time.
 
     """
     from openai import AsyncOpenAI
 
     found: list[Any] = [None] * len(asked)
-    waiting, state = iter(enumerate(asked)), {"done": 0, "now": 0, "most": 0}
+    waiting, state = iter(enumerate(asked)), {"done": 0, "now": 0, "max": 0}
     async with AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_LOST_S
     ) as client:
@@ -143,7 +146,7 @@ async def ask_all(
         async def work() -> None:
             for index, each in waiting:
                 state["now"] += 1
-                state["most"] = max(state["most"], state["now"])
+                state["max"] = max(state["max"], state["now"])
                 try:
                     found[index] = await asyncio.wait_for(ask(client, each, MODEL), _LOST_S)
                 except Exception as error:
@@ -162,11 +165,11 @@ async def ask_all(
             await asyncio.gather(*(work() for _ in range(clients)))
         finally:
             watching.cancel()
-    return found, state["most"]
+    return found, state["max"]
 
 
 def problem_of(asked: Asked, answer: Any, wanted: dict[str, dict[str, Any]]) -> str:
-    """What is wrong with an answer, in words; empty: nothing."""
+    """What is wrong with an answer; empty: nothing."""
     if isinstance(answer, str):
         return f"lost: {answer}"
     if asked.refused:
@@ -177,7 +180,7 @@ def problem_of(asked: Asked, answer: Any, wanted: dict[str, dict[str, Any]]) -> 
         return "" if got == plain else f"{asked.key[:300]}: {got}, plain {plain}"
     if answer.error:
         return f"{asked.key[:300]}: {answer.error}"
-    return "" if answer.cancelled or None not in answer.reasons.values() else "an open end"
+    return "" if answer.cancelled or None not in answer.reasons.values() else "it has no end"
 
 
 def _lost(lost: int, left: float, answers: Sequence[Any]) -> str:
@@ -233,5 +236,5 @@ CASE = Case(
         "last": ("MiB at last", ".0f"),
         "slope": ("MiB for 1,000 requests", ".2f"),
     },
-    quick={"requests": 130, "distinct": 65, "most_growth": 1000.0},
+    quick={"requests": 130, "distinct": 65, "max_growth": 1000.0},
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,82 +73,8 @@ class Answer:
     cancelled: bool = False
 
 
-def requests(prompts: Sequence[str], count: int, seed: int) -> list[Asked]:
-    """So many requests of all kinds, some of them the same."""
-    draw = random.Random(seed)
-    return [draw.choice(_MAKERS)(prompts, draw) for _ in range(count)]
-
-
-def _body(draw: random.Random, **more: Any) -> dict[str, Any]:
-    return {"max_tokens": draw.choice((1, 8, 24, 48)), "temperature": 0, **more}
-
-
-def _completion(prompts: Sequence[str], draw: random.Random) -> Asked:
-    body = _body(draw, prompt=draw.choice(prompts))
-    return Asked("greedy completion", COMPLETION, body, stream=draw.random() < 0.5)
-
-
-def _seeded(prompts: Sequence[str], draw: random.Random) -> Asked:
-    more = {"temperature": 0.8, "top_p": 0.9, "seed": draw.randrange(3)}
-    body = _body(draw, prompt=draw.choice(prompts)) | more
-    return Asked("seeded completion", COMPLETION, body, stream=draw.random() < 0.5)
-
-
-def _several(prompts: Sequence[str], draw: random.Random) -> Asked:
-    some = draw.sample(prompts, 3)
-    return Asked("three prompts in one", COMPLETION, _body(draw, prompt=some, logprobs=1))
-
-
-def _choices(prompts: Sequence[str], draw: random.Random) -> Asked:
-    body = _body(draw, prompt=draw.choice(prompts)) | {"temperature": 1.0, "seed": 4, "n": 3}
-    return Asked("three choices", COMPLETION, body, stream=draw.random() < 0.5)
-
-
-def _penalised(prompts: Sequence[str], draw: random.Random) -> Asked:
-    more = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "stop": ["\n\n", "return"]}
-    extra = {"repetition_penalty": 1.1, "min_tokens": 1, "top_k": 40}
-    body = _body(draw, prompt=draw.choice(prompts), **more, extra_body=extra)
-    return Asked("penalties and stop texts", COMPLETION, body)
-
-
-def _messages(prompts: Sequence[str], draw: random.Random) -> list[dict[str, str]]:
-    said = [{"role": "user", "content": draw.choice(prompts)}]
-    if draw.random() < 0.5:
-        said = [{"role": "system", "content": "Python code only."}, *said]
-    return said
-
-
-def _chat(prompts: Sequence[str], draw: random.Random) -> Asked:
-    body = _body(draw, messages=_messages(prompts, draw))
-    return Asked("chat", CHAT, body, stream=draw.random() < 0.5)
-
-
-def _tools(prompts: Sequence[str], draw: random.Random) -> Asked:
-    named = {"type": "function", "function": {"name": draw.choice(("read_file", "list_folder"))}}
-    choice = draw.choice(("required", "auto", named))
-    body = _body(draw, messages=_messages(prompts, draw), tools=TOOLS, tool_choice=choice)
-    return Asked("tools", CHAT, body | {"max_tokens": 48}, stream=draw.random() < 0.5)
-
-
-def _schema(prompts: Sequence[str], draw: random.Random) -> Asked:
-    form = {"type": "json_schema", "json_schema": {"name": "found", "schema": SCHEMA}}
-    body = _body(draw, messages=_messages(prompts, draw), response_format=form)
-    return Asked("schema", CHAT, body | {"max_tokens": 48}, stream=draw.random() < 0.5)
-
-
-def _typical(prompts: Sequence[str], draw: random.Random) -> Asked:
-    extra = {"vllm_xargs": {"medusa": '{"acceptance": "typical", "epsilon": 0.2}'}}
-    body = _body(draw, prompt=draw.choice(prompts), extra_body=extra) | {"temperature": 0.9}
-    return Asked("typical acceptance", COMPLETION, body, compared=False)
-
-
-def _cancelled(prompts: Sequence[str], draw: random.Random) -> Asked:
-    body = _body(draw, prompt=draw.choice(prompts)) | {"max_tokens": 400}
-    after = draw.choice((0, 1, 3, 9))
-    return Asked("cancelled stream", COMPLETION, body, True, after, compared=False)
-
-
-_WRONG: tuple[dict[str, Any], ...] = (
+# Requests that have to be refused: these values in place of a good request's.
+WRONG: tuple[dict[str, Any], ...] = (
     {"temperature": -1},
     {"temperature": "warm"},
     {"max_tokens": 0},
@@ -164,18 +90,68 @@ _WRONG: tuple[dict[str, Any], ...] = (
     {"extra_body": {"structured_outputs": {"regex": "(("}}},
     {"extra_body": {"structured_outputs": {"json": {"type": "nothing"}}}},
 )
+KINDS = {  # kind -> how often it is asked, relative to the others
+    "greedy completion": 2,
+    "seeded completion": 1,
+    "three prompts in one": 1,
+    "three choices": 1,
+    "penalties and stop texts": 1,
+    "chat": 2,
+    "tools": 1,
+    "schema": 1,
+    "typical acceptance": 1,
+    "cancelled stream": 1,
+    "malformed": 1,
+}
 
 
-def _malformed(prompts: Sequence[str], draw: random.Random) -> Asked:
-    body = _body(draw, prompt=draw.choice(prompts)) | draw.choice(_WRONG)
-    return Asked("malformed", COMPLETION, body, compared=False, refused=True)
+def requests(prompts: Sequence[str], count: int, seed: int) -> list[Asked]:
+    """``count`` requests of all kinds, some of them equal."""
+    draw = random.Random(seed)
+    kinds = draw.choices(list(KINDS), list(KINDS.values()), k=count)
+    return [_request(kind, prompts, draw) for kind in kinds]
 
 
-_Maker = Callable[[Sequence[str], random.Random], Asked]
-_MAKERS: tuple[_Maker, ...] = (
-    *(_completion, _completion, _seeded, _several, _choices, _penalised),
-    *(_chat, _chat, _tools, _schema, _typical, _cancelled, _malformed),
-)
+def _request(kind: str, prompts: Sequence[str], draw: random.Random) -> Asked:
+    prompt, stream = draw.choice(prompts), draw.random() < 0.5
+    route, more = COMPLETION, dict[str, Any]()
+    body: dict[str, Any] = {"max_tokens": draw.choice((1, 8, 24, 48)), "temperature": 0}
+    if kind in ("chat", "tools", "schema"):
+        route = CHAT
+        system = [{"role": "system", "content": "Python code only."}] * (draw.random() < 0.5)
+        body["messages"] = [*system, {"role": "user", "content": prompt}]
+        body["max_tokens"] = body["max_tokens"] if kind == "chat" else 48
+    else:
+        body["prompt"] = prompt
+    match kind:
+        case "seeded completion":
+            body |= {"temperature": 0.8, "top_p": 0.9, "seed": draw.randrange(3)}
+        case "three prompts in one":
+            body |= {"prompt": draw.sample(prompts, 3), "logprobs": 1}
+            stream = False
+        case "three choices":
+            body |= {"temperature": 1.0, "seed": 4, "n": 3}
+        case "penalties and stop texts":
+            body |= {"presence_penalty": 0.5, "frequency_penalty": 0.2, "stop": ["\n\n", "return"]}
+            body["extra_body"] = {"repetition_penalty": 1.1, "min_tokens": 1, "top_k": 40}
+        case "tools":
+            name = draw.choice(("read_file", "list_folder"))
+            named = {"type": "function", "function": {"name": name}}
+            body |= {"tools": TOOLS, "tool_choice": draw.choice(("required", "auto", named))}
+        case "schema":
+            schema = {"name": "found", "schema": SCHEMA}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        case "typical acceptance":
+            rule = '{"acceptance": "typical", "epsilon": 0.2}'
+            body |= {"temperature": 0.9, "extra_body": {"vllm_xargs": {"medusa": rule}}}
+            more["compared"] = False
+        case "cancelled stream":
+            body["max_tokens"], stream = 400, True
+            more = {"cancel_after": draw.choice((0, 1, 3, 9)), "compared": False}
+        case "malformed":
+            body |= draw.choice(WRONG)
+            more, stream = {"compared": False, "refused": True}, False
+    return Asked(kind, route, body, stream, **more)
 
 
 async def ask(client: Any, asked: Asked, model: str) -> Answer:

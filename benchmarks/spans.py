@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-# What a step would not have without us; the rest exists in plain vLLM too.
+# Parts that exist only with trees; the others are plain vLLM's too.
 OWN = (
     "tree layout",
     "tree plan",
@@ -32,7 +32,7 @@ class Spans:
         self._since = 0.0
 
     def take(self) -> dict[str, float]:
-        """Returns what has been collected and starts anew."""
+        """Returns what has been collected, and resets it."""
         taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
 

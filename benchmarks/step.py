@@ -1,4 +1,4 @@
-"""What a step of a tree costs beside a plain step: a 7B-shaped target, bf16, under CUDA graphs.
+"""The cost of a tree's step relative to a plain step: a 7B-shaped target, bf16, under CUDA graphs.
 
     python -m benchmarks kernels step
 
@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.case import Case, Row, attempt, titled
-from benchmarks.gpu.batches import step_tree
+from benchmarks.case import Case, Plot, Row, attempt, titled
 from benchmarks.gpu.clock import Clock, here
-from benchmarks.gpu.decoder import Decoder, HeadLogits
+from benchmarks.gpu.decoder import Decoder, HeadLogits, step_tree
 from benchmarks.gpu.model import LLAMA_2_7B, LLAMA_3_8B, Target
 from benchmarks.gpu.model import TINY as TINY_SHAPE
 from vllm_medusa.job import Progress
@@ -144,5 +143,5 @@ CASE = Case(
         "step_eager_us": ("step eager us", ".0f"),
     },
     quick={"batches": (1,), "contexts": (1024,)},
-    bars=("ratio",),
+    plot=Plot("nodes", ("ratio",), ("model", "batch", "context")),
 )

@@ -1,1 +1,1 @@
-"""The demo: a 4M-parameter Python-code model, its Medusa heads and the script that made them."""
+"""The demo: a chat model in plain vLLM and with tree drafts, side by side."""

@@ -1,6 +1,6 @@
 """`python -m demo`: a chat model in plain vLLM and with tree drafts, replayed side by side.
 
-Each engine runs alone on the machine, one after the other. To measure drafters of your own, use
+Each engine answers alone on the machine, one after the other. To measure drafters of your own, use
 `vllm-medusa compare`.
 """
 
@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from demo import packed, report, smollm2
 from demo.engines import record
@@ -28,7 +28,6 @@ from vllm_medusa.offline.prompts import load_prompts
 from vllm_medusa.options import AtLeastZero, FromZero, Options, Positive, option
 
 _HERE = Path(__file__).resolve().parent
-_MADE = _HERE.parent / ".demo"  # what the demo makes at its first run
 
 
 class DemoOptions(Options):
@@ -44,16 +43,12 @@ class DemoOptions(Options):
         "more of it, such as '{\"lookup\": true}'", default={}, metavar="JSON"
     )
     prompts: Path = option("a file of prompts", default=_HERE / "prompts.jsonl", shown="")
-    max_tokens: Positive = option("of each answer", default=160)
+    max_tokens: Positive = option("of each answer", default=80)
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.7), metavar="T")
-    dtype: Literal["float32", "bfloat16"] = option(
-        "in float32 a different token is a failure; in bfloat16 near-ties may differ",
-        default="float32",
-    )
     eager: bool = option(
-        "engines that compile nothing: they start sooner and run slower", default=False
+        "engines that compile nothing: faster start, slower decoding", default=False
     )
-    replays: FromZero = option("answers shown", default=3)
+    replays: FromZero = option("answers shown", default=2)
     json: Path | None = option("write the recording", default=None, metavar="FILE")
     record: Path | None = option("draw it as an animated SVG", default=None, metavar="FILE")
     recorded: Path | None = option(
@@ -62,7 +57,7 @@ class DemoOptions(Options):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns 0, 1 if a token differs in float32, 2 for bad input."""
+    """Run the demo; returns 0, 1 if a token differs, 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m demo",
         description="Answer the demo's prompts with plain vLLM and with tree drafts, replay both "
@@ -77,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(options: DemoOptions, progress: ConsoleProgress) -> int:
-    """Run both engines or read a recording, and show what came of it; the exit status."""
+    """Run both engines or read a recording, and show the result; returns the exit status."""
     for path in filter(None, (options.json, options.record)):
         require_parent(path)
     if options.recorded:
@@ -95,12 +90,7 @@ def show(options: DemoOptions, progress: ConsoleProgress) -> int:
     else:
         report.texts(console, shown)
     report.figures(console, recording)
-    if report.verdict(console, recording):
-        return 0
-    if recording.dtype == "float32":
-        return 1
-    report.near_ties(console)
-    return 0
+    return 0 if report.verdict(console, recording) else 1
 
 
 def run(options: DemoOptions, progress: Progress) -> Recording:
@@ -112,20 +102,16 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
     if options.target is not None and not (options.target / "config.json").is_file():
         raise ValueError(f"--target {options.target}: no config.json in it; give a chat model.")
     prompts = load_prompts(options.prompts)
-    target = options.target or smollm2.build(_MADE / "target", note=progress.note)
-    drafter = options.drafter
-    if packed.is_packed(drafter):
-        drafter = _MADE / "drafters" / drafter.name
-        packed.unpack(options.drafter, drafter, target)
+    target = options.target or smollm2.build(smollm2.MADE / "target", note=progress.note)
+    drafter = packed.usable(options.drafter, target)
     machine = describe_machine()
     eager = options.eager
     if not eager and not (shutil.which("g++") or shutil.which("clang++")):
-        progress.warn("no C++ compiler is here: both engines run eagerly, as with --eager.")
+        progress.warn("no C++ compiler found: both engines run eagerly, as with --eager.")
         eager = True
     return Recording(
         target="SmolLM2-135M-Instruct" if options.target is None else target.name,
         drafter=options.drafter.name,
-        dtype=options.dtype,
         machine=f"{machine['cores']} cores of {machine['cpu']}{', eager' if eager else ''}",
         runs=record(
             target,
@@ -133,7 +119,6 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
             prompts,
             options.temperatures,
             options.max_tokens,
-            options.dtype,
             {
                 "enforce_eager": eager,
                 "enable_prefix_caching": False,

@@ -1,11 +1,18 @@
-"""Both engines on the demo's prompts, one after the other, each alone on the machine."""
+"""Both engines on the demo's prompts: they start at the same time and work one after the other.
+
+Most of a start is compilation, which keeps one core busy. An engine that is not asked anything
+keeps none, so each is measured alone on the machine.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from demo.recording import Run, Step, Take
@@ -16,6 +23,7 @@ from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt
 
 _SEED = 20_000
+_WARM_UP = 16  # tokens at each temperature
 
 
 @dataclass
@@ -43,29 +51,55 @@ class TimedConversation(Conversation):
         return request
 
 
+class Start(Thread):
+    """Starts an engine in the background; ``engine`` has it, or the error."""
+
+    def __init__(self, settings: EngineSettings, sampling: Sampling) -> None:
+        super().__init__(daemon=True)
+        self._given = settings, sampling
+        self.engine: Future[EngineProcess] = Future()
+        self.start()
+
+    def run(self) -> None:
+        """Start it, and wait: a process ends with the thread that started it."""
+        try:
+            self.engine.set_result(EngineProcess(*self._given))
+        except Exception as error:
+            self.engine.set_exception(error)
+        Event().wait()
+
+
 def record(
     target: Path,  # a folder
     speculation: Mapping[str, Any],  # the `speculative_config` of the engine with drafts
     prompts: Sequence[Prompt],
     temperatures: Sequence[float],
     max_tokens: int,
-    dtype: str,
     engine_args: Mapping[str, Any],  # of both engines
     progress: Progress,
 ) -> tuple[Run, ...]:
-    """Let each engine answer all prompts, one at a time, at each temperature."""
+    """Let each engine answer all prompts, one at a time, at each temperature.
+
+    Raises:
+        EngineRefused, JobFailed: an engine did not start.
+        ValueError: a prompt was refused.
+
+    """
     from transformers import AutoTokenizer
 
-    plain = EngineSettings(str(target), None, dtype, engine_args=engine_args)
-    engines = {
-        # what is wrong with the options of drafting shows at once
-        "with drafts": replace(plain, speculative_config=speculation),
-        "plain vLLM": plain,
-    }
-    answers = {
-        name: _answers(name, settings, prompts, temperatures, max_tokens, progress)
-        for name, settings in engines.items()
-    }
+    plain = EngineSettings(str(target), None, "float32", engine_args=engine_args)
+    settings = {"plain vLLM": plain, "with drafts": replace(plain, speculative_config=speculation)}
+    ways = [Sampling(max_tokens=max_tokens, temperature=t) for t in temperatures]
+    progress.note("both engines start at the same time; then each works alone")
+    hottest = max(ways, key=lambda way: way.temperature)
+    starts = {name: Start(each, hottest).engine for name, each in settings.items()}
+    for start in wait(starts.values(), return_when=FIRST_EXCEPTION).done:
+        start.result()  # raises its error, whatever the other one is doing
+    answers = {}
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(start.result()) for name, start in starts.items()}
+        for name, engine in engines.items():
+            answers[name] = _answers(name, engine, prompts, ways, progress)
     tokenizer = AutoTokenizer.from_pretrained(target)
     return tuple(
         Run(
@@ -82,30 +116,27 @@ def record(
 
 def _answers(
     name: str,
-    settings: EngineSettings,
+    engine: EngineProcess,
     prompts: Sequence[Prompt],
-    temperatures: Sequence[float],
-    max_tokens: int,
+    ways: Sequence[Sampling],
     progress: Progress,
 ) -> dict[tuple[float, int], TimedAnswer]:
-    """Start an engine, ask it everything, and end it."""
-    progress.note(f"{name}: the engine starts")
-    ways = [Sampling(max_tokens=max_tokens, temperature=t) for t in temperatures]
+    """Ask an engine everything."""
     answers = dict[tuple[float, int], TimedAnswer]()
-    with EngineProcess(settings, max(ways, key=lambda way: way.temperature)) as engine:
-        engine.session = TimedConversation
-        for engine.sampling in ways:  # warm up
-            engine.run(prompts[:1], 1, _SEED)
-        for engine.sampling in ways:
-            for done, prompt in enumerate(prompts, start=1):
-                (result,), _ = engine.run([prompt], 1, _SEED)
-                if result.error is not None:
-                    raise ValueError(f"prompt {prompt.request_id} was refused: {result.error}")
-                answer = result.answers[0]
-                assert isinstance(answer, TimedAnswer)
-                answers[engine.sampling.temperature, prompt.index] = answer
-                at = f"{name}, T {engine.sampling.temperature:g}"
-                progress.at(at, done, len(prompts))
+    engine.session = TimedConversation
+    for way in ways:
+        engine.sampling = replace(way, max_tokens=_WARM_UP)
+        engine.run(prompts[:1], 1, _SEED)
+    for engine.sampling in ways:
+        for done, prompt in enumerate(prompts, start=1):
+            (result,), _ = engine.run([prompt], 1, _SEED)
+            if result.error is not None:
+                raise ValueError(f"prompt {prompt.request_id} was refused: {result.error}")
+            answer = result.answers[0]
+            assert isinstance(answer, TimedAnswer)
+            answers[engine.sampling.temperature, prompt.index] = answer
+            at = f"{name}, T {engine.sampling.temperature:g}"
+            progress.at(at, done, len(prompts))
     return answers
 
 

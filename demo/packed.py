@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from demo.smollm2 import MADE
 from vllm_medusa.files import FileRefused, new_folder
 from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.eagle import drafter_method
@@ -89,9 +90,12 @@ def unpack(folder: Path, output: Path, target: Path) -> None:
         shutil.copyfile(folder / "config.json", part / "config.json")
 
 
-def is_packed(folder: Path) -> bool:
-    """Whether a folder is what `pack` writes."""
-    return (folder / FILE).is_file() and "packed" in _read(folder)[1]
+def usable(drafter: Path, target: Path, made: Path = MADE / "drafters") -> Path:
+    """The drafter's folder; of a packed one its unpacked form, which is written below ``made``."""
+    if not (drafter / FILE).is_file() or "packed" not in _read(drafter)[1]:
+        return drafter
+    unpack(drafter, made / drafter.name, target)
+    return made / drafter.name
 
 
 def _target_rows(target: Path, offsets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What two engines did for the demo's prompts, step by step: times, texts, figures, and a file."""
+"""Both engines' steps on the demo's prompts: times, texts, figures, and a file of them."""
 
 from __future__ import annotations
 
@@ -144,11 +144,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class Recording:
-    """All runs, and what they ran on."""
+    """All runs, and the machine."""
 
     target: str
     drafter: str
-    dtype: str
     machine: str
     runs: tuple[Run, ...] = field(default=())
 

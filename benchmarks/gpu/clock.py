@@ -1,6 +1,6 @@
 """Time on a device, and a stand-in where Triton interprets.
 
-Two times are told apart. A *graph* replays calls that were captured, so no launch overhead is in
+There are two kinds of time. A *graph* replays calls that were captured, so no launch overhead is in
 it: what a served model pays. *Wall* time is what the host waits for one eager call.
 """
 
@@ -82,7 +82,7 @@ class CudaClock:
         return statistics.median(times[1:])
 
     def rates(self) -> dict[str, float]:
-        """Bytes a second of a large copy (read and written), operations of a large product."""
+        """Bytes per second of a copy (read and written), operations per second of a product."""
         source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_(0, 256)
         copied = torch.empty_like(source)
         copy = statistics.median(self.graph(lambda: copied.copy_(source)))

@@ -91,7 +91,7 @@ class Target:
         self.cos_sin = self._rotations(positions)
 
     def reach(self, positions: int) -> None:
-        """Make room for so many positions."""
+        """Extend the rotations to ``positions``."""
         if len(self.cos_sin) < positions:
             self.cos_sin = self._rotations(positions)
 

@@ -14,9 +14,8 @@ import torch
 from support.interpreter import INTERPRETING, run_interpreting
 from torch import Tensor
 
-from benchmarks.gpu.batches import step_tree
 from benchmarks.gpu.clock import capture, run_once
-from benchmarks.gpu.decoder import Decoder, HeadLogits, plant
+from benchmarks.gpu.decoder import Decoder, HeadLogits, plant, step_tree
 from benchmarks.gpu.model import SMALL, TINY, ModelShape, Target
 from vllm_medusa.sampler import greedy_verdict
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors

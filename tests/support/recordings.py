@@ -18,7 +18,6 @@ RUN = Run("p0", "Say [/] & <this>", 0, PLAIN, TAKE)
 RECORDING = Recording(
     "target",
     "drafter",
-    "float32",
     "2 cores",
     tuple(Run(f"p{i}", f"prompt {i}", t, PLAIN, TAKE) for t in (0, 0.7) for i in range(3)),
 )

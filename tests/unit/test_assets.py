@@ -69,7 +69,7 @@ def test_heads_are_made_for_the_target_and_their_tree_for_them():
     info = peek_heads(ASSETS / "heads")
     config = json.loads((ASSETS / "target" / "config.json").read_text())
     assert (info.hidden_size, info.vocab_size) == (config["hidden_size"], config["vocab_size"])
-    assert info.num_heads >= 4 and info.shared_lm_head
+    assert info.num_heads >= 4 and info.num_lm_heads == 0
     tree = TokenTree.from_paths(info.tree)
     assert 8 <= tree.num_draft_tokens <= 16
     assert 2 <= tree.max_depth <= info.num_heads

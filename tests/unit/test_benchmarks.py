@@ -16,7 +16,7 @@ FAKE = """
 from pathlib import Path
 
 import vllm_medusa
-from benchmarks.case import Case, Row, attempt
+from benchmarks.case import Case, Plot, Row, attempt
 from vllm_medusa.options import Options, Positive, option
 
 
@@ -35,7 +35,7 @@ def run(options, progress):
 
 
 CASE = Case(
-    FakeOptions, run, {"name": ("arm", ""), "ms": ("ms", ".2f")}, quick={"count": 1}, bars=("ms",)
+    FakeOptions, run, {"name": ("arm", ""), "ms": ("ms", ".2f")}, {"count": 1}, Plot("ms", ("ms",))
 )
 """
 

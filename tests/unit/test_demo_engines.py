@@ -1,10 +1,15 @@
 """From an engine's steps to the demo's recording, without an engine."""
 
+import threading
+from pathlib import Path
+
 import pytest
 from support.assets import tokenizer
 from support.fake_engine import FakeEngine
 
-from demo.engines import TimedConversation, pieces, take
+from demo import engines
+from demo.engines import TimedConversation, pieces, record, take
+from vllm_medusa.job import SILENT
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.prompts import Prompt
 
@@ -35,3 +40,14 @@ def test_no_piece_is_half_a_character():
     assert len(ids) > 2
     found = pieces(ids, tokenizer())
     assert "".join(found) == "🙂🙂" and "\N{REPLACEMENT CHARACTER}" not in "".join(found)
+
+
+def test_an_engine_that_is_refused_ends_the_other_s_start(monkeypatch):
+    def start(settings, sampling):
+        if settings.speculative_config is None:
+            threading.Event().wait()
+        raise ValueError("a tree of no nodes")
+
+    monkeypatch.setattr(engines, "EngineProcess", start)
+    with pytest.raises(ValueError, match="no nodes"):
+        record(Path("target"), {"method": "medusa"}, [], [0.0], 8, {}, SILENT)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from demo.packed import FILE, is_packed, pack, unpack
+from demo.packed import FILE, pack, unpack, usable
 from vllm_medusa.files import FileRefused
 
 IDS = torch.tensor([0, 7, 49_151, 2])
@@ -54,7 +54,9 @@ def test_what_is_stored(drafter, tmp_path):
     stored = load_file(tmp_path / "packed" / FILE)
     assert stored["fc.weight"].dtype == torch.int8 and stored["fc.weight.scale"].shape == (48, 1)
     assert stored["d2t"].dtype == torch.int32 and stored["d2t"].tolist() == IDS.tolist()
-    assert is_packed(tmp_path / "packed") and not is_packed(drafter)
+    assert usable(drafter, tmp_path, tmp_path / "made") == drafter
+    made = usable(tmp_path / "packed", tmp_path, tmp_path / "made")
+    assert made == tmp_path / "made" / "packed" and (made / FILE).is_file()
 
 
 @pytest.mark.parametrize("place", ["weights", "cut short"])

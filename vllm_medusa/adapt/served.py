@@ -47,7 +47,7 @@ def _untrained(options: ServedOptions, folder: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from vllm_medusa.heads import MedusaHeads, save_heads
-    from vllm_medusa.heads.eagle_files import save_drafter
+    from vllm_medusa.heads.checkpoint import save_drafter
     from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, choose_layers
     from vllm_medusa.heads.hydra import HydraHeads
 

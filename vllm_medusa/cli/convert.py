@@ -9,7 +9,7 @@ from vllm_medusa.convert.options import ConvertOptions
 _DESCRIPTION = """\
 Write heads in another format. The source may be in any of them, or a full Medusa-2 model: its
 tensors tell which. Tensors are copied bit by bit, each in its own dtype; what a format has no place
-for is refused, and what it needs besides is added, said, and taken away by converting back."""
+for is refused, and what it needs besides is added and said."""
 
 _EPILOG = """\
 formats:

@@ -1,5 +1,5 @@
-"""Heads from any known format to any other, exactly.
+"""Heads and EAGLE-3 drafters in the layouts of other servers, every tensor bit for bit.
 
-Reading is `vllm_medusa.heads`' own; what a format can't express is refused or, where it changes
-nothing that the heads compute, added and noted (see `heads.Heads`).
+Reading is `vllm_medusa.heads`' own. What a layout has no place for is refused; what it needs
+besides, and what changes nothing that the heads compute, is added and said.
 """

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.convert import reference, vllm
-from vllm_medusa.convert.backbone import write_base
-from vllm_medusa.convert.eagle import DRAFTER_FORMATS, Drafter
-from vllm_medusa.convert.folder import check_apart, check_output, copy_calibration, write_output
-from vllm_medusa.convert.heads import Heads, Output
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vllm_medusa.convert.eagle import DRAFTER_FORMATS, write_drafter
+from vllm_medusa.convert.heads import FORMATS, write_heads
 from vllm_medusa.convert.options import ConvertOptions
-from vllm_medusa.convert.target import TargetWeights
-from vllm_medusa.files import new_folder
-from vllm_medusa.heads.checkpoint import FORMAT_VERSION
-from vllm_medusa.heads.files import (
-    CheckpointFiles,
-    download_whole,
-    find_checkpoint,
-    find_target,
+from vllm_medusa.files import new_folder, new_path, refuse_strangers
+from vllm_medusa.heads.checkpoint import (
+    FORMAT_VERSION,
+    HeadsInfo,
+    config_text,
+    describe,
+    peek_heads,
+    provenance_of,
+    require_fit,
 )
-from vllm_medusa.heads.fingerprint import match_target, target_fingerprint
-from vllm_medusa.heads.formats import Layout
-from vllm_medusa.heads.info import HeadsInfo, check_vocab, read_heads, read_token_map
+from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
+from vllm_medusa.heads.fingerprint import config_sizes, match_target, target_fingerprint
+from vllm_medusa.heads.formats import is_head_tensor
 from vllm_medusa.heads.model import HeadsError
 
-FORMATS: dict[str, Callable[[Heads, TargetWeights | None], Output]] = {
-    "native": vllm.write_native,
-    "vllm": vllm.write,
-    "v1": reference.write_v1,
-    "v2": reference.write_v2,
-    "tgi": reference.write_tgi,
-    "tensorrt-llm": reference.write_tensorrt_llm,
-}
+_WEIGHTS = (*{form.file for form in FORMATS.values()}, "pytorch_model.bin")
+_WEIGHT_FILES = (".bin", ".safetensors", ".pt", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Conversion:
     info: HeadsInfo | None  # of the source; None: an EAGLE-3 drafter
     file: Path
     bytes: int
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
+    notes: list[str]
+    warnings: list[str]
 
 
 def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = None) -> Conversion:
@@ -61,109 +60,164 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     """
     source, output, base = options.source, options.output, options.base
     files = find_checkpoint(source, options.revision)
+    target = None if options.target is None else find_target(options.target)
     is_drafter = "fc.weight" in {name.rsplit("model.", 1)[-1] for name in files.files}
-    if options.to not in (DRAFTER_FORMATS if is_drafter else FORMATS):
-        what, others = ("EAGLE drafters", DRAFTER_FORMATS) if is_drafter else ("heads", FORMATS)
+    what, formats = ("EAGLE drafters", DRAFTER_FORMATS) if is_drafter else ("heads", FORMATS)
+    if options.to not in formats:
         raise HeadsError(
-            f"{source} can't be written as {options.to}: {what} can be {', '.join(others)}"
+            f"{source} can't be written as {options.to}: {what} can be {', '.join(formats)}"
         )
-    folder = _folder_of(source)
-    whole = None if Path(source).expanduser() != folder else folder
     for path in (output, base):
         if path is not None:
-            replace_it = options.overwrite and path is output
-            check_output(path, whole, overwrite=replace_it, sources=[folder, options.target])
-    if is_drafter:
-        return _convert_drafter(options, files, provenance)
-    files, layout, info = read_heads(files)
+            _check_output(path, options, overwrite=options.overwrite and path is output)
+    warnings: list[str] = []
+    info = None if is_drafter else describe(files)
     if base is not None:
-        check_apart(output, base)
-    if base is not None and not info.includes_base:
-        raise HeadsError(f"{source} holds heads only: there is no base to write to {base}")
-    weights = None if options.target is None else TargetWeights(options.target)
-    if weights is not None:
-        _check_target(files, layout, info, weights)
-    if base is not None and folder is None:
-        files = download_whole(files, options.revision)
-    heads = Heads.read(files, layout, info)
-    heads, warnings = _identified(heads, info, source, options.target)
+        _check_base(info, options)
+    if info is None:
+        made = write_drafter(options.to, files, target)
+        medusa = dict(made.config.get("medusa") or {})
+    else:
+        if info.is_hydra:
+            raise HeadsError(f"{source} holds Hydra heads, which have one layout: use them as is")
+        if target is not None:
+            sizes = config_sizes(target.config)
+            require_fit(info, sizes["hidden_size"], sizes["vocab_size"])
+        made = write_heads(options.to, info, target)
+        medusa = dict(info.medusa)
+        known = source if info.includes_base and Path(source).is_dir() else options.target
+        if known is not None:
+            match = match_target(info, known, heads=source)
+            if not match.stored:
+                medusa["target"] = target_fingerprint(known)
+            elif match.warning:
+                warnings.append(match.warning)
+    medusa = {"format_version": FORMAT_VERSION, **medusa}
     if provenance is not None:
-        entries = heads.medusa.get("provenance")
-        entries = [*(entries if isinstance(entries, list) else []), dict(provenance)]
-        heads = replace(heads, medusa=heads.medusa | {"provenance": entries})
-    made = FORMATS[options.to](heads, weights)
+        medusa["provenance"] = [*provenance_of(medusa), dict(provenance)]
+    text = config_text(made.config | {"medusa": medusa}, output / "config.json")
     if base is not None:
-        warnings += write_base(files, base)
-    elif info.includes_base:
-        warnings += (
+        warnings += _write_base(files, base)
+    elif info is not None and info.includes_base:
+        warnings.append(
             "These heads were trained together with the model in the same checkpoint, which "
             "differs from the one it was made from: serve them with that one. --base FOLDER writes "
-            "it alone.",
+            "it alone."
         )
     with new_folder(output, overwrite=options.overwrite) as part:
-        size = write_output(part, made)
-        if folder is not None:
-            copy_calibration(folder, files, part)
+        _write(made.tensors, part / made.file)
+        size = (part / made.file).stat().st_size
+        (part / "config.json").write_text(text, encoding="utf-8")
     return Conversion(info, output / made.file, size, made.notes, warnings)
 
 
-def _convert_drafter(
-    options: ConvertOptions, files: CheckpointFiles, provenance: Mapping[str, Any] | None
-) -> Conversion:
-    """Write an EAGLE-3 drafter in another layout."""
-    if options.base is not None:
-        raise HeadsError(f"{options.source} holds a drafter only: there is no base to write")
-    target = None if options.target is None else find_target(options.target).config
-    drafter = Drafter.read(files, target)
-    medusa = dict(drafter.config.get("medusa") or {"format_version": FORMAT_VERSION})
-    if provenance is not None:
-        entries = medusa.get("provenance")
-        medusa["provenance"] = [*(entries if isinstance(entries, list) else []), dict(provenance)]
-    drafter = replace(drafter, config=drafter.config | {"medusa": medusa})
-    made = DRAFTER_FORMATS[options.to](drafter)
-    with new_folder(options.output, overwrite=options.overwrite) as part:
-        size = write_output(part, made)
-    return Conversion(None, options.output / made.file, size, made.notes, ())
-
-
-def _identified(
-    heads: Heads, info: HeadsInfo, source: str | Path, target: str | Path | None
-) -> tuple[Heads, tuple[str, ...]]:
-    """Heads that carry their target's fingerprint where it is known; warnings."""
-    if info.includes_base and "target" not in heads.medusa:
-        known: str | Path | None = source if _folder_of(source) == Path(source) else None
-    else:
-        known = target
-    if known is None:
-        return heads, ()
-    match = match_target(info, known, heads=source)
-    if match.stored:
-        return heads, (match.warning,) if match.warning else ()
-    medusa = heads.medusa | {"target": target_fingerprint(known)}
-    return replace(heads, medusa=medusa), ()
-
-
-def _check_target(
-    files: CheckpointFiles, layout: Layout, info: HeadsInfo, weights: TargetWeights
-) -> None:
-    if weights.hidden_size != info.hidden_size:
-        raise HeadsError(
-            f"{files.label} was made for hidden size {info.hidden_size}; {weights.label} has "
-            f"{weights.hidden_size}. Give the target of these heads"
-        )
-    vocab = weights.vocab_size
-    if vocab is None:
+def _check_output(path: Path, options: ConvertOptions, *, overwrite: bool) -> None:
+    """Refuse an output that exists, holds anything but heads, or is what is read, or in it."""
+    place = path.resolve()
+    for name in filter(None, (options.source, options.target)):
+        read = Path(name).expanduser()
+        folder = (read.parent if read.is_file() else read).resolve()
+        if place == folder or (read.is_dir() and place.is_relative_to(folder)):
+            raise HeadsError(
+                f"{path} is, or lies in, {folder}, which is being read: give an output elsewhere"
+            )
+    if not path.exists() and not path.is_symlink():
         return
-    check_vocab(files, layout, info, vocab)
-    if info.vocab_size not in (None, vocab):
+    if not overwrite:
+        raise HeadsError(f"{path} exists: give another output, or --overwrite to replace it")
+    if not path.is_dir() or path.is_symlink():
         raise HeadsError(
-            f"{files.label} was made for {info.vocab_size} tokens; the target has {vocab}: "
-            f"{weights.label} is another model. Give the target of these heads"
+            f"{path} is not a folder, and --overwrite replaces folders of heads only: give another "
+            "output"
         )
-    if layout.token_map:
-        read_token_map(files, layout, vocab)
+    refuse_strangers(path, ("config.json", *_WEIGHTS))
+    entries = sorted(path.iterdir())
+    weights = [entry for entry in entries if entry.name in _WEIGHTS]
+    for file in weights or entries:
+        try:
+            alone = drafter_method(path) is not None or not peek_heads(file).includes_base
+        except HeadsError:
+            alone = False
+        if not alone:
+            raise HeadsError(
+                f"{file} is, or holds, something else than heads, and --overwrite replaces nothing "
+                "else: give another output, or move it away"
+            )
 
 
-def _folder_of(source: str | Path) -> Path | None:
-    path = Path(source).expanduser()
-    return path if path.is_dir() else path.parent if path.is_file() else None
+def _check_base(info: HeadsInfo | None, options: ConvertOptions) -> None:
+    first, second = options.output.resolve(), options.base.resolve()
+    if info is None or not info.includes_base:
+        raise HeadsError(
+            f"{options.source} holds heads only: there is no base to write to {options.base}"
+        )
+    if not Path(options.source).expanduser().is_dir():
+        raise HeadsError(
+            f"{options.source} is not a folder: --base needs the whole checkpoint. Download it and "
+            "give its folder"
+        )
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        raise HeadsError(
+            f"{options.output} and {options.base} are one folder, or one lies in the other: give "
+            "two that lie side by side"
+        )
+
+
+def _write_base(files: CheckpointFiles, output: Path) -> list[str]:
+    """Write the base of a full Medusa-2 model, one file per shard; returns warnings.
+
+    Tensors keep their names, values and dtypes; config.json loses what is Medusa's, and every file
+    beside the weights (tokenizer, generation settings) is copied as it is.
+    """
+    names = [name for name in files.files if not is_head_tensor(name)]
+    shards = sorted({files.files[name] for name in names})
+    for path in shards:
+        if not path.is_file():
+            raise HeadsError(f"{path} is not here, which holds a part of the base: download it")
+    config = {
+        key: value for key, value in files.config.items() if not key.lower().startswith("medusa")
+    }
+    with new_folder(output) as part:
+        weight_map: dict[str, str] = {}
+        total = 0
+        for number, path in enumerate(shards, 1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = file if len(shards) > 1 else "model.safetensors"
+            tensors = dict(files.tensors(n for n in names if files.files[n] == path))
+            _write(tensors, part / file)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+            weight_map |= dict.fromkeys(tensors, file)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2)
+            (part / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        for entry in sorted(shards[0].parent.iterdir()):
+            left_out = entry.name == "config.json" or entry.name.endswith(_WEIGHT_FILES)
+            if entry.is_file() and not left_out:
+                shutil.copyfile(entry, part / entry.name)
+        (part / "config.json").write_text(config_text(config, output), encoding="utf-8")
+    named = config.get("architectures")
+    odd = [name for name in named or () if "medusa" in str(name).lower()]
+    return [
+        f"The base's config.json names the architecture {name}: correct it to the plain model's "
+        "before you load it."
+        for name in odd
+    ]
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors with the permissions of any new file; in pickles, copies are stored once."""
+    pickled = path.suffix != ".safetensors"
+    own: dict[object, Tensor] = {}
+    kept = {}
+    for name, tensor in tensors.items():
+        same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = same if pickled else name
+        if key not in own:  # without the memory that it may be a view of
+            own[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        kept[name] = own[key]
+    with new_path(path) as part:
+        if pickled:
+            torch.save(kept, part)
+        else:
+            save_file(kept, part, {"format": "pt"})

@@ -1,6 +1,6 @@
-"""The Medusa heads and their checkpoints.
+"""Medusa and Hydra heads, EAGLE-3 drafters, and their checkpoints.
 
-The names of checkpoints are imported on first use, so that running heads needs nothing but torch.
+The names of checkpoints are imported on first use, so that running heads needs only torch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
 from vllm_medusa.heads.packed import Linear, MakeLinear, PackedHeads
 
 if TYPE_CHECKING:
-    from vllm_medusa.heads.checkpoint import load_heads, peek_heads, save_heads, update_config
+    from vllm_medusa.heads.checkpoint import (
+        HeadsInfo,
+        load_heads,
+        peek_heads,
+        save_drafter,
+        save_heads,
+        update_config,
+    )
     from vllm_medusa.heads.fingerprint import TargetMatch, match_target, target_fingerprint
-    from vllm_medusa.heads.info import HeadsInfo
 
 __all__ = [
     "HeadsError",
@@ -32,17 +38,19 @@ __all__ = [
     "load_heads",
     "match_target",
     "peek_heads",
+    "save_drafter",
     "save_heads",
     "target_fingerprint",
     "update_config",
 ]
 
 _HOME = {
-    "HeadsInfo": "info",
+    "HeadsInfo": "checkpoint",
     "TargetMatch": "fingerprint",
     "load_heads": "checkpoint",
     "match_target": "fingerprint",
     "peek_heads": "checkpoint",
+    "save_drafter": "checkpoint",
     "save_heads": "checkpoint",
     "target_fingerprint": "fingerprint",
     "update_config": "checkpoint",
@@ -50,7 +58,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names that need safetensors when they are first asked for."""
+    """Import the names that need safetensors on first use."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

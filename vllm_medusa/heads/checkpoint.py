@@ -1,43 +1,324 @@
-"""Reading and writing head checkpoints. Strict: nothing is dropped, guessed or left at random.
+"""Folders of heads and drafters: what they hold, whether it fits a target, reading and writing.
 
-We write what stock vLLM 0.32 reads: a folder with ``model.safetensors`` (names as the ``vllm`` row
-of `formats`) and ``config.json``. What vLLM has no field for is under ``"medusa"`` there: the tree,
-the provenance. Two limits are vLLM's: heads on the target's LM head store none, and it would leave
-its own at random, so for its sake `save_heads` can store a copy; and a token map beside one LM head
-for each head fails an assertion there.
+Strict: nothing is dropped, guessed or left at random. What we write, stock vLLM 0.32 can read: a
+``model.safetensors`` (names as the ``vllm`` row of `formats`) and a ``config.json``, where what
+vLLM has no field for is under ``"medusa"``: the tree, the provenance. Two limits are vLLM's: heads
+that use the target's LM head need a copy of it (``convert --to vllm``), and a token map beside one
+LM head for each head fails an assertion there.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_medusa.files import new_file, new_path
-from vllm_medusa.heads import hydra_files
-from vllm_medusa.heads.files import HEADS_FILES, find_checkpoint, read_json
-from vllm_medusa.heads.formats import TOKEN_MAP, Layout, layer_name, lm_head_name
+from vllm_medusa.heads.files import (
+    HEADS_FILES,
+    CheckpointFiles,
+    TensorSpec,
+    find_checkpoint,
+    read_json,
+)
+from vllm_medusa.heads.formats import TOKEN_MAP, Slot, name_of, read_names
 from vllm_medusa.heads.hydra import HydraHeads
-from vllm_medusa.heads.info import FLOATS, HeadsInfo, check_vocab, read_heads, read_token_map
-from vllm_medusa.heads.model import HeadsError, MedusaHeads, ResBlock
+from vllm_medusa.heads.model import HeadsError, MedusaHeads
+
+if TYPE_CHECKING:
+    from vllm_medusa.heads.eagle_model import EagleDrafter
 
 FORMAT_VERSION = 1  # of config.json's "medusa" object
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+Verdict = Literal["fits", "does not fit", "unknown"]
+NO: Verdict = "does not fit"
+
+
+@dataclass(frozen=True)
+class HeadsInfo:
+    """What a checkpoint holds, from names, headers and ``config.json``: no weight is read.
+
+    Sizes come from the tensors, not from ``config.json``.
+    """
+
+    files: CheckpointFiles
+    format: str  # "v1", "v2", "vllm", "full" or "hydra", see `formats`
+    names: dict[Slot, str]  # in the files
+    specs: dict[Slot, TensorSpec]
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int | None  # the target's; None: the checkpoint does not say
+    draft_vocab_size: int | None  # tokens the heads score; None: as many as the target has
+    bias: bool  # of the residual layers
+    num_lm_heads: int  # num_heads, 1, or 0: the target's
+    lm_head_bias: bool
+    lm_head_rows: int | None  # as stored, padding included; None: nothing stored
+    token_map: bool
+    dtype: torch.dtype  # that holds every tensor without loss
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """``config.json``."""
+        return self.files.config
+
+    @property
+    def medusa(self) -> dict[str, Any]:
+        """The config's "medusa" object."""
+        return self.config.get("medusa") or {}
+
+    @property
+    def tree(self) -> Any | None:
+        """The raw value of the config's ``medusa.tree``."""
+        return self.medusa.get("tree")
+
+    @property
+    def base_model(self) -> str | None:
+        """The target's name, if the config has one."""
+        base = self.config.get("base_model_name_or_path")
+        return base if isinstance(base, str) and base not in ("", "N/A") else None
+
+    @property
+    def taus(self) -> tuple[float, ...]:
+        """Tokens per step with 1, 2, .. nodes of the heads' own tree; empty: not known."""
+        found = self.medusa.get("tree_tokens_per_step")
+        numbers = isinstance(found, list) and all(isinstance(tau, int | float) for tau in found)
+        return tuple(map(float, found)) if numbers and found else ()
+
+    @property
+    def sharpness(self) -> tuple[float, ...] | None:
+        """[num_heads] factors on logits that make the heads' confidence right; None: not known.
+
+        `calibrate` writes them to the heads' config.json.
+        """
+        try:
+            fits = self.medusa["calibration"]["fit"]
+            found = tuple(1 / fit["temperature"] if fit else 1.0 for fit in fits)
+        except (TypeError, KeyError, ZeroDivisionError):
+            return None
+        return found if len(found) == self.num_heads and all(0 < x < 100 for x in found) else None
+
+    @property
+    def is_hydra(self) -> bool:
+        """Whether these are Hydra heads, which read the tokens before their own."""
+        return self.format == "hydra"
+
+    @property
+    def includes_base(self) -> bool:
+        """Whether the target, which was trained with the heads, is in the same checkpoint."""
+        return self.format == "full"
+
+    def read_token_map(self) -> Tensor | None:
+        """The target's id of each draft token, int64 [V_draft]; None: there is no map."""
+        if not self.token_map:
+            return None
+        ((_, stored),) = self.files.tensors([self.names[TOKEN_MAP]])
+        return stored.to(torch.int64)
 
 
 def peek_heads(source: str | Path, *, revision: str | None = None) -> HeadsInfo:
     """Describe a checkpoint (folder, file or hub name) without loading its weights.
 
-    Raises `HeadsError` for anything `load_heads` would refuse on names, shapes or dtypes.
+    Raises:
+        HeadsError: Not heads, or a tensor is missing, left over, or of the wrong shape or dtype.
+
     """
-    files = find_checkpoint(source, revision)
-    if hydra_files.is_hydra(files.files):
-        return hydra_files.describe(files)
-    return read_heads(files)[2]
+    return describe(find_checkpoint(source, revision))
+
+
+def describe(files: CheckpointFiles) -> HeadsInfo:
+    """`peek_heads` of files that were found."""
+    label, config = files.label, files.config
+    _refuse_other_drafters(files)
+    spelling, prefix, names, left_over = read_names(files.files)
+    heads = {slot.head for slot in names if slot.head is not None and slot != TOKEN_MAP}
+    if not heads:
+        raise HeadsError(
+            f"{label} holds no Medusa head: none of its {len(files.files)} tensors is named like "
+            f"one ({_listing(sorted(files.files))}). Is this the target model? Give the heads' own "
+            "folder or file"
+        )
+    lm_heads = [slot for slot in names if slot.part == "lm_head"]
+    if config.get("original_lm_head") and {s.head for s in lm_heads} == {0} != heads:
+        # vLLM writes the one LM head of all heads as head 0's, with this flag
+        names |= {slot._replace(head=None): names.pop(slot) for slot in lm_heads}
+    num_heads = 1 + max(heads)
+    num_layers = 1 + max((slot.layer for slot in names if slot.part == "layer"), default=-1)
+    stored = files.specs(names.values())
+    specs = {slot: stored[name] for slot, name in names.items()}
+    shapes = _shapes(specs, spelling == "hydra", num_heads, num_layers)
+    if spelling == "hydra" and Slot("skip") not in names:
+        raise HeadsError(
+            f"{label} has no 'hydra_mlp.0.0.res_connection.weight': these heads don't see tokens "
+            "(the reference calls them not grounded). Give grounded Hydra heads"
+        )
+    missing = [prefix + name_of(s, spelling, num_layers) for s in shapes if s not in names]
+    left_over += [name for slot, name in names.items() if slot not in shapes]
+    if spelling == "hydra":
+        left_over += files.files.keys() - names.values() - {*left_over}
+    problems = [
+        f"{what} {_listing(which)}"
+        for what, which in (("lacks", missing), ("has left over", left_over))
+        if which
+    ]
+    if problems:
+        raise HeadsError(
+            f"{label} {' and '.join(problems)} (its names say {num_heads} heads of {num_layers} "
+            "layers). The file is damaged or of a format this version does not read"
+        )
+    for slot, spec in specs.items():
+        if spec.shape != shapes[slot]:
+            raise HeadsError(
+                f"{label}: {names[slot]!r} has shape {list(spec.shape)}; beside the other tensors "
+                f"it must be {list(shapes[slot])}"
+            )
+        allowed = INTEGERS if slot == TOKEN_MAP else FLOATS
+        if spec.dtype not in allowed:
+            raise HeadsError(
+                f"{label}: {names[slot]!r} is {_word(spec.dtype)}; it must be one of "
+                f"{', '.join(map(_word, allowed))}. Quantized heads are not read: give the "
+                "originals"
+            )
+    if not isinstance(config.get("medusa") or {}, dict):
+        raise HeadsError(
+            f'{label}: "medusa" in its config.json is {config["medusa"]!r}; it must be an object '
+            'such as {"tree": [[0], [0, 0]]}'
+        )
+    found = {(slot.part, slot.kind) for slot in names}
+    lm_heads = [slot for slot in names if (slot.part, slot.kind) == ("lm_head", "weight")]
+    rows = specs[lm_heads[0]].shape[0] if lm_heads else None
+    stated = config.get("vocab_size")
+    vocab = stated if isinstance(stated, int) and stated > 0 else None
+    if rows is not None and TOKEN_MAP not in names:
+        vocab = rows if vocab is None else min(vocab, rows)
+    format_ = "v2" if spelling == "v1" and not lm_heads else spelling
+    dtypes = [spec.dtype for spec in specs.values() if isinstance(spec.dtype, torch.dtype)]
+    return HeadsInfo(
+        files=files,
+        format="full" if len(files.files) > len(names) else format_,
+        names=names,
+        specs=specs,
+        num_heads=num_heads,
+        num_layers=num_layers,
+        hidden_size=shapes[Slot("layer")][0] if num_layers else shapes[lm_heads[0]][1],
+        vocab_size=vocab,
+        draft_vocab_size=specs[TOKEN_MAP].shape[0] if TOKEN_MAP in names else vocab,
+        bias=("layer", "bias") in found,
+        num_lm_heads=len(lm_heads),
+        lm_head_bias=("lm_head", "bias") in found,
+        lm_head_rows=rows,
+        token_map=TOKEN_MAP in names,
+        dtype=reduce(torch.promote_types, dtypes),  # integers change no floating-point type
+    )
+
+
+def _refuse_other_drafters(files: CheckpointFiles) -> None:
+    if "fc.weight" in {name.rsplit("model.", 1)[-1] for name in files.files}:
+        raise HeadsError(
+            f"{files.label} holds an EAGLE drafter, and heads are asked for. Engines take it as "
+            '{"method": "eagle3", "model": ..., "tree": "dynamic"} ("eagle" for EAGLE-1 and 2) and '
+            "inspect describes it; calibrate and tree do not, since its trees follow its own "
+            "probabilities at every step"
+        )
+    if prefix := [name for name in files.files if "prefix_embed" in name]:
+        raise HeadsError(
+            f"{files.label} has {prefix[0]!r}: Hydra++'s prefix attention, which is not supported. "
+            "Give heads of the MLP variant, or train some: vllm-medusa train --heads hydra"
+        )
+
+
+def _shapes(
+    specs: Mapping[Slot, TensorSpec], is_hydra: bool, num_heads: int, num_layers: int
+) -> dict[Slot, tuple[int, ...]]:
+    """Every tensor that such heads must have, and its shape."""
+
+    def size(slot: Slot, dim: int = 0) -> int:
+        shape = specs[slot].shape if slot in specs else ()
+        return shape[dim] if shape else 0
+
+    found = {(slot.part, slot.kind) for slot in specs}
+    single = any(slot.head is None for slot in specs)
+    owners = [None] if single else [*range(num_heads)]
+    rows = size(Slot("lm_head", owners[0]))
+    hidden = size(Slot("layer")) if num_layers else size(Slot("lm_head", owners[0]), -1)
+    kinds = ["weight", "bias"] if is_hydra or ("layer", "bias") in found else ["weight"]
+    shapes: dict[Slot, tuple[int, ...]] = {}
+    for head, layer, kind in itertools.product(range(num_heads), range(num_layers), kinds):
+        first = is_hydra and layer == 0
+        width = (head + 2) * hidden if first else hidden
+        for part in ("layer", "skip") if first else ("layer",):
+            shape = (hidden, width) if kind == "weight" else (hidden,)
+            shapes[Slot(part, head, layer, kind)] = shape
+    if any(part == "lm_head" for part, _ in found):
+        kinds = ["weight", "bias"] if ("lm_head", "bias") in found else ["weight"]
+        for owner, kind in itertools.product(owners, kinds):
+            shapes[Slot("lm_head", owner, 0, kind)] = (rows, hidden)[: 2 if kind == "weight" else 1]
+    if TOKEN_MAP in specs:
+        shapes[TOKEN_MAP] = (size(TOKEN_MAP),)
+    return shapes
+
+
+@dataclass(frozen=True)
+class Check:
+    """One way in which heads may fit a target or themselves, and whether they do."""
+
+    name: str
+    verdict: Verdict
+    text: str
+
+
+def compare(name: str, found: int, needed: int | None) -> Check:
+    """Check a size against the target's; None: unknown."""
+    verdict: Verdict = "unknown" if needed is None else "fits" if found == needed else NO
+    return Check(name, verdict, f"{found}; the target has {needed}")
+
+
+def fits(info: HeadsInfo, hidden_size: int | None, vocab_size: int | None) -> list[Check]:
+    """Check heads against a target of these sizes; None: unknown. Reads the token map."""
+    return [
+        compare("hidden size", info.hidden_size, hidden_size),
+        Check("vocabulary", *_vocabulary(info, vocab_size)),
+    ]
+
+
+def require_fit(info: HeadsInfo, hidden_size: int | None, vocab_size: int | None) -> None:
+    """Raise `HeadsError` for heads that can't be used with a target of these sizes."""
+    for check in fits(info, hidden_size, vocab_size):
+        if check.verdict == NO:
+            raise HeadsError(
+                f"{info.files.label} does not fit the target: {check.name} {check.text}. Use heads "
+                "of this very model"
+            )
+
+
+def _vocabulary(info: HeadsInfo, vocab: int | None) -> tuple[Verdict, str]:
+    if vocab is None:
+        return "unknown", "the target's config does not say its size"
+    rows, mapped = info.lm_head_rows, info.read_token_map()
+    if info.vocab_size not in (None, vocab):
+        hint = f' (rows of padding need a "vocab_size" of {vocab} in config.json)' if rows else ""
+        return NO, f"{info.vocab_size} tokens; the target has {vocab}{hint}"
+    if mapped is None:
+        padding = f" and {rows - vocab} rows of padding" if rows and rows > vocab else ""
+        return "fits", f"{vocab} tokens, as the target{padding}"
+    bad = mapped[(mapped < 0) | (mapped >= vocab)]
+    name = info.names[TOKEN_MAP]
+    if bad.numel():
+        return NO, f"{name!r} holds token id {int(bad[0])}; the target's ids are 0 to {vocab - 1}"
+    if mapped.unique().numel() != mapped.numel():
+        return NO, f"{name!r} names some token twice"
+    if rows not in (None, len(mapped), vocab) and not (rows > vocab == info.vocab_size):
+        return NO, f"{name!r} names {len(mapped)} tokens, and the LM heads score {rows}"
+    return "fits", f"{len(mapped)} of the target's {vocab} tokens"
 
 
 def load_heads(
@@ -51,246 +332,226 @@ def load_heads(
     revision: str | None = None,
     max_heads: int | None = None,
 ) -> tuple[MedusaHeads, HeadsInfo]:
-    """Load heads for a target of ``hidden_size`` and ``vocab_size``.
+    """Load heads, Medusa's or Hydra's, for a target of ``hidden_size`` and ``vocab_size``.
 
     ``lm_head_weight`` [>= vocab_size, H], the target's, is bound (not copied) to heads that store
-    none; without it they need `MedusaHeads.compute_logits`'s ``lm_head``. It also stands in for a
-    stored single LM head that is its exact copy. ``dtype`` None keeps the checkpoint's;
-    ``max_heads`` loads only the first so many.
+    none; without it they need `MedusaHeads.compute_logits`'s ``lm_head``. ``dtype`` None keeps the
+    checkpoint's; ``max_heads`` loads only the first so many.
 
     Stored LM heads must have ``vocab_size`` rows, or one for each entry of the token map. More
     rows are padding, and cut, only where ``config.json`` states this very ``vocab_size``.
 
-    Raises `HeadsError` naming the tensor that is missing, left over, of the wrong shape or dtype,
-    not finite, or too large for ``dtype``.
+    Raises:
+        HeadsError: As `peek_heads`; heads for another target; values that are not finite, or too
+            large for ``dtype``.
+
     """
-    files = find_checkpoint(source, revision)
-    if hydra_files.is_hydra(files.files):
-        hydra, info = hydra_files.load(
-            files,
-            hidden_size=hidden_size,
-            vocab_size=vocab_size,
-            dtype=dtype,
-            device=device,
-            max_heads=max_heads,
-        )
-        if lm_head_weight is not None and hydra.shared_lm_head:
-            hydra.use_target_lm_head(lm_head_weight)
-        return hydra, info
-    _, layout, info = read_heads(files)
-    if info.hidden_size != hidden_size:
-        raise HeadsError(
-            f"{files.label} was made for a target of hidden size {info.hidden_size}; this one has "
-            f"{hidden_size}. Use heads of this very model"
-        )
+    info = peek_heads(source, revision=revision)
+    require_fit(info, hidden_size, vocab_size)
     dtype = info.dtype if dtype is None else dtype
     if dtype not in FLOATS:
-        raise HeadsError(f"dtype {dtype} is no floating-point type heads can have")
+        raise HeadsError(
+            f"dtype is {dtype}; heads can be {', '.join(map(_word, FLOATS))}. Take one of these"
+        )
     count = info.num_heads if max_heads is None else min(info.num_heads, max_heads)
-    check_vocab(files, layout, info, vocab_size)
-    token_map = read_token_map(files, layout, vocab_size) if layout.token_map else None
-    heads = MedusaHeads(
-        num_heads=count,
-        num_layers=info.num_layers,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        bias=info.bias,
-        shared_lm_head=info.shared_lm_head,
-        lm_head_bias=info.lm_head_bias,
-        token_map=token_map,
-        num_lm_heads=min(info.num_lm_heads, count),
-        device=device,
-        dtype=dtype,
-    ).requires_grad_(False)
-
-    slots = _named_tensors(heads)
-    slots.pop(TOKEN_MAP, None)
-    names = {layout.names[_stored_as(slot, layout)]: slot for slot in slots}
-    for name, tensor in files.tensors(names):
-        slot = slots[names[name]]
+    token_map = info.read_token_map()
+    common: dict[str, Any] = {
+        "num_lm_heads": min(info.num_lm_heads, count),
+        "lm_head_bias": info.lm_head_bias,
+        "token_map": token_map,
+        "device": device,
+        "dtype": dtype,
+    }
+    heads: MedusaHeads
+    if info.is_hydra:
+        heads = HydraHeads(count, info.num_layers, hidden_size, vocab_size, **common)
+    else:
+        common |= {"bias": info.bias, "shared_lm_head": not info.num_lm_heads}
+        heads = MedusaHeads(count, info.num_layers, hidden_size, vocab_size, **common)
+    heads.requires_grad_(False)
+    slots = {
+        info.names.get(slot) or info.names[slot._replace(head=None)]: tensor
+        for slot, tensor in _tensors(heads).items()
+        if slot != TOKEN_MAP
+    }
+    for name, tensor in info.files.tensors(slots):
+        slot = slots[name]
         if tensor.shape[0] != slot.shape[0]:  # an LM head with more rows than we score
             tensor = tensor[:vocab_size] if token_map is None else tensor[token_map]
-        converted = tensor.to(dtype)
-        _require_finite(f"{files.label}: {name!r}", tensor, converted)
-        slot.copy_(converted)
-    if lm_head_weight is not None:
-        _bind_target(heads, lm_head_weight, layout)
+        slot.copy_(tensor)
+        if bool(torch.isfinite(slot).all()):
+            continue
+        what = f"{info.files.label}: {name!r} holds"
+        if not bool(torch.isfinite(tensor).all()):
+            raise HeadsError(f"{what} NaN or infinity: the training diverged. Retrain the heads")
+        raise HeadsError(
+            f"{what} values up to {float(tensor.abs().max()):.3g}, too large for {slot.dtype}. "
+            "Load the heads as bfloat16 or float32"
+        )
+    if lm_head_weight is not None and heads.shared_lm_head:
+        heads.use_target_lm_head(lm_head_weight)
     return heads, info
 
 
 def save_heads(
-    folder: str | Path,
-    heads: MedusaHeads,
-    config: Mapping[str, Any] | None = None,
-    *,
-    lm_head_weight: Tensor | None = None,
+    folder: str | Path, heads: MedusaHeads, config: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write heads as ``model.safetensors`` and ``config.json``; returns the folder.
+    """Write heads as ``model.safetensors`` and, last, ``config.json``; returns the folder.
 
     ``config`` is JSON: ``base_model_name_or_path`` goes to the top, everything else (``tree``,
-    provenance) under ``"medusa"``. ``lm_head_weight`` stores a copy of the target's LM head with
-    heads that share it, which stock vLLM 0.32 needs.
+    provenance) under ``"medusa"``.
+
+    Raises:
+        HeadsError: A value is not finite, or the folder has a file that readers prefer; nothing is
+            written.
+
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     for name in HEADS_FILES:
-        if (folder / name).exists():
+        if (Path(folder) / name).exists():
             raise HeadsError(f"{folder} already holds {name}, which readers prefer: save elsewhere")
-    tensors = _named_tensors(heads)
-    if lm_head_weight is not None:
-        if isinstance(heads, HydraHeads):
-            raise HeadsError("a copy of the LM head is for Medusa heads: Hydra's names have none")
-        if not heads.shared_lm_head:
-            raise HeadsError("lm_head_weight is only for heads that store no LM head")
-        rows = lm_head_weight.detach()[: heads.vocab_size]
-        rows = rows if heads.token_map is None else rows[heads.token_map]
-        tensors[lm_head_name(None)] = rows
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise HeadsError(f"{name!r} holds NaN or infinity: these heads are not worth saving")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-    extra = dict(config or {})
-    document = _config_of(heads)
-    if base := extra.pop("base_model_name_or_path", None):
-        document["base_model_name_or_path"] = base
-    document["medusa"] = {"format_version": FORMAT_VERSION, **extra}
-    text = config_text(document, folder / "config.json")  # before any file is touched
-    with new_path(folder / "model.safetensors") as path:
-        save_file(tensors, path, {"format": "pt"})
-    with new_file(folder / "config.json") as file:
-        file.write(text)
-    return folder
-
-
-def _config_of(heads: MedusaHeads) -> dict[str, Any]:
+    spelling = "hydra" if isinstance(heads, HydraHeads) else "vllm"
+    tensors = {name_of(slot, spelling, heads.num_layers): t for slot, t in _tensors(heads).items()}
+    sizes = {
+        "hidden_size": heads.hidden_size,
+        "vocab_size": heads.vocab_size,
+        "truncated_vocab_size": heads.draft_vocab_size,
+    }
     if isinstance(heads, HydraHeads):
-        return hydra_files.config_of(heads)
-    return layout_config(
-        num_heads=heads.num_heads,
-        num_layers=heads.num_layers,
-        hidden_size=heads.hidden_size,
-        vocab_size=heads.vocab_size,
-        draft_vocab_size=heads.draft_vocab_size,
-        bias=heads.has_bias,
-        single_lm_head=heads.num_lm_heads != heads.num_heads,
-    )
+        document = {  # the reference's keys where it has any
+            "architectures": ["HydraModel"],
+            "model_type": "hydra",
+            "hydra_num_heads": heads.num_heads,
+            "hydra_num_layers": heads.num_layers,
+            "hydra_head_arch": "mlp",
+            "grounded_heads": True,
+        }
+    else:
+        document = vllm_config(
+            heads.num_heads,
+            heads.num_layers,
+            bias=heads.has_bias,
+            single_lm_head=heads.num_lm_heads != heads.num_heads,
+        )
+    return _save(folder, tensors, document | sizes, config)
 
 
-def layout_config(
-    *,
-    num_heads: int,
-    num_layers: int,
-    hidden_size: int,
-    vocab_size: int,
-    draft_vocab_size: int,
-    bias: bool,
-    single_lm_head: bool,
+def vllm_config(
+    num_heads: int, num_layers: int, *, bias: bool, single_lm_head: bool
 ) -> dict[str, Any]:
-    """What stock vLLM 0.32 builds its Medusa model from (``models/medusa.py``)."""
+    """What, with the sizes, stock vLLM 0.32 builds its Medusa model from."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "num_heads": num_heads,
         "num_hidden_layers": num_layers,
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-        "truncated_vocab_size": draft_vocab_size,
         "medusa_fc_bias": bias,
         "original_lm_head": single_lm_head,
     }
 
 
-def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
-    """Set keys of the ``"medusa"`` object in ``config.json``; None takes a key out.
+def save_drafter(
+    folder: str | Path, drafter: EagleDrafter, config: Mapping[str, Any] | None = None
+) -> Path:
+    """Write an EAGLE-3 drafter as `save_heads` does heads; vLLM's own loader reads it too."""
+    document = drafter.shape.config(drafter.draft_vocab_size)
+    document["dtype"] = _word(drafter.fc.weight.dtype)
+    return _save(folder, drafter.tensors(), document, config)
 
-    Everything else in the file stays as it is. Readers see the old file or the new one, whatever
-    happens meanwhile. Without a ``config.json`` one is made. ``provenance=entry`` appends a dict to
-    the list of entries; a list replaces it.
+
+def _save(
+    folder: str | Path,
+    tensors: Mapping[str, Tensor],
+    document: dict[str, Any],
+    config: Mapping[str, Any] | None,
+) -> Path:
+    folder = Path(folder)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise HeadsError(f"{name!r} holds NaN or infinity: these weights are not worth saving")
+    extra = dict(config or {})
+    if base := extra.pop("base_model_name_or_path", None):
+        document["base_model_name_or_path"] = base
+    document["medusa"] = {"format_version": FORMAT_VERSION, **extra}
+    text = config_text(document, folder / "config.json")  # before any file is touched
+    folder.mkdir(parents=True, exist_ok=True)
+    with new_path(folder / "model.safetensors") as path:
+        contiguous = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, path, {"format": "pt"})
+    with new_file(folder / "config.json") as file:
+        file.write(text)
+    return folder
+
+
+def update_config(folder: str | Path, /, **medusa_keys: Any) -> None:
+    """Set keys of the ``"medusa"`` object in ``config.json``; None removes a key.
+
+    Everything else in the file stays as it is. Readers see the old file or the new one. Without a
+    ``config.json`` one is made. ``provenance=entry`` appends a dict to the list of entries; a list
+    replaces it.
 
     Raises:
-        HeadsError: No such folder, a config that is no JSON object, or values that are not JSON.
+        HeadsError: Not a folder, a config that is not a JSON object, or values that are not JSON.
 
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise HeadsError(f"{folder} is no folder: a checkpoint's config.json lies in its folder")
+        raise HeadsError(f"{folder} is not a folder: give the folder of a checkpoint's config.json")
     path = folder / "config.json"
     document = read_json(path) if path.is_file() else {}
-    medusa = document.get("medusa")
-    if medusa is None:  # null is read as none
-        medusa = {"format_version": FORMAT_VERSION}
+    medusa = document.get("medusa") or {"format_version": FORMAT_VERSION}
     if not isinstance(medusa, dict):
         raise HeadsError(f'{path}: "medusa" is {medusa!r}; it must be an object. Correct it')
     for key, value in medusa_keys.items():
         if key == "provenance" and isinstance(value, Mapping):
-            entries = medusa.get("provenance")
-            value = [*(entries if isinstance(entries, list) else []), value]
-        if value is None:
-            medusa.pop(key, None)
-        else:
-            medusa[key] = value
-    text = config_text({**document, "medusa": medusa}, path)
+            value = [*provenance_of(medusa), value]
+        medusa[key] = value
+    kept = {key: value for key, value in medusa.items() if medusa_keys.get(key, 0) is not None}
+    text = config_text({**document, "medusa": kept}, path)
     with new_file(path) as file:
         file.write(text)
 
 
+def provenance_of(medusa: Mapping[str, Any]) -> list[Any]:
+    """The entries of a "medusa" object's provenance."""
+    entries = medusa.get("provenance")
+    return entries if isinstance(entries, list) else []
+
+
 def config_text(document: Mapping[str, Any], label: object) -> str:
-    """The JSON of a config; `HeadsError` for what JSON has no word for, NaN included."""
+    """The JSON of a config; `HeadsError` for what JSON can't express, NaN included."""
     try:
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise HeadsError(f"{label}: its values must be plain JSON ({error})") from error
 
 
-def _named_tensors(heads: MedusaHeads) -> dict[str, Tensor]:
-    """Canonical names to views of the heads' tensors."""
+def _tensors(heads: MedusaHeads) -> dict[Slot, Tensor]:
+    """Views of the heads' tensors, head by head."""
+    found: dict[Slot, Tensor] = {}
+    kinds = ("weight", "bias")
     if isinstance(heads, HydraHeads):
-        return hydra_files.named_tensors(heads)
-    tensors: dict[str, Tensor] = {}
-    for layer, block in enumerate(heads.blocks):
-        assert isinstance(block, ResBlock)
-        for head in range(heads.num_heads):
-            tensors[layer_name(head, layer)] = block.weight.detach()[head]
-            if block.bias is not None:
-                tensors[layer_name(head, layer, "bias")] = block.bias.detach()[head]
+        for (head, first), kind in itertools.product(enumerate(heads.inputs), kinds):
+            found[Slot("layer", head, 0, kind)] = getattr(first, kind).detach()
+            found[Slot("skip", head, 0, kind)] = getattr(first, f"skip_{kind}").detach()
+    later = enumerate(heads.blocks, heads.num_layers - len(heads.blocks))
+    for (layer, block), kind in itertools.product(later, kinds):
+        if (stacked := getattr(block, kind)) is not None:
+            for head, tensor in enumerate(stacked.detach()):
+                found[Slot("layer", head, layer, kind)] = tensor
     single = heads.num_lm_heads == 1 < heads.num_heads
-    for kind, stacked in (("weight", heads.lm_head_weight), ("bias", heads.lm_head_bias)):
+    for kind, stacked in zip(kinds, (heads.lm_head_weight, heads.lm_head_bias), strict=True):
         if stacked is not None:
             for head, tensor in enumerate(stacked.detach()):
-                tensors[lm_head_name(None if single else head, kind)] = tensor
+                found[Slot("lm_head", None if single else head, 0, kind)] = tensor
     if heads.token_map is not None:
-        tensors[TOKEN_MAP] = heads.token_map
-    return tensors
+        found[TOKEN_MAP] = heads.token_map
+    return found
 
 
-def _stored_as(slot: str, layout: Layout) -> str:
-    """The checkpoint's name of a slot: the single LM head is ``lm_heads.0`` of one loaded head."""
-    if slot in layout.names:
-        return slot
-    return slot.replace("lm_heads.0.", "lm_head.")
+def _word(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _require_finite(what: str, stored: Tensor, converted: Tensor) -> None:
-    if bool(torch.isfinite(converted).all()):
-        return
-    if bool(torch.isfinite(stored).all()):
-        raise HeadsError(
-            f"{what} holds values up to {float(stored.abs().max()):.3g}, too large for "
-            f"{converted.dtype}. Load the heads as bfloat16 or float32"
-        )
-    raise HeadsError(
-        f"{what} holds NaN or infinity. The training that made it diverged: retrain it"
-    )
-
-
-def _bind_target(heads: MedusaHeads, weight: Tensor, layout: Layout) -> None:
-    if heads.lm_head_weight is not None:
-        if lm_head_name(None) not in layout.names or layout.lm_head_bias:
-            return  # LM heads of their own: the target's is not needed
-        rows = weight.detach()[: heads.vocab_size].to(heads.lm_head_weight)
-        rows = rows if heads.token_map is None else rows[heads.token_map]
-        if not torch.equal(rows, heads.lm_head_weight[0]):
-            return
-        heads.lm_head_weight = None  # an exact copy of the target's
-    heads.use_target_lm_head(weight)
+def _listing(names: list[str]) -> str:
+    shown = ", ".join(repr(name[:80]) for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more tensors"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_medusa.heads.checkpoint import NO, Check, Verdict, compare
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
 from vllm_medusa.heads.fingerprint import config_sizes
-from vllm_medusa.heads.inspection import Check
 from vllm_medusa.heads.model import HeadsError
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -31,15 +31,12 @@ class EagleInspection:
     @property
     def fits(self) -> bool:
         """Whether nothing is known to be wrong."""
-        return all(check.verdict != "does not fit" for check in self.checks)
+        return all(check.verdict != NO for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON of everything."""
-        return {
-            **vars(self),
-            "checks": [vars(check) for check in self.checks],
-            "fits": self.fits,
-        }
+        checks = [vars(check) for check in self.checks]
+        return {**vars(self), "checks": checks, "fits": self.fits}
 
 
 def inspect_eagle(
@@ -48,43 +45,37 @@ def inspect_eagle(
     """Look at a drafter's config and headers, and at a target's config.
 
     Raises:
-        HeadsError: No EAGLE drafter there, or no such target.
+        HeadsError: Not an EAGLE drafter, or no such target.
 
     """
     files = find_checkpoint(source, revision)
-    config = flat_config(files.config)
-    names = bare_names(files)
-    sizes = [config.get("hidden_size"), config.get("vocab_size")]
+    config, names = flat_config(files.config), bare_names(files)
+    width, vocab = config.get("hidden_size"), config.get("vocab_size")
     last_only = reads_last_only(config) and "layers.0.hidden_norm.weight" in names
-    if not ("fc.weight" in names or last_only) or not all(isinstance(n, int) for n in sizes):
-        raise HeadsError(f"{source}: no EAGLE drafter, which has an fc.weight and a config")
+    if not ("fc.weight" in names or last_only) or not {type(width), type(vocab)} == {int}:
+        raise HeadsError(f"{source}: not an EAGLE drafter, which has an fc.weight and a config")
     specs = files.specs(names.values())
-    hidden = config.get("target_hidden_size") or config["hidden_size"]
+    hidden = config.get("target_hidden_size") or width
     shape = specs[names["fc.weight"]].shape if "fc.weight" in names else (0, 0)
-    is_first = shape == (config["hidden_size"], 2 * hidden) and "lm_head.weight" not in names
-    layers = None if is_first else named_layers(config)
-    found = EagleInspection(
-        source=str(source),
-        method="eagle" if is_first else "eagle3",
-        target_hidden_size=hidden,
-        vocab_size=config["vocab_size"],
-        draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
-        layers=layers,
-        parameters=sum(
-            spec.num_values for name, spec in specs.items() if not name.endswith(("d2t", "t2d"))
-        ),
-        checks=[],
-    )
-    found.checks.extend(
-        Check("trees", "does not fit", f"it {reason}")
-        for reason in not_for_trees(config, names, found.method)
-    )
-    found.checks.extend(_vocabulary(found, files, names))
+    is_first = shape == (width, 2 * hidden) and "lm_head.weight" not in names
+    method, layers = ("eagle", None) if is_first else ("eagle3", named_layers(config))
+    draft_vocab = config.get("draft_vocab_size") or vocab
+    checks = [Check("trees", NO, f"it {why}") for why in not_for_trees(config, names, method)]
+    if draft_vocab != vocab:
+        checks.append(_draft_vocabulary(files, names, draft_vocab, vocab))
     if not is_first and (doubt := doubtful_layers(config)):
-        found.checks.append(Check("numbers of layers", "unknown", doubt))
+        checks.append(Check("numbers of layers", "unknown", doubt))
     if target is not None:
-        found.checks.extend(_against(found, shape[1], target))
-    return found
+        sizes = config_sizes(find_target(target).config)
+        checks.append(compare("hidden size", hidden, sizes["hidden_size"]))
+        checks.append(compare("vocabulary", vocab, sizes["vocab_size"]))
+        if not is_first and sizes["num_layers"] is not None and shape[1]:
+            checks.append(_layers(layers, shape[1] // hidden, sizes["num_layers"]))
+    stored = (s for name, s in specs.items() if not name.endswith(("d2t", "t2d")))
+    parameters = sum(spec.num_values for spec in stored)
+    return EagleInspection(
+        str(source), method, hidden, vocab, draft_vocab, layers, parameters, checks
+    )
 
 
 def bare_names(files: CheckpointFiles) -> dict[str, str]:
@@ -180,42 +171,23 @@ def default_layers(num_layers: int) -> list[int]:
     return [2, num_layers // 2, num_layers - 3]
 
 
-def _vocabulary(
-    found: EagleInspection, files: CheckpointFiles, names: Mapping[str, str]
-) -> Iterator[Check]:
-    size, name = found.draft_vocab_size, "draft vocabulary"
-    if size == found.vocab_size:
-        return
+def _draft_vocabulary(
+    files: CheckpointFiles, names: Mapping[str, str], size: int, vocab: int
+) -> Check:
     if "d2t" not in names:
-        yield Check(name, "does not fit", f"{size} tokens, but no d2t tells which")
-        return
+        return Check("draft vocabulary", NO, f"{size} tokens, but no d2t tells which")
     ((_, offsets),) = files.tensors([names["d2t"]])
     ids = offsets.long() + offsets.new_tensor(range(len(offsets))).long()
-    right = (
-        len(ids) == size == len(ids.unique()) and ids.min() >= 0 and ids.max() < found.vocab_size
-    )
-    text = f"{size} of {found.vocab_size} tokens"
-    yield Check(name, "fits" if right else "does not fit", text + ("" if right else "; bad d2t"))
+    right = len(ids) == size == len(ids.unique()) and ids.min() >= 0 and ids.max() < vocab
+    text = f"{size} of {vocab} tokens"
+    return Check("draft vocabulary", *(("fits", text) if right else (NO, f"{text}; bad d2t")))
 
 
-def _against(found: EagleInspection, inputs: int, target: str | Path) -> Iterator[Check]:
-    sizes = config_sizes(find_target(target).config)
-    for name, mine, theirs in (
-        ("hidden size", found.target_hidden_size, sizes["hidden_size"]),
-        ("vocabulary", found.vocab_size, sizes["vocab_size"]),
-    ):
-        verdict = "unknown" if theirs is None else "fits" if mine == theirs else "does not fit"
-        yield Check(name, verdict, f"{mine}; the target has {theirs}")  # type: ignore[arg-type]
-    layers, count = found.layers, sizes["num_layers"]
-    if found.method == "eagle" or count is None or not inputs:
-        return
-    wanted = inputs // found.target_hidden_size
+def _layers(layers: list[int] | None, wanted: int, count: int) -> Check:
     text = f"reads {wanted} hidden states; its config names {layers or 'no layers'} of {count}"
+    verdict: Verdict = "fits"
     if layers is None:
         verdict, layers = "unknown", default_layers(count)
         text += f", so vLLM takes {layers}"
-    else:
-        verdict = "fits"
-    if len(set(layers)) != wanted or not all(0 <= layer <= count for layer in layers):
-        verdict = "does not fit"
-    yield Check("auxiliary layers", verdict, text)  # type: ignore[arg-type]
+    right = len(set(layers)) == wanted and all(0 <= layer <= count for layer in layers)
+    return Check("auxiliary layers", verdict if right else NO, text)

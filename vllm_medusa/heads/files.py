@@ -12,7 +12,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vllm_medusa import files as plain_files
-from vllm_medusa.heads.formats import head_names, holds_heads, is_head_tensor
+from vllm_medusa.heads.formats import head_names, heads_alone, is_head_tensor
 from vllm_medusa.heads.model import HeadsError
 
 # Looked for in this order: heads alone come before whole models, safetensors before pickles.
@@ -37,16 +37,6 @@ MODEL_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_BESIDE_WEIGHTS = (
-    "*.json",
-    "*.txt",
-    "*.model",
-    "*.tiktoken",
-    "*.jinja",
-    "*.py",
-    "*.md",
-    "LICENSE*",
-)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 DTYPES = {  # as safetensors calls them
     "F64": torch.float64,
@@ -61,7 +51,7 @@ DTYPES = {  # as safetensors calls them
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-Fetch = Callable[[list[str]], Path]  # names wanted -> the folder they are then in, if they exist
+Fetch = Callable[[list[str]], Path]  # file names -> the folder with those of them that exist
 
 
 @dataclass(frozen=True)
@@ -69,7 +59,7 @@ class TensorSpec:
     """One tensor's header."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype | str  # str: one torch does not name, which no heads have
+    dtype: torch.dtype | str  # str: one that torch has no name for
 
     @property
     def num_values(self) -> int:
@@ -92,28 +82,38 @@ class CheckpointFiles:
 
     def specs(self, names: Iterable[str]) -> dict[str, TensorSpec]:
         """Shapes and dtypes of tensors, weights unread."""
-        return dict(self._open(names, header_only=True))
+        return {name: _spec(part) for name, part in self.slices(names)}
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Tensors on the CPU, one at a time, file by file."""
-        return self._open(names, header_only=False)
+        for name, part in self.slices(names):
+            yield name, part if isinstance(part, Tensor) else part[...]
 
-    def by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
-        """Which of the names each file holds."""
-        files: dict[Path, list[str]] = {}
+    def slices(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """What reads a tensor's values when it is indexed, valid until the next one; in any order.
+
+        It is a tensor, or what ``safe_open(..).get_slice`` gives.
+
+        Raises:
+            HeadsError: A damaged file, or one without a tensor that its index puts there.
+
+        """
+        by_file: dict[Path, list[str]] = {}
         for name in names:
-            files.setdefault(self.files[name], []).append(name)
-        return files
-
-    def _open(self, names: Iterable[str], *, header_only: bool) -> Iterator[tuple[str, Any]]:
-        for file, wanted in self.by_file(names).items():
-            yield from _open(file, wanted, header_only)
+            by_file.setdefault(self.files[name], []).append(name)
+        for path, wanted in by_file.items():
+            with _open(path) as (present, get):
+                if absent := sorted({*wanted} - {*present}):
+                    raise HeadsError(
+                        f"{path} lacks {absent[0]!r}, which the checkpoint's index puts there"
+                    )
+                yield from ((name, get(name)) for name in wanted)
 
 
 def digest_heads(files: CheckpointFiles) -> str:
     """Digest names, sizes and both ends of the files of the weights; ``config.json`` may change.
 
-    Tells heads from others, so that what was measured of them can't outlive them.
+    It ties a measurement to the heads it was made with.
     """
     paths = sorted(set(files.files.values()))  # a part of the target's may be absent
     ends = [plain_files.ends_of(path) if path.is_file() else b"" for path in paths]
@@ -122,17 +122,12 @@ def digest_heads(files: CheckpointFiles) -> str:
     ).hexdigest()
 
 
-def digest_tensor(tensor: Tensor) -> str:
-    """SHA-256 of the values' bytes, in hexadecimal."""
-    raw: Any = tensor.detach().contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(raw).hexdigest()
-
-
 def find_checkpoint(source: str | Path, revision: str | None = None) -> CheckpointFiles:
     """Find a checkpoint in a folder, a file, or a model of the hub (downloaded once, then cached).
 
-    Raises `HeadsError` when there is none, or when the hub cannot be reached and has not been
-    before.
+    Raises:
+        HeadsError: There is none, or the hub can't be reached and it was not downloaded before.
+
     """
     path = Path(source).expanduser()
     if path.is_file():
@@ -147,24 +142,14 @@ def find_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     )
 
 
-def download_whole(files: CheckpointFiles, revision: str | None = None) -> CheckpointFiles:
-    """Download what `find_checkpoint` left on the hub: other weights, tokenizer and settings."""
-    shards = sorted({path.name for path in files.files.values()})
-    try:
-        folder = _hub(files.label, revision)([*shards, *_BESIDE_WEIGHTS])
-    except (OSError, ValueError) as error:
-        raise HeadsError(
-            f"{files.label!r}: the hub did not give all of it ({error}). Download the whole "
-            "checkpoint and give its folder"
-        ) from error
-    return replace(find_checkpoint(folder), label=files.label)
-
-
 def find_target(source: str | Path, revision: str | None = None) -> CheckpointFiles:
     """Find a target's own weights in a folder or the hub's local cache; downloads nothing.
 
-    Heads that lie beside them, or in the same files, are left out. Raises `HeadsError` when there
-    are none here, or heads only.
+    Heads beside them, or in the same files, are left out.
+
+    Raises:
+        HeadsError: There are none here, or heads only.
+
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
@@ -175,7 +160,7 @@ def find_target(source: str | Path, revision: str | None = None) -> CheckpointFi
         if (folder / candidate).is_file():
             found = _from_file(folder / candidate, lambda names: folder, str(source), heads=False)
             files = {n: path for n, path in found.files.items() if not is_head_tensor(n)}
-            if (found.files and not files) or holds_heads(files, found.config):
+            if (found.files and not files) or heads_alone(files):
                 raise HeadsError(
                     f"target {str(source)!r} holds Medusa heads and no language model. Give the "
                     "model that the heads are for"
@@ -185,6 +170,14 @@ def find_target(source: str | Path, revision: str | None = None) -> CheckpointFi
         f"target {str(source)!r}: none of {', '.join(MODEL_FILES)} is there. Give the folder of "
         "the model's weights"
     )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; `HeadsError` for anything else."""
+    try:
+        return plain_files.read_json(path)
+    except plain_files.FileRefused as error:
+        raise HeadsError(str(error)) from error
 
 
 def _cached(name: str, revision: str | None) -> Path:
@@ -220,10 +213,10 @@ def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
         if (folder / candidate).is_file():
             return _from_file(folder / candidate, fetch, label)
     if failure is not None:
-        said = " ".join(str(failure).split())
+        reason = " ".join(str(failure).split())
         raise HeadsError(
             f"heads {label!r}: not a local folder, and the hub did not give them "
-            f"({type(failure).__name__}: {said}). Check the name and the connection, or "
+            f"({type(failure).__name__}: {reason}). Check the name and the connection, or "
             "download them and give the folder"
         ) from failure
     present = sorted(entry.name for entry in folder.iterdir()) if folder else []
@@ -236,82 +229,52 @@ def _from_folder(fetch: Fetch, label: str) -> CheckpointFiles:
 def _from_file(path: Path, fetch: Fetch, label: str, heads: bool = True) -> CheckpointFiles:
     config_path = path.parent / "config.json"
     config = read_json(config_path) if config_path.is_file() else {}
-    if path.name.endswith(".index.json"):
-        weight_map = read_json(path).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise HeadsError(f"{path} has no 'weight_map': it is not the index of a checkpoint")
-        wanted = head_names(weight_map) if heads else weight_map
-        shards = {str(weight_map[name]) for name in wanted}
-        try:
-            folder = fetch(sorted(shards))
-        except (OSError, ValueError) as error:
-            raise HeadsError(
-                f"heads {label!r}: cannot download {sorted(shards)}: {error}"
-            ) from error
-        for shard in sorted(shards):
-            if not (folder / shard).is_file():
-                raise HeadsError(f"{path} names {shard!r}, which is not beside it")
-        files = {name: folder / str(shard) for name, shard in weight_map.items()}
-    else:
-        files = dict.fromkeys(_names(path), path)
+    if not path.name.endswith(".index.json"):
+        with _open(path) as (names, _):
+            return CheckpointFiles(label, config, dict.fromkeys(names, path))
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise HeadsError(f"{path} has no 'weight_map': it is not the index of a checkpoint")
+    wanted = head_names(weight_map) if heads else weight_map
+    shards = sorted({str(weight_map[name]) for name in wanted})
+    try:
+        folder = fetch(shards)
+    except (OSError, ValueError) as error:
+        raise HeadsError(f"heads {label!r}: cannot download {shards}: {error}") from error
+    for shard in shards:
+        if not (folder / shard).is_file():
+            raise HeadsError(f"{path} names {shard!r}, which is not beside it")
+    files = {name: folder / str(shard) for name, shard in weight_map.items()}
     return CheckpointFiles(label, config, files)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; `HeadsError` for anything else."""
-    try:
-        return plain_files.read_json(path)
-    except plain_files.FileRefused as error:
-        raise HeadsError(str(error)) from error
-
-
-def _names(path: Path) -> list[str]:
-    if path.suffix == ".safetensors":
-        with _safetensors(path) as file:
-            return list(file.keys())
-    return list(load_pickle(path))
-
-
-def _open(path: Path, names: list[str], header_only: bool) -> Iterator[tuple[str, Any]]:
-    if path.suffix != ".safetensors":
-        state = load_pickle(path)
-        _require(path, names, state)
-        for name in names:
-            tensor = state[name]
-            yield name, TensorSpec(tuple(tensor.shape), tensor.dtype) if header_only else tensor
-        return
-    with _safetensors(path) as file:
-        _require(path, names, file.keys())
-        for name in names:
-            yield name, _spec(file.get_slice(name)) if header_only else file.get_tensor(name)
-
-
 @contextmanager
-def _safetensors(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[tuple[Iterable[str], Callable[[str], Any]]]:
+    """Names of the tensors in a file, and what gives their slices."""
+    if path.suffix != ".safetensors":
+        state = _load_pickle(path)
+        yield state, state.__getitem__
+        return
     try:
         with safe_open(path, framework="pt") as file:
-            yield file
+            yield file.keys(), file.get_slice
     except SafetensorError as error:
         raise HeadsError(f"{path} is not a safetensors file: {error}") from error
 
 
-def _spec(header: Any) -> TensorSpec:
-    dtype = header.get_dtype()
-    return TensorSpec(tuple(header.get_shape()), DTYPES.get(dtype, dtype))
+def _spec(part: Any) -> TensorSpec:
+    if isinstance(part, Tensor):
+        return TensorSpec(tuple(part.shape), part.dtype)
+    dtype = part.get_dtype()
+    return TensorSpec(tuple(part.get_shape()), DTYPES.get(dtype, dtype))
 
 
-def _require(path: Path, names: list[str], present: Iterable[str]) -> None:
-    absent = sorted(set(names) - set(present))
-    if absent:
-        raise HeadsError(f"{path} lacks {absent[0]!r}, which the checkpoint's index puts there")
-
-
-def load_pickle(path: Path) -> Mapping[str, Tensor]:
-    """A state dict, memory-mapped where its age allows; `HeadsError` for anything else."""
+def _load_pickle(path: Path) -> Mapping[str, Tensor]:
+    """A state dict, memory-mapped if the file is of torch 1.6 or later; else `HeadsError`."""
     try:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError as error:  # files from before torch 1.6 cannot be mapped
+        except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise
             state = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,8 +1,8 @@
-"""Hydra heads: each sees the tokens that were chosen before its own (arXiv 2402.05109).
+"""Hydra heads: each reads the tokens chosen before its own (arXiv 2402.05109).
 
-Head h turns [state, e(x_1), .., e(x_(h+1))] into logits for the token after them: x_1 is the token
-that the target gave last, e the target's own embedding. The first layer takes all of that,
-(h + 2) * H wide, to H: ``R x + r + silu(W x + b)``; later layers and LM heads are Medusa's.
+Head h turns [state, e(x_1), .., e(x_(h+1))] into logits for the token after them: x_1 is the
+target's last token, e its embedding. The first layer maps these (h + 2) * H values to H:
+``R x + r + silu(W x + b)``; later layers and LM heads are Medusa's.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vllm_medusa.heads.model import HeadsError, LMHead, MedusaHeads, ResBlock
-from vllm_medusa.heads.packed import Linear, MakeLinear, check_packable
+from vllm_medusa.heads.packed import Linear, MakeLinear, Packed, target_logits
 
 
 class HydraInput(nn.Module):
     """The first layer of head ``head``, [.., (head + 2) * H] -> [.., H].
 
-    At first it is the state and nothing of the tokens: an untrained head gives the target's logits.
+    It starts as the identity on the state: an untrained head gives the target's logits.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class HydraInput(nn.Module):
         self.skip_bias = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """[.., (head + 2) * H] -> [.., H]."""
         skip = F.linear(x, self.skip_weight, self.skip_bias)
         return skip + F.silu(F.linear(x, self.weight, self.bias))
 
@@ -45,7 +45,7 @@ class HydraInput(nn.Module):
 class HydraHeads(MedusaHeads):
     """K Hydra heads of L >= 1 layers each; ``blocks`` are the layers after the first.
 
-    LM heads and ``token_map`` are as in `MedusaHeads`; tokens that heads see are the target's ids.
+    LM heads and ``token_map`` are as in `MedusaHeads`; the tokens that heads read are target ids.
     """
 
     def __init__(
@@ -140,45 +140,27 @@ class HydraHeads(MedusaHeads):
         return F.linear(x, self.lm_head_weight[slot], bias)
 
 
-class PackedHydra:
-    """`HydraHeads.level` with matrices that a backend packed; see `PackedHeads`."""
+class PackedHydra(Packed):
+    """Computes `HydraHeads.level`."""
 
     def __init__(self, heads: HydraHeads, make: MakeLinear, rows: slice | None = None) -> None:
-        """Pack ``heads`` with ``make``; ``rows`` keeps a part of stored LM heads' vocabulary."""
-        check_packable(heads)
-        self.num_heads, self.vocab_size = heads.num_heads, heads.vocab_size
-        self.token_map = heads.token_map
+        super().__init__(heads, make, rows)
         self._first: list[Linear] = []  # skip and layer in one product
         for first in heads.inputs:
             assert isinstance(first, HydraInput)
             both = torch.cat([first.skip_weight, first.weight]).detach()
             self._first.append(make(both, torch.cat([first.skip_bias, first.bias]).detach()))
-        self._later: list[list[Linear]] = []
-        for block in heads.blocks:
-            assert isinstance(block, ResBlock)
-            biases = [None] * self.num_heads if block.bias is None else list(block.bias.detach())
-            weights = block.weight.detach()
-            self._later.append([make(w, b) for w, b in zip(weights, biases, strict=True)])
-        self._lm_heads: list[Linear] = []
-        if heads.lm_head_weight is not None:
-            rows = rows or slice(None)
-            for head, weight in enumerate(heads.lm_head_weight.detach()):
-                bias = None if heads.lm_head_bias is None else heads.lm_head_bias.detach()[head]
-                part = None if bias is None else bias[rows].clone()
-                self._lm_heads.append(make(weight[rows].clone(), part))
 
     def level(self, head: int, seen: Tensor) -> Tensor:
-        """See `HydraHeads.level`."""
+        """One head at any number of nodes: [T, (head + 2) * H] -> [T, H]."""
         skip, x = self._first[head](seen).chunk(2, -1)
         x = skip + F.silu(x)
-        for layer in self._later:
+        for layer in self._layers:
             x = x + F.silu(layer[head](x))
         return x
 
     def level_logits(self, head: int, x: Tensor, lm_head: LMHead | None = None) -> Tensor:
-        """See `HydraHeads.level_logits`."""
+        """One head's logits: [T, H] -> [T, V_draft]; ``lm_head`` as for `PackedHeads`."""
         if self._lm_heads:
             return self._lm_heads[head if len(self._lm_heads) > 1 else 0](x)
-        if lm_head is None:
-            raise HeadsError("these heads share the target's LM head: pass lm_head")
-        return lm_head(x)[:, : self.vocab_size]
+        return target_logits(lm_head, x, self.vocab_size)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from vllm_medusa.heads import hydra_files
-from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint, find_target
+import torch
+from torch import Tensor
+
+from vllm_medusa.heads.checkpoint import NO, Check, HeadsInfo, Verdict, fits, peek_heads
+from vllm_medusa.heads.files import find_target
 from vllm_medusa.heads.fingerprint import config_sizes, match_target
-from vllm_medusa.heads.formats import TOKEN_MAP, Layout
-from vllm_medusa.heads.info import HeadsInfo, check_vocab, read_heads, read_token_map
-from vllm_medusa.heads.model import HeadsError
-from vllm_medusa.heads.scan import Progress, scan_values
+from vllm_medusa.heads.formats import TOKEN_MAP, Slot
 from vllm_medusa.tree import TokenTree, TreeError
 from vllm_medusa.tree.forms import read_tree
 
-Verdict = Literal["fits", "does not fit", "unknown"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One way in which heads may fit a target or themselves, and whether they do."""
-
-    name: str
-    verdict: Verdict
-    text: str
+Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
 
 @dataclass(frozen=True)
@@ -35,49 +28,51 @@ class Inspection:
     """All that can be said of a checkpoint of heads."""
 
     source: str
-    files: dict[str, int]  # name -> bytes
     info: HeadsInfo
-    bytes: int  # of the heads' tensors
-    parameters: int
-    dtypes: dict[str, int]  # name -> number of tensors
     tree: TokenTree | None
-    damage: list[str]
-    suspicions: list[str]
+    damage: list[str]  # such heads can't be loaded
+    suspicions: list[str]  # they load, and something is odd
     checks: list[Check]
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Names of the files -> bytes."""
+        paths = {self.info.files.files[name] for name in self.info.names.values()}
+        return {path.name: path.stat().st_size for path in sorted(paths)}
+
+    @property
+    def bytes(self) -> int:
+        """Size of the heads' tensors."""
+        return sum(spec.bytes for spec in self.info.specs.values())
+
+    @property
+    def parameters(self) -> int:
+        """Values of the heads' weights."""
+        return sum(s.num_values for slot, s in self.info.specs.items() if slot != TOKEN_MAP)
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """Numbers of tensors of each dtype."""
+        specs = self.info.specs.values()
+        return dict(Counter(str(spec.dtype).removeprefix("torch.") for spec in specs))
 
     @property
     def fits(self) -> bool:
         """Whether nothing is known to be wrong."""
-        return not self.damage and all(check.verdict != "does not fit" for check in self.checks)
+        return not self.damage and all(check.verdict != NO for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON of everything."""
-        info = self.info
+        of_info = ("format", "num_heads", "num_layers", "hidden_size", "vocab_size")
+        of_info += ("draft_vocab_size", "token_map", "bias", "num_lm_heads", "lm_head_bias")
+        of_info += ("lm_head_rows", "base_model", "includes_base")
+        own = ("source", "files", "dtypes", "bytes", "parameters", "damage", "suspicions", "fits")
         return {
-            "source": self.source,
-            "format": info.format,
-            "files": self.files,
-            "num_heads": info.num_heads,
-            "num_layers": info.num_layers,
-            "hidden_size": info.hidden_size,
-            "vocab_size": info.vocab_size,
-            "draft_vocab_size": info.draft_vocab_size,
-            "token_map": info.token_map,
-            "bias": info.bias,
-            "num_lm_heads": info.num_lm_heads,
-            "lm_head_bias": info.lm_head_bias,
-            "lm_head_rows": info.lm_head_rows,
-            "dtypes": self.dtypes,
-            "bytes": self.bytes,
-            "parameters": self.parameters,
-            "base_model": info.base_model,
-            "includes_base": info.includes_base,
+            **{key: getattr(self.info, key) for key in of_info},
+            **{key: getattr(self, key) for key in own},
             "tree": None if self.tree is None else self.tree.to_lists(),
-            "medusa": {key: value for key, value in info.medusa.items() if key != "tree"},
-            "damage": self.damage,
-            "suspicions": self.suspicions,
+            "medusa": {key: value for key, value in self.info.medusa.items() if key != "tree"},
             "checks": [vars(check) for check in self.checks],
-            "fits": self.fits,
         }
 
 
@@ -94,31 +89,16 @@ def inspect_heads(
         HeadsError: No heads there, heads with tensors missing or of wrong shapes; no such target.
 
     """
-    files = find_checkpoint(source, revision)
-    if hydra_files.is_hydra(files.files):
-        info = hydra_files.describe(files)
-        layout = hydra_files.layout_of(files, info)
-    else:
-        _, layout, info = read_heads(files)
-    specs = files.specs(layout.names.values())
-    weights = [spec for name, spec in specs.items() if name != layout.names.get(TOKEN_MAP)]
+    info = peek_heads(source, revision=revision)
     tree, checks = _own_tree(info)
     if target is not None:
-        checks += _against(files, layout, info, target, source)
-    scan = scan_values(files, layout, progress)
-    paths = sorted({files.files[name] for name in specs})
-    return Inspection(
-        source=str(source),
-        files={path.name: path.stat().st_size for path in paths},
-        info=info,
-        bytes=sum(spec.bytes for spec in specs.values()),
-        parameters=sum(spec.num_values for spec in weights),
-        dtypes=dict(Counter(str(spec.dtype).removeprefix("torch.") for spec in specs.values())),
-        tree=tree,
-        damage=scan.damage,
-        suspicions=[*_contradictions(layout, info), *scan.suspicions],
-        checks=checks,
-    )
+        sizes = config_sizes(find_target(target).config)
+        checks += fits(info, sizes["hidden_size"], sizes["vocab_size"])
+        match = match_target(info, target, heads=source)
+        verdicts: dict[str, Verdict] = {"same": "fits", "different": NO, "unknown": "unknown"}
+        checks.append(Check("fingerprint", verdicts[match.verdict], match.reason))
+    damage, suspicions = _scan(info, progress)
+    return Inspection(str(source), info, tree, damage, suspicions, checks)
 
 
 def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
@@ -127,7 +107,7 @@ def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
     try:
         tree = read_tree(info.tree)
     except TreeError as error:
-        return None, [Check("tree", "does not fit", f"the tree in its config is none: {error}")]
+        return None, [Check("tree", NO, f"the tree in its config is not valid: {error}")]
     ranks = max(tree.ranks) + 1
     if tree.max_depth > info.num_heads:
         text = f"its tree has depth {tree.max_depth}, but there are {info.num_heads} heads"
@@ -136,69 +116,58 @@ def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
     else:
         text = f"depth {tree.max_depth} of {info.num_heads} heads, ranks up to {ranks - 1}"
         return tree, [Check("tree", "fits", text)]
-    return tree, [Check("tree", "does not fit", text)]
+    return tree, [Check("tree", NO, text)]
 
 
-def _against(
-    files: CheckpointFiles, layout: Layout, info: HeadsInfo, target: str | Path, source: str | Path
-) -> Iterator[Check]:
-    sizes = config_sizes(find_target(target).config)
-    hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
-    verdict: Verdict = "unknown" if hidden is None else "fits"
-    text = f"{info.hidden_size}; the target has {hidden}"
-    yield Check("hidden size", verdict if hidden in (None, info.hidden_size) else _NOT, text)
-    yield _vocabulary(files, layout, info, vocab)
-    match = match_target(info, target, heads=source)
-    verdicts: dict[str, Verdict] = {"same": "fits", "different": _NOT, "unknown": "unknown"}
-    yield Check("fingerprint", verdicts[match.verdict], match.reason)
+def _scan(info: HeadsInfo, progress: Progress | None) -> tuple[list[str], list[str]]:
+    """Read every tensor once; returns damage and suspicions.
+
+    Damage is NaN or infinity, and a token map that names a token twice. Suspicious are LM heads of
+    zeros, heads whose residual layers are all zero (never trained), and equal weights where each
+    should have its own: the layers of a head (the reference's ``[ResBlock] * n``), or the heads.
+    """
+    damage: list[str] = []
+    slots = {name: slot for slot, name in info.names.items()}
+    total, done = sum(spec.bytes for spec in info.specs.values()), 0
+    seen: dict[Slot, tuple[str, bool]] = {}  # digest, any value but 0
+    for name, tensor in info.files.tensors(slots):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            damage.append(f"{name!r} holds NaN or infinity: the training diverged")
+        if slots[name] == TOKEN_MAP and tensor.unique().numel() != tensor.numel():
+            damage.append(f"{name!r} names some token twice")
+        seen[slots[name]] = _digest(tensor), bool(tensor.any())
+        done += info.specs[slots[name]].bytes
+        if progress is not None:
+            progress(done, total)
+    return damage, list(_suspicions(info, seen))
 
 
-def _vocabulary(
-    files: CheckpointFiles, layout: Layout, info: HeadsInfo, vocab: int | None
-) -> Check:
-    name = "vocabulary"
-    if vocab is None:
-        return Check(name, "unknown", "the target's config does not say its size")
-    if info.vocab_size not in (None, vocab):
-        return Check(name, _NOT, f"{info.vocab_size} tokens; the target has {vocab}")
-    try:
-        if info.token_map:
-            read_token_map(files, layout, vocab)
-        check_vocab(files, layout, info, vocab)
-    except HeadsError as error:
-        return Check(name, _NOT, str(error))
-    rows = info.lm_head_rows
-    if info.token_map:
-        return Check(name, "fits", f"{info.draft_vocab_size} of the target's {vocab} tokens")
-    if rows is None:
-        return Check(name, "fits", f"the heads use the target's LM head of {vocab} tokens")
-    padding = f" and {rows - vocab} rows of padding" if rows > vocab else ""
-    return Check(name, "fits", f"{vocab} tokens, as the target{padding}")
+def _digest(tensor: Tensor) -> str:
+    raw: Any = tensor.contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(raw).hexdigest()
 
 
-_NOT: Verdict = "does not fit"
-
-
-def _contradictions(layout: Layout, info: HeadsInfo) -> Iterator[str]:
-    """Numbers in config.json that the tensors prove wrong; the tensors are believed."""
-    stated: list[tuple[str, Any]] = [
-        ("medusa_num_heads", info.num_heads),
-        ("num_medusa_heads", info.num_heads),
-        ("medusa_num_layers", info.num_layers),
-    ]
-    if not info.includes_base:  # else config.json is the model's
-        stated += [
-            ("num_heads", info.num_heads),
-            ("num_hidden_layers", info.num_layers),
-            ("hidden_size", info.hidden_size),
-        ]
-        if info.draft_vocab_size is not None:
-            stated.append(("truncated_vocab_size", info.draft_vocab_size))
-        if info.format == "vllm":
-            single = layout.num_lm_heads != layout.num_heads or "lm_head.weight" in layout.names
-            stated += [("medusa_fc_bias", info.bias), ("original_lm_head", single)]
-    for key, found in stated:
-        if key in info.config and info.config[key] != found:
-            yield f"config.json says {key} {info.config[key]!r}; the tensors say {found!r}"
-    if info.format == "vllm" and info.bias and "medusa_fc_bias" not in info.config:
-        yield "config.json lacks medusa_fc_bias: stock vLLM would drop the layers' biases"
+def _suspicions(info: HeadsInfo, seen: dict[Slot, tuple[str, bool]]) -> Iterator[str]:
+    if info.format == "vllm" and info.bias and not info.config.get("medusa_fc_bias"):
+        yield "config.json does not set medusa_fc_bias: stock vLLM would drop the layers' biases"
+    lm_heads = [slot for slot in seen if (slot.part, slot.kind) == ("lm_head", "weight")]
+    if zero := [info.names[slot] for slot in lm_heads if not seen[slot][1]]:
+        yield f"LM heads of zeros only, which guess nothing: {', '.join(zero)}"
+    elif len(lm_heads) > 1 and len({seen[slot] for slot in lm_heads}) == 1:
+        yield (
+            f"all {len(lm_heads)} LM heads are equal: one would do, or the target's (convert "
+            "--to v2 --target TARGET)"
+        )
+    layers: dict[int, list[Any]] = {}  # each head's, each with digests of all that it holds
+    for head, layer in itertools.product(range(info.num_heads), range(info.num_layers)):
+        own = [s for s in seen if (s.part, s.head, s.layer) == ("layer", head, layer)]
+        layers.setdefault(head, []).append([seen[slot] for slot in sorted(own)])
+    untrained = [h for h in layers if not any(v for each in layers[h] for _, v in each)]
+    if untrained:
+        yield f"residual layers of zeros only, never trained: heads {untrained}"
+    repeated = [h for h in layers if h not in untrained and layers[h][0] in layers[h][1:]]
+    if repeated:
+        yield (
+            f"layers of a head have the same weights: heads {repeated}. They were one layer "
+            "repeated ([ResBlock] * n) when they were trained"
+        )

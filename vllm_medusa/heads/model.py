@@ -2,13 +2,12 @@
 
 Head h turns the target's last hidden state into logits for the token h + 1 places after the one
 the target predicts itself: L residual layers ``x + silu(W x + b)``, then an LM head (Medusa,
-https://arxiv.org/abs/2401.10774, section 2.1.1). The K heads are independent and of one shape, so
-the weights of a layer are stacked: the first layer, whose input all heads share, is one
-[B, H] x [H, K*H] product, every later layer and the LM heads are one batched product.
+https://arxiv.org/abs/2401.10774, section 2.1.1). The K heads have one shape, so the weights of a
+layer are stacked: the first layer, whose input all heads share, is one [B, H] x [H, K*H] product,
+every later layer and the LM heads are one batched product.
 
-The LM heads come in three kinds, told by M, the number of them stored here: K (one for each head,
-"v1"), 1 (one for all heads, usually over a truncated vocabulary), or 0 (the target's own is used,
-"v2").
+M LM heads are stored: K (one for each head, "v1"), 1 (one for all heads, usually over a truncated
+vocabulary), or 0 (the target's own is used, "v2").
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LMHead = Callable[[Tensor], Tensor]  # [T, H] -> logits [T, >= vocab_size]
 
 
 class HeadsError(ValueError):
-    """Heads, or a checkpoint of them, that cannot be used; the message names the culprit."""
+    """Heads, or a checkpoint of them, that cannot be used; the message says what is wrong."""
 
 
 class ResBlock(nn.Module):
@@ -87,14 +86,14 @@ class MedusaHeads(nn.Module):
         super().__init__()
         if num_lm_heads is None:
             num_lm_heads = 0 if shared_lm_head else num_heads
-        for name, value, least in (
+        for name, value, minimum in (
             ("num_heads", num_heads, 1),
             ("num_layers", num_layers, 0),
             ("hidden_size", hidden_size, 1),
             ("vocab_size", vocab_size, 1),
         ):
-            if value < least:
-                raise HeadsError(f"{name} is {value}; it must be at least {least}")
+            if value < minimum:
+                raise HeadsError(f"{name} is {value}; it must be at least {minimum}")
         if num_lm_heads not in (0, 1, num_heads) or shared_lm_head != (num_lm_heads == 0):
             raise HeadsError(
                 f"num_lm_heads is {num_lm_heads}; allowed are {num_heads} (one for each head), 1 "
@@ -141,10 +140,13 @@ class MedusaHeads(nn.Module):
         return any(block.bias is not None for block in self.blocks)
 
     def use_target_lm_head(self, weight: Tensor) -> None:
-        """Bind the target's LM head [>= vocab_size, H], which is referred to, not copied.
+        """Bind the target's LM head [>= vocab_size, H] without a copy, rows of padding included.
 
-        Rows from ``vocab_size`` on are padding. Only heads that store no LM head may do this.
         With a token map the rows it names are copied, once. `Module.to` does not move it.
+
+        Raises:
+            HeadsError: The heads store LM heads, or the shape does not fit.
+
         """
         if not self.shared_lm_head:
             raise HeadsError("these heads store LM heads of their own; nothing to bind")
@@ -158,7 +160,7 @@ class MedusaHeads(nn.Module):
         other row of the target's LM head is read from then on.
         """
         if not self.shared_lm_head:
-            raise HeadsError("these heads store LM heads of their own; there is no room for more")
+            raise HeadsError("these heads store LM heads of their own; nothing can be added")
         if weight.shape != (self.draft_vocab_size, self.hidden_size):
             raise HeadsError(
                 f"the rows are {list(weight.shape)}; these heads score {self.draft_vocab_size} "

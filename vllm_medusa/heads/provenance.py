@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,41 +29,33 @@ def provenance(command: Sequence[str], data: Sequence[Path] = ()) -> dict[str, A
         OSError: Data that can't be read.
 
     """
+    versions = {"python": platform.python_version(), "vllm-medusa": vllm_medusa.__version__}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    files = [
+        file
+        for path in map(Path, data)
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+        if not file.is_dir()
+    ]
+    git = None
+    with suppress(OSError, subprocess.SubprocessError):
+        changed = bool(_git("status", "--porcelain", "-uno"))
+        git = {"revision": _git("rev-parse", "HEAD"), "changed": changed}
     return {
         "command": list(command),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
-        "data": [_digest(file) for path in data for file in _files(Path(path))],
-        "git": _git(),
+        "versions": versions,
+        "data": [
+            {"file": file.name, "sha256": digest(file), "bytes": file.stat().st_size}
+            for file in files
+        ],
+        "git": git,
     }
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "vllm-medusa": vllm_medusa.__version__}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
-def _files(path: Path) -> list[Path]:
-    return sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    return {"file": path.name, "sha256": digest(path), "bytes": path.stat().st_size}
-
-
-def _git() -> dict[str, Any] | None:
-    def ask(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
-    try:
-        revision = ask("rev-parse", "HEAD")
-        return {"revision": revision, "changed": bool(ask("status", "--porcelain", "-uno"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()

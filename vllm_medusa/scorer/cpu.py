@@ -4,7 +4,7 @@ Per group: gather the keys [D, L] and values [L, D] of each key head by rows of 
 the query heads of a key head into its rows, and run two batched products around one softmax, all
 in fp32: what the stock kernel does too. bf16 products are three times faster but return bf16
 logits, whose rounding alone is several times the stock kernel's error; SDPA with a mask was the
-slowest of all (`python -m benchmarks attention`).
+slowest of all.
 
 The products go to oneDNN rather than to the BLAS of torch, twice as fast on the AMD machine
 measured. torch picks oneDNN for fp32 products only where bf16 internals are allowed

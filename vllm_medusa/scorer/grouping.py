@@ -3,7 +3,7 @@
 A group of its own costs a request about twenty operator calls, joining a group costs padding: rows
 up to the largest tree, columns up to the longest context. A request joins as long as that is the
 cheaper, and as long as the logits of the group stay in the caches. The two constants were chosen by
-measuring (`python -m benchmarks attention`).
+measuring.
 """
 
 from __future__ import annotations

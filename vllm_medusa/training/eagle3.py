@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_medusa.heads.eagle_files import save_drafter
+from vllm_medusa.heads.checkpoint import save_drafter
 from vllm_medusa.heads.eagle_model import EagleDrafter
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.accuracy import Measurement

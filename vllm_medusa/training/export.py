@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_medusa.heads.checkpoint import save_heads
-from vllm_medusa.heads.eagle_files import save_drafter
+from vllm_medusa.heads.checkpoint import save_drafter, save_heads
 from vllm_medusa.heads.eagle_model import EagleDrafter
 from vllm_medusa.training.losses import AnyHeads
 

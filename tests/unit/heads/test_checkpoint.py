@@ -13,7 +13,6 @@ from vllm_medusa.heads import (
     save_heads,
     update_config,
 )
-from vllm_medusa.heads.formats import read_layout
 
 SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
 
@@ -67,7 +66,7 @@ def test_v2_uses_the_targets_lm_head(config, tmp_path, hidden, target_lm_head):
     plain = random_heads(3, 1, num_lm_heads=0)
     write(tmp_path / "medusa_lm_head.safetensors", plain.spelled("v1"), config)
     heads, info = check(tmp_path, plain, hidden, target_lm_head)
-    assert (info.format, info.shared_lm_head, info.vocab_size) == ("v2", True, None)
+    assert (info.format, info.num_lm_heads, info.vocab_size) == ("v2", 0, None)
     assert info.base_model is None
     padded = torch.cat([target_lm_head, torch.zeros(12, HIDDEN)])
     heads, _ = load_heads(tmp_path, **SIZES, lm_head_weight=padded)
@@ -139,21 +138,7 @@ def test_full_medusa_2_checkpoints(suffix, num_lm_heads, tmp_path, hidden, targe
     (tmp_path / f"{stem}-00001-of-00003.{suffix}").write_bytes(b"never opened")
     _, info = check(tmp_path, plain, hidden, target_lm_head)
     assert (info.format, info.includes_base) == ("full", True)
-    assert info.shared_lm_head is (num_lm_heads == 0)
-
-
-def test_full_checkpoint_in_one_file(tmp_path, hidden, target_lm_head):
-    plain = random_heads(2, 1)
-    base = {"model.norm.weight": torch.ones(HIDDEN), "lm_head.weight": torch.ones(VOCAB, HIDDEN)}
-    write(tmp_path / "pytorch_model.bin", {**plain.spelled("v1", "medusa_head."), **base})
-    assert check(tmp_path, plain, hidden, target_lm_head)[1].includes_base
-
-
-def test_heads_alone_come_before_whole_models(tmp_path, hidden, target_lm_head):
-    plain = random_heads(2, 1, seed=3)
-    write(tmp_path / "model.safetensors", {"model.norm.weight": torch.ones(HIDDEN)})
-    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
-    check(tmp_path, plain, hidden, target_lm_head)
+    assert info.num_lm_heads == num_lm_heads
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
@@ -179,12 +164,6 @@ def test_old_pickles_that_cannot_be_mapped(tmp_path, hidden, target_lm_head):
     path = tmp_path / "medusa_lm_head.pt"
     torch.save(plain.spelled("v1"), path, _use_new_zipfile_serialization=False)
     check(path, plain, hidden, target_lm_head)
-
-
-def test_loaded_heads_are_frozen(tmp_path):
-    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
-    heads, _ = load_heads(tmp_path, **SIZES)
-    assert not any(parameter.requires_grad for parameter in heads.parameters())
 
 
 # --- what is refused ---
@@ -225,7 +204,7 @@ BROKEN = [
     ({"token_map": torch.tensor([1, VOCAB])}, "'token_map' holds token id 20; .* 0 to 19"),
     ({"token_map": torch.tensor([1, -1])}, "'token_map' holds token id -1"),
     ({"token_map": torch.tensor([1, 1])}, "'token_map' names some token twice"),
-    ({"2.0.linear.weight": NAN}, r"'2\.0\.linear\.weight' holds NaN or infinity.*retrain"),
+    ({"2.0.linear.weight": NAN}, r"'2\.0\.linear\.weight' holds NaN or infinity.*Retrain"),
     ({"0.0.linear.bias": INF}, r"'0\.0\.linear\.bias' holds NaN or infinity"),
 ]
 
@@ -236,20 +215,6 @@ def test_broken_checkpoints_name_the_tensor(file, changes, message, tmp_path):
     write(tmp_path / file, edited(random_heads(3, 1), **changes))
     with pytest.raises(HeadsError, match=message):
         load_heads(tmp_path, **SIZES)
-
-
-@pytest.mark.parametrize("number", ["1024", "4000000000", "9" * 5000], ids=["1024", "4e9", "long"])
-@pytest.mark.parametrize(
-    "name", ["{}.0.linear.weight", "0.{}.weight", "blocks.0.layers.{}.bias", "lm_heads.{}.weight"]
-)
-def test_a_number_that_none_has_is_refused_at_once(number, name):
-    """A tensor for each number below it would be looked for."""
-    names = [*random_heads(2, 1).spelled("v1"), name.format(number)]
-    with pytest.raises(HeadsError, match=r"names a tensor '.{,80}': heads and layers are numbered"):
-        read_layout(names, {}, "heads")
-    names = [*random_heads(2, 1).spelled("v1"), f"layers.{number}.mlp.weight"]
-    with pytest.raises(HeadsError, match="left over"):
-        read_layout(names, {}, "heads")
 
 
 def test_names_are_the_files_own(tmp_path):
@@ -269,10 +234,10 @@ def test_names_are_the_files_own(tmp_path):
 
 def test_another_models_heads(tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
-    with pytest.raises(HeadsError, match="hidden size 8; this one has 16"):
+    with pytest.raises(HeadsError, match="hidden size 8; the target has 16"):
         load_heads(tmp_path, hidden_size=16, vocab_size=VOCAB)
     for vocab in (VOCAB - 1, VOCAB + 1):
-        with pytest.raises(HeadsError, match=rf"'0.1.weight' scores 20 tokens; .* has {vocab}"):
+        with pytest.raises(HeadsError, match=rf"vocabulary 20 tokens; the target has {vocab}"):
             load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=vocab)
 
 
@@ -283,13 +248,8 @@ def test_padding_rows_only_where_the_config_states_the_vocabulary(tmp_path, hidd
     assert (info.vocab_size, info.lm_head_rows) == (18, VOCAB)
     logits = heads.compute_logits(heads(hidden))
     torch.testing.assert_close(logits, plain.logits(hidden)[..., :18], rtol=1e-5, atol=1e-5)
-    with pytest.raises(HeadsError, match=r'need config\.json to state "vocab_size": 17'):
+    with pytest.raises(HeadsError, match=r'need a "vocab_size" of 17 in config\.json'):
         load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=17)
-
-
-def test_a_config_with_too_large_a_vocabulary_is_not_believed(tmp_path):
-    write(tmp_path / "model.safetensors", random_heads(2, 1).spelled("vllm"), {"vocab_size": 32001})
-    assert load_heads(tmp_path, **SIZES)[1].vocab_size == VOCAB
 
 
 def test_values_too_large_for_the_dtype(tmp_path):
@@ -299,7 +259,7 @@ def test_values_too_large_for_the_dtype(tmp_path):
     with pytest.raises(HeadsError, match=r"'1\.0\.linear\.weight' holds .* 1e\+05, too large for"):
         load_heads(tmp_path, **SIZES, dtype=torch.float16)
     load_heads(tmp_path, **SIZES, dtype=torch.bfloat16)
-    with pytest.raises(HeadsError, match=r"torch\.int8 is no floating-point"):
+    with pytest.raises(HeadsError, match=r"torch\.int8; heads can be float16"):
         load_heads(tmp_path, **SIZES, dtype=torch.int8)
 
 
@@ -340,20 +300,6 @@ def test_config_has_the_fields_of_stock_vllm(tmp_path):
     }  # fmt: skip
 
 
-def test_a_stored_copy_of_the_targets_lm_head(tmp_path, target_lm_head):
-    heads = MedusaHeads(3, 1, HIDDEN, VOCAB, shared_lm_head=True)
-    save_heads(tmp_path, heads, lm_head_weight=torch.cat([target_lm_head, torch.ones(4, HIDDEN)]))
-    alone, info = load_heads(tmp_path, **SIZES)
-    assert info.config["original_lm_head"] is True
-    assert torch.equal(alone.lm_head_weight[0], target_lm_head)
-    bound, _ = load_heads(tmp_path, **SIZES, lm_head_weight=target_lm_head)
-    assert bound.target_lm_head.data_ptr() == target_lm_head.data_ptr()
-    other, _ = load_heads(tmp_path, **SIZES, lm_head_weight=target_lm_head + 1)
-    assert torch.equal(other.lm_head_weight[0], target_lm_head)
-    with pytest.raises(HeadsError, match="only for heads that store no LM head"):
-        save_heads(tmp_path, MedusaHeads(3, 1, HIDDEN, VOCAB), lm_head_weight=target_lm_head)
-
-
 def test_what_is_not_saved(tmp_path):
     heads = MedusaHeads(2, 1, HIDDEN, VOCAB)
     for value in (object(), float("nan")):
@@ -392,13 +338,6 @@ def test_update_config_appends_provenance(tmp_path):
     assert peek_heads(tmp_path).config["medusa"]["provenance"] == entries[:1]
 
 
-def test_a_medusa_object_that_is_null_is_none(tmp_path):
-    write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"), {"medusa": None})
-    assert peek_heads(tmp_path).tree is None
-    update_config(tmp_path, tree=[[0]])
-    assert peek_heads(tmp_path).config == {"medusa": {"format_version": 1, "tree": [[0]]}}
-
-
 @pytest.mark.parametrize("value", [object(), float("inf"), b"bytes"])
 def test_update_config_refuses_what_is_not_json(value, tmp_path):
     save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
@@ -407,28 +346,8 @@ def test_update_config_refuses_what_is_not_json(value, tmp_path):
         update_config(tmp_path, calibration=value)
     assert (tmp_path / "config.json").read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    with pytest.raises(HeadsError, match="no folder"):
+    with pytest.raises(HeadsError, match="not a folder"):
         update_config(tmp_path / "config.json", tree=[[0]])
-
-
-def test_a_config_in_the_hubs_cache_is_replaced_not_written_through(tmp_path):
-    blob = tmp_path / "blob"
-    blob.write_text("{}")
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "config.json").symlink_to(blob)
-    update_config(tmp_path / "snapshot", tree=[[0]])
-    assert blob.read_text() == "{}"
-    assert "tree" in (tmp_path / "snapshot" / "config.json").read_text()
-
-
-def test_a_rest_that_is_a_link_is_not_written_through(tmp_path):
-    kept = tmp_path / "kept.json"
-    kept.write_text('{"medusa": {}}')
-    (tmp_path / "config.json").hardlink_to(kept)
-    (tmp_path / ".config.json.part").hardlink_to(kept)
-    update_config(tmp_path, tree=[[0]])
-    assert kept.read_text() == '{"medusa": {}}'
-    assert not (tmp_path / ".config.json.part").exists()
 
 
 def test_there_is_no_config_before_the_weights(tmp_path, monkeypatch):
@@ -441,9 +360,3 @@ def test_there_is_no_config_before_the_weights(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
     assert not any(tmp_path.iterdir())
-
-
-def test_saved_files_have_the_permissions_of_any_new_file(tmp_path):
-    save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
-    (tmp_path / "other").touch()
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.random_heads import HIDDEN, VOCAB, RandomHeads, random_heads, write
 from torch.utils.flop_counter import FlopCounterMode
 
-from vllm_medusa.heads import PackedHeads, load_heads
+from vllm_medusa.heads import load_heads
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.proposer import draft
 from vllm_medusa.tree import TokenTree, TreeTensors
@@ -49,21 +49,6 @@ def test_heads_the_tree_does_not_use_cost_nothing(five_and_three, hidden, target
     with FlopCounterMode(display=False) as counter:
         draft(whole, hidden, deeper, lambda rows: F.linear(rows, target_lm_head))
     assert counter.get_total_flops() * 3 == cost * 5  # the counter counts
-
-
-def test_packed_heads_hold_the_loaded_ones_only(five_and_three, hidden, target_lm_head):
-    five, three = five_and_three
-    costs = []
-    for folder, count in ((five, 3), (three, None)):
-        held = []
-
-        def make(weight, bias, held=held):
-            held.append(weight.numel())
-            return lambda x: F.linear(x, weight, bias)
-
-        packed = PackedHeads(load_heads(folder, max_heads=count, **SIZES)[0], make)
-        costs.append((sum(held), drafted(packed, hidden, target_lm_head)[1]))
-    assert costs[0] == costs[1]
 
 
 def test_other_heads_tensors_are_not_read(five_and_three, monkeypatch):

@@ -46,29 +46,10 @@ def test_sizes(tmp_path):
     assert (document["format"], document["num_heads"], document["num_layers"]) == ("v1", 3, 2)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"medusa_num_heads": 2}, "medusa_num_heads 2; the tensors say 3"),
-        ({"num_hidden_layers": 7}, "num_hidden_layers 7; the tensors say 1"),
-        ({"hidden_size": 7}, "hidden_size 7; the tensors say 8"),
-        ({"medusa_fc_bias": False}, "medusa_fc_bias False; the tensors say True"),
-        ({}, "lacks medusa_fc_bias: stock vLLM would drop"),
-        ({"medusa_fc_bias": True, "truncated_vocab_size": 5}, "truncated_vocab_size 5"),
-    ],
-)
-def test_a_config_that_contradicts_the_tensors(config, words, tmp_path):
-    write(tmp_path / "model.safetensors", random_heads().spelled("vllm"), config)
+def test_a_config_from_which_vllm_would_drop_biases(tmp_path):
+    write(tmp_path / "model.safetensors", random_heads().spelled("vllm"), {"num_heads": 2})
     found = inspect_heads(tmp_path)
-    assert any(words in text for text in found.suspicions), found.suspicions
-    assert found.fits
-
-
-def test_the_config_of_a_full_model_is_the_models(tmp_path):
-    tensors = random_heads().spelled("v1", "medusa_head.") | {"model.norm.weight": torch.ones(2)}
-    config = {"num_hidden_layers": 32, "hidden_size": HIDDEN, "vocab_size": VOCAB}
-    write(tmp_path / "model.safetensors", tensors, config)
-    assert inspect_heads(tmp_path).suspicions == []
+    assert found.fits and "medusa_fc_bias" in found.suspicions[0]
 
 
 def zeros_for_an_lm_head(plain):
@@ -101,29 +82,12 @@ def test_odd_weights(options, spoil, words, tmp_path):
     assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize("num_lm_heads", [3, 1, 0])
-def test_equal_heads(num_lm_heads, tmp_path):
-    plain = random_heads(3, num_lm_heads=num_lm_heads)
-    plain.layers[2] = plain.layers[0]
-    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
-    texts = inspect_heads(tmp_path).suspicions
-    if num_lm_heads == 3:  # each has an LM head of its own
-        assert texts == []
-        plain.lm_heads[2] = plain.lm_heads[0]
-        write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
-        texts = inspect_heads(tmp_path).suspicions
-    (text,) = texts
-    assert text.startswith("heads [0, 2] are equal")
-
-
 def test_copies_of_one_lm_head(tmp_path):
     plain = random_heads()
     plain.lm_heads = plain.lm_heads[:1] * 3
     write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
     (text,) = inspect_heads(tmp_path).suspicions
     assert "all 3 LM heads are equal" in text
-    update_config(tmp_path, added={"lm_heads": {"from": "one"}})  # a conversion's doing
-    assert inspect_heads(tmp_path).suspicions == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -175,7 +139,7 @@ def test_a_target_of_other_sizes(changes, name, tmp_path, target):
     [
         ({"rows": 24}, {"vocab_size": VOCAB}, "fits", "4 rows of padding"),
         ({"rows": 24}, {}, "does not fit", "24 tokens; the target has 20"),
-        ({"num_lm_heads": 0}, {}, "fits", "the target's LM head"),
+        ({"num_lm_heads": 0}, {}, "fits", "20 tokens, as the target"),
         ({"rows": 2, "token_map": torch.tensor([5, 19])}, {}, "fits", "2 of the target's 20"),
         (
             {"rows": 2, "token_map": torch.tensor([5, 20])},
@@ -200,8 +164,8 @@ def test_vocabularies(options, config, verdict, words, tmp_path, target):
         ([[0], [0, 0], [0, 0, 0]], "fits", "depth 3 of 3 heads"),
         ({"chain": 4}, "does not fit", "depth 4, but there are 3 heads"),
         ([[20]], "does not fit", "rank 20 of 20 tokens"),
-        ([[0, 0]], "does not fit", "is none"),
-        ("no such preset", "does not fit", "is none"),
+        ([[0, 0]], "does not fit", "is not valid"),
+        ("no such preset", "does not fit", "is not valid"),
     ],
 )
 def test_trees(tree, verdict, words, tmp_path):

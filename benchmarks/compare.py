@@ -1,0 +1,242 @@
+"""Drafters and forms of trees beside plain vLLM: speed, load, tau, lookup and drafters.
+
+    python -m benchmarks speed --drafter DRAFTER --texts FOLDER_OF_PROMPTS
+    python -m benchmarks load --batch 1 4 16 --drafter DRAFTER    # batches kept full
+    python -m benchmarks drafters --drafter HEADS --others HYDRA EAGLE3
+
+These are one benchmark with different defaults. With --rounds 0 nothing is timed: tokens per step
+depend on the texts alone, so the machine may be busy; what follows +- is the standard error from
+prompt to prompt. With --waves 3 a turn has three answers for each place of the batch: a place whose
+answer has ended is taken by the next request, as in a server. Each answer then has a length of its
+own, 0.5 to 1.5 of --max-tokens, since answers of one length end together in plain vLLM alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from benchmarks.case import Case, Plot, Row
+from benchmarks.engines import SAMPLED_STOCK, WHY, Arm, EngineOptions, compare
+from benchmarks.report import table
+from demo import packed
+from vllm_medusa.calibration import CalibrationError
+from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.calibration.search import walked_tree
+from vllm_medusa.heads import peek_heads
+from vllm_medusa.heads.eagle import drafter_method
+from vllm_medusa.job import Progress
+from vllm_medusa.offline.batch import Conversation, Engine, Request
+from vllm_medusa.offline.engine import medusa_config
+from vllm_medusa.options import Positive, option
+
+AUTOMATIC = "automatic"
+Form = Literal["automatic", "dynamic", "static", "chain", "lookup", "both", "stock", "ngram"]
+
+
+class CompareOptions(EngineOptions):
+    """What is compared; ``forms`` are those of every drafter."""
+
+    others: tuple[Path, ...] = option("more heads or drafters", default=(), metavar="FOLDER")
+    forms: tuple[Form, ...] = option(
+        "automatic: trees by the budget; dynamic, static: trees of --nodes; chain: of --chain; "
+        "lookup: dynamic trees without the drafter; both: with it; stock, ngram: vLLM's own chain "
+        "and n-grams of --chain",
+        default=("automatic", "chain", "dynamic", "static", "stock", "ngram"),
+    )
+    nodes: tuple[Positive, ...] = option("draft nodes of trees", default=(4, 7, 15))
+    chain: tuple[Positive, ...] = option("draft tokens of chains", default=(3, 5))
+    waves: Positive = option("answers of a turn for each place of the batch", default=1)
+
+
+def with_defaults(**defaults: Any) -> type[CompareOptions]:
+    """The same options with other defaults."""
+    hints = get_type_hints(CompareOptions, include_extras=True)
+    known = CompareOptions.__dataclass_fields__
+    body = {name: field(default=v, metadata=known[name].metadata) for name, v in defaults.items()}
+    annotations = {"__annotations__": {name: hints[name] for name in defaults}}
+    return type(
+        "CompareOptions", (CompareOptions,), {"__module__": __name__, **annotations, **body}
+    )
+
+
+@dataclass
+class UnevenAnswer(Conversation):
+    """A prompt whose answer has 0.5 to 1.5 of ``mean`` tokens at most, by its index."""
+
+    mean: int = 2
+
+    def next_request(self, engine: Engine) -> Request:
+        """See `vllm_medusa.offline.batch.Session`."""
+        draw = random.Random(self.prompt.index)
+        length = draw.randint(max(1, self.mean // 2), self.mean + self.mean // 2)
+        return replace(super().next_request(engine), options={"max_tokens": length})
+
+
+def run(options: CompareOptions, progress: Progress) -> Iterator[Row]:
+    """A row for each arm, batch, temperature and task."""
+    options = options.ready(progress)
+    assert options.target is not None
+    folders = [options.drafter, *(packed.usable(each, options.target) for each in options.others)]
+    session: Any = Conversation
+    if options.waves > 1:
+        session = partial(UnevenAnswer, mean=options.max_tokens)
+    found = arms(folders, options, progress)
+    tasks = options.tasks()
+    yield from compare(found, options, progress, tasks, waves=options.waves, session=session)
+
+
+def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> list[Arm]:
+    """What is compared with plain vLLM, drafter by drafter."""
+    found: list[Arm] = []
+    for folder in folders:
+        for form in (form for form in options.forms if form != "ngram"):
+            sizes = options.chain if form in ("chain", "stock") else options.nodes
+            for size in (0,) if form == AUTOMATIC else sizes:
+                if arm := arm_of(folder, form, size):
+                    found.append(arm)
+                else:
+                    progress.note(f"{folder.name}: no {form} of {size}")
+    return list({arm.name: arm for arm in [*found, *_ngrams(options)]}.values())
+
+
+def _ngrams(options: CompareOptions) -> Iterator[Arm]:
+    bounds = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    for size in options.chain if "ngram" in options.forms else ():
+        config = {"method": "ngram", "num_speculative_tokens": size, **bounds}
+        what = {"drafter": "n-gram", "form": "vLLM's", "nodes": size}
+        yield Arm(f"n-gram {size}, vLLM's", config, what, stock=True)
+
+
+def arm_of(folder: Path, form: str, size: int) -> Arm | None:
+    """One form of a drafter, with ``size`` draft nodes; None: the drafter does not have it."""
+    method = drafter_method(folder)
+    config: dict[str, Any] = {"method": method or "medusa", "model": str(folder.absolute())}
+    eagle, name, against = method is not None, f"{folder.name}, {form}", ""
+    if form == AUTOMATIC:
+        config = medusa_config(config["model"], budget="auto")
+    elif form in ("dynamic", "both"):
+        config = medusa_config(config["model"], budget=str(size), lookup=form == "both")
+        against = f"{folder.name}, {'static' if form == 'dynamic' else 'dynamic'} {size}"
+    elif form == "lookup":
+        config, name = {"method": "medusa", "lookup": True, "budget": size}, "lookup"
+        against = f"{folder.name}, dynamic {size}"
+    elif form == "static":
+        paths = static_paths(folder, size)
+        if len(paths) < size:
+            return None
+        config["tree"] = paths[:size]
+    elif form == "chain" and eagle:
+        config |= {"tree": "chain", "num_speculative_tokens": size}
+    elif form == "chain":
+        if size > peek_heads(folder).num_heads:
+            return None
+        config["tree"] = {"chain": size}
+    elif form == "stock":
+        if not eagle and peek_heads(folder).is_hydra:
+            return None  # vLLM has no Hydra heads
+        config["num_speculative_tokens"] = size
+    else:
+        return None  # n-grams have no drafter
+    what: dict[str, Any] = {"drafter": folder.name if form != "lookup" else "lookup", "form": form}
+    if size:
+        what["nodes"] = size
+    name = f"{name} {size}" if size else name
+    return Arm(name, config, what, stock=form == "stock", against=against)
+
+
+def static_paths(folder: Path, nodes: int) -> list[list[int]]:
+    """The best static tree by the calibration of heads, else their own; best nodes first."""
+    if drafter_method(folder) is not None:
+        return []
+    try:
+        seen = Observations.load(folder)
+    except CalibrationError:
+        own = peek_heads(folder).tree
+        return own if isinstance(own, list) else []
+    return [list(path) for path in walked_tree(seen.texts(), nodes, seen.num_ranks)]
+
+
+def best_beside_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each load: the automatic budget, and the best of plain vLLM and the other arms."""
+    measured, found = [row for row in rows if "ratio_quartiles" in row], []
+    for row in measured:
+        if row["form"] == AUTOMATIC:
+            keys = ("drafter", "temperature", "batch", "texts")
+            others = [("plain", 1.0)] + [
+                (other["arm"], other["ratio"])
+                for other in measured
+                if other["form"] != AUTOMATIC and all(other[key] == row[key] for key in keys)
+            ]
+            best, ratio = max(others, key=lambda other: other[1])
+            own = {key: row[key] for key in (*keys, "ratio", "first")}
+            found.append(
+                own | {"best": best, "best_ratio": ratio, "relative": row["ratio"] / ratio}
+            )
+    return found
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """What follows the table."""
+    parts = [WHY] if any(row.get("note") == SAMPLED_STOCK for row in rows) else []
+    if best := best_beside_automatic(rows):
+        columns = {
+            "drafter": ("drafter", ""),
+            "texts": ("texts", ""),
+            "temperature": ("T", "g"),
+            "batch": ("batch", "d"),
+            "ratio": ("automatic", ".3f"),
+            "first": ("its first turn", ".3f"),
+            "best": ("best of the others", ""),
+            "best_ratio": ("ratio", ".3f"),
+            "relative": ("automatic / best", ".3f"),
+        }
+        parts.append("\n".join(table(best, columns)))
+    return "\n\n".join(parts)
+
+
+COLUMNS = {
+    "texts": ("texts", ""),
+    "temperature": ("T", "g"),
+    "batch": ("batch", "d"),
+    "drafter": ("drafter", ""),
+    "form": ("form", ""),
+    "nodes": ("draft nodes", "d"),
+    "tau": ("tau", ".2f"),
+    "tau_error": ("+-", ".2f"),
+    "gain": ("gain", "+.1%"),
+    "gain_error": ("+-", ".1%"),
+    "copied": ("accepted by copies alone", ".0%"),
+    "ratio": ("ratio to plain", ".2f"),
+    "ratio_quartiles": ("quartiles", ".2f"),
+    "tokens_per_second": ("tokens/s", ".1f"),
+    "step_ms": ("ms per step", ".1f"),
+    "plain_step_ms": ("plain's", ".1f"),
+    "rounds": ("rounds", "d"),
+    "steps": ("steps", "d"),
+    "requests": ("answers equal to plain's", "d"),
+}
+QUICK = {"prompts": 2, "max_tokens": 32, "rounds": 2}
+LOAD_DEFAULTS: dict[str, Any] = {"forms": ("automatic", "dynamic"), "nodes": (2, 4, 7)}
+LOAD_DEFAULTS |= {"batch": (1, 2, 4, 8, 16, 32, 64), "waves": 3, "max_tokens": 24}
+TAU_DEFAULTS: dict[str, Any] = {"forms": ("static", "dynamic"), "nodes": (2, 4, 7, 15, 31)}
+TAU_DEFAULTS |= {"batch": (8,), "rounds": 0}
+LOOKUP_DEFAULTS = TAU_DEFAULTS | {"forms": ("dynamic", "lookup", "both"), "nodes": (15,)}
+ALL_FORMS = ("dynamic", "static", "both", "chain", "stock", "ngram")
+
+
+def case(quick: dict[str, Any], plot: Plot, **defaults: Any) -> Case:
+    """A benchmark of this module."""
+    return Case(with_defaults(**defaults), run, COLUMNS, QUICK | quick, plot, text)
+
+
+BY_NODES = Plot("nodes", ("tau",), ("drafter", "form"))
+SPEED = case({"nodes": (7,), "chain": (3,)}, Plot("batch", ("ratio", "tau")))
+LOAD = case({"batch": (1, 8)}, Plot("batch", ("ratio",)), **LOAD_DEFAULTS)
+TAU = case({"nodes": (4,), "rounds": 0}, BY_NODES, **TAU_DEFAULTS)
+LOOKUP = case({"rounds": 0}, BY_NODES, **LOOKUP_DEFAULTS)
+DRAFTERS = case({"nodes": (7,), "rounds": 0}, BY_NODES, **TAU_DEFAULTS | {"forms": ALL_FORMS})

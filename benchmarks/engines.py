@@ -1,0 +1,390 @@
+"""Engines side by side: each in a process of its own, on the same prompts, in turn with plain vLLM.
+
+An arm is one way to decode. Every arm takes turns with plain vLLM (A B A B), so that what disturbs
+the machine disturbs both; a ratio is the median over rounds of throughputs, prefills included. All
+tokens have to be plain vLLM's, in every round and at every temperature (requests are seeded).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.case import ROOT, Row
+from demo import packed, smollm2
+from vllm_medusa.job import Progress
+from vllm_medusa.offline.batch import Conversation, Result
+from vllm_medusa.offline.engine import EngineSettings, Sampling
+from vllm_medusa.offline.in_turn import InTurn, Timed, run_in_turn
+from vllm_medusa.offline.process import EngineProcess
+from vllm_medusa.offline.prompts import Prompt, load_prompts
+from vllm_medusa.options import Above, AtLeastZero, Dtype, FromZero, Options, Positive, option
+from vllm_medusa.tree.topology import MAX_NODES
+
+SEED = 0
+SAMPLED_STOCK = "not measured when sampling, see below"
+WHY = (
+    "vLLM's own speculation is not measured at temperatures above 0: on CPUs the rejection sampler "
+    "of vLLM 0.32 is wrong in every batch that holds a sampled request, with or without this "
+    "plugin; elsewhere it draws other random numbers than plain vLLM."
+)
+_OPENMP = "libiomp5.so"  # Intel's, which vLLM recommends on CPUs
+_KV_BYTES = 1 << 30
+_PREFILLS = 16  # prompts of full length that fit into a step
+_COPIED = "medusa_lookup_accepted_tokens"  # a counter of the engine
+Tasks = dict[str, list[Prompt]]
+Counts = Sequence[tuple[int, int]]  # accepted tokens and steps of each prompt
+
+
+class EngineOptions(Options):
+    """What all benchmarks of engines have in common."""
+
+    target: Path | None = option(
+        "folder of the target; absent: SmolLM2-135M-Instruct, as `make demo` makes it", default=None
+    )
+    drafter: Path = option(
+        "folder of its heads or EAGLE drafter",
+        default=ROOT / "demo" / "drafters" / "hydra",
+        shown="the demo's Hydra heads",
+    )
+    texts: tuple[Path, ...] = option(
+        "files of prompts, or folders of such files: one for each task",
+        default=(ROOT / "demo" / "prompts.jsonl",),
+        shown="demo/prompts.jsonl",
+    )
+    prompts: Positive = option("of each file, at most", default=8)
+    max_tokens: Positive = option("of each answer", default=96)
+    temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.7))
+    batch: tuple[Positive, ...] = option("requests at a time", default=(1,))
+    rounds: FromZero = option(
+        "of each arm in turn with plain vLLM; 0: no times, only tokens per step", default=5
+    )
+    seconds: Above | None = option(
+        "after them an arm's point begins no further round", default=None
+    )
+    only: str | None = option("regular expression of the arms' names", default=None)
+    dtype: Dtype = option(default="float32")
+    max_model_len: Positive = option(default=2048)
+    cores: tuple[FromZero, ...] = option(
+        "ids, on CPUs; absent: all that are free to use", default=()
+    )
+    eager: bool = option("no torch.compile", default=False)
+
+    def ready(self, progress: Progress) -> Any:
+        """The same options with a target and an unpacked drafter, made in .demo where needed."""
+        target = self.target or smollm2.build(smollm2.MADE / "target", note=progress.note)
+        return replace(self, target=target, drafter=packed.usable(self.drafter, target))
+
+    def tasks(self) -> Tasks:
+        """The prompts of each file, by its name.
+
+        Raises:
+            ValueError: a file can't be read or has bad lines.
+
+        """
+        files = [
+            file
+            for path in self.texts
+            for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
+        ]
+        return {file.stem: load_prompts(file)[: self.prompts] for file in files}
+
+    def all_prompts(self) -> list[Prompt]:
+        """The prompts of all tasks, each with an index of its own."""
+        found = [prompt for own in self.tasks().values() for prompt in own]
+        return [replace(prompt, index=index) for index, prompt in enumerate(found)]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode."""
+
+    name: str
+    config: Mapping[str, Any] | None = None  # its `speculative_config`
+    what: Mapping[str, Any] = field(default_factory=dict)  # more columns of its rows
+    stock: bool = False  # vLLM's own speculation, without this plugin
+    request: Mapping[str, Any] | None = None  # `extra_args` of its requests
+    against: str = ""  # an earlier arm that gains are relative to
+    exact: bool = True  # False: its tokens may differ from plain vLLM's when sampling
+
+
+PLAIN = Arm("plain")
+
+
+@dataclass(frozen=True)
+class ArmSampling(Sampling):
+    """Sampling parameters with the plugin's options of a request."""
+
+    extra_args: Mapping[str, Any] | None = None
+
+
+class Remembered:
+    """Plain vLLM where only tokens are compared: each group of prompts is answered once."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        self.engine = engine
+        self.found: dict[str, tuple[list[Result], float]] = {}
+
+    def run(
+        self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
+    ) -> tuple[list[Result], float]:
+        """See `vllm_medusa.offline.in_turn.Runner`."""
+        key = repr((prompts, self.engine.sampling, seed))
+        if key not in self.found:
+            self.found[key] = self.engine.run(prompts, concurrency, seed)
+        return self.found[key]
+
+
+Judge = Callable[[Sequence[Result]], dict[str, Any]]  # of an arm's answers, by prompt: more numbers
+
+
+def compare(
+    arms: Sequence[Arm],
+    options: EngineOptions,
+    progress: Progress,
+    tasks: Tasks,
+    *,
+    waves: int = 1,  # prompts of a turn, for each place of the batch
+    session: Callable[[Prompt], Any] = Conversation,
+    judge: Judge | None = None,
+    engine_args: Mapping[str, Any] | None = None,  # of all engines
+) -> Iterator[Row]:
+    """A row for each arm, batch, temperature and task, and one for all tasks together.
+
+    Neighbours of one configuration share an engine. An arm whose engine fails has no more rows
+    with numbers; the others are measured.
+    """
+    if options.only:
+        arms = [arm for arm in arms if re.search(options.only, arm.name)]
+    counts: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    with engine(PLAIN, options, engine_args) as plain:
+        plain.session = session
+        baseline = plain if options.rounds else Remembered(plain)
+        for _, group in groupby(arms, key=lambda arm: (arm.stock, json.dumps(arm.config))):
+            points = list(product(list(group), options.batch, options.temperatures))
+            progress.note(f"{points[0][0].name}: the engine starts")
+            try:
+                with engine(points[0][0], options, engine_args) as process:
+                    process.session = session
+                    while points:
+                        rows = []
+                        for task in tasks:
+                            point = Point(*points[0], task, tasks[task], options, waves)
+                            rows.append(point.measure(plain, baseline, process, counts, judge))
+                            yield rows[-1]
+                        if len(rows) > 1:
+                            yield _together(rows, points[0])
+                        del points[0]
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                yield from (Row(_what(*point), failed=reason) for point in points)
+
+
+@dataclass(frozen=True)
+class Point:
+    """An arm under one load."""
+
+    arm: Arm
+    batch: int
+    temperature: float
+    task: str
+    prompts: Sequence[Prompt]
+    options: EngineOptions
+    waves: int
+
+    def measure(
+        self,
+        plain: EngineProcess,
+        baseline: Any,  # plain, or `Remembered`
+        process: EngineProcess,
+        counts: dict[tuple[Any, ...], list[tuple[int, int]]],  # filled: of all points so far
+        judge: Judge | None,
+    ) -> Row:
+        """Run both engines; a warm-up of one turn is reported as ``first``."""
+        arm, options, batch = self.arm, self.options, self.batch
+        what = _what(arm, batch, self.temperature, self.task)
+        if arm.stock and self.temperature > 0:
+            return Row(what, note=SAMPLED_STOCK)
+        plain.sampling = ArmSampling(options.max_tokens, self.temperature)
+        process.sampling = replace(plain.sampling, extra_args=arm.request)
+        how: dict[str, Any] = {"concurrency": batch, "seed": SEED if self.temperature else None}
+        turn, prompts = batch * self.waves, list(self.prompts)
+        if options.rounds:
+            size = max(turn, len(prompts))
+            prompts = [replace(prompts[i % len(prompts)], index=i) for i in range(size)]
+            first = run_in_turn(baseline, process, prompts[:turn], **how, turn=turn)
+            seconds = options.seconds or math.inf
+            how |= {"turn": turn, "rounds": options.rounds, "seconds": seconds}
+        else:
+            how["turn"] = len(prompts)
+        lookup = (arm.config or {}).get("lookup", False)
+        copied = process.count(_COPIED) if lookup else 0.0
+        found = run_in_turn(baseline, process, prompts, **how)
+        results = [found.candidate.results[prompt.index] for prompt in prompts]
+        own = [(r.acceptance.accepted, r.acceptance.steps) for r in results]
+        counts[arm.name, batch, self.temperature, self.task] = own
+        base = counts.get((arm.against, batch, self.temperature, self.task))
+        numbers = tau_numbers(own, base) | {"plain_steps": found.baseline.acceptance.steps}
+        numbers["requests"] = found.requests
+        if options.rounds:
+            numbers |= time_numbers(found, batch) | {"first": first.ratio}
+        if lookup:
+            accepted = found.candidate.acceptance.accepted
+            numbers["copied"] = (process.count(_COPIED) - copied) / max(accepted, 1)
+        if judge is not None:
+            numbers |= judge(results)
+        wrong = found.differences if arm.exact or not self.temperature else []
+        reason = ""
+        if wrong:
+            where = f"{wrong[0].prompt.request_id} at token {wrong[0].position}"
+            reason = f"{len(wrong)} of {found.requests} answers differ from plain vLLM's"
+            reason += f", first {where}"
+        return Row(what, numbers, right=not wrong, failed=reason)
+
+
+def _what(arm: Arm, batch: int, temperature: float, task: str = "") -> dict[str, Any]:
+    name = f"{arm.name}, T {temperature:g}, batch {batch}" + (f", {task}" if task else "")
+    what = {"name": name, "arm": arm.name, **arm.what, "batch": batch, "temperature": temperature}
+    return what | ({"texts": task} if task else {})
+
+
+def _together(rows: Sequence[Row], point: tuple[Arm, int, float]) -> Row:
+    """Tau over the steps of all tasks, and the geometric mean of their ratios."""
+    what, right = _what(*point, "all"), [row for row in rows if row.right]
+    if len(right) < len(rows):
+        return Row(what, note="not all tasks have numbers")
+    steps = sum(row.numbers["steps"] for row in right)
+    tau = sum(row.numbers["tau"] * row.numbers["steps"] for row in right) / max(steps, 1)
+    numbers = {"tau": tau, "steps": steps}
+    if "ratio" in right[0].numbers:
+        numbers["ratio"] = statistics.geometric_mean(row.numbers["ratio"] for row in right)
+    return Row(what, numbers, right=True)
+
+
+def tau_numbers(counts: Counts, base: Counts | None = None) -> dict[str, Any]:
+    """Tau and, where there is a ``base`` on the same prompts, the gain relative to it."""
+    tau, error = with_error(counts)
+    numbers = {"tau": tau, "tau_error": error, "steps": sum(steps for _, steps in counts)}
+    if base is not None:
+        gain, error = with_error(counts, base)
+        numbers |= {"gain": gain - 1, "gain_error": error}
+    return numbers
+
+
+def with_error(counts: Counts, base: Counts | None = None) -> tuple[float, float]:
+    """Tau, or its ratio to that of ``base`` on the same prompts, and its jackknife error."""
+
+    def taus(each: Counts) -> Any:  # of all prompts, then [n] without each of them
+        accepted, steps = np.array(each, dtype=float).T
+        totals = accepted.sum() - np.array([0.0, *accepted]), steps.sum() - np.array([0.0, *steps])
+        return 1 + totals[0] / np.maximum(totals[1], 1)
+
+    found = taus(counts) if base is None else taus(counts) / taus(base)
+    without, count = found[1:], len(counts)
+    spread = ((without - without.mean()) ** 2).sum()
+    return float(found[0]), math.sqrt((count - 1) / count * spread) if count > 1 else 0.0
+
+
+def time_numbers(found: InTurn, batch: int) -> dict[str, Any]:
+    """Medians over rounds, and the spread of the ratio; milliseconds of a step with prefills."""
+
+    def step_ms(timed: Timed) -> float:
+        steps = timed.acceptance.steps + len(timed.results) * len(timed.rates)
+        return 1e3 * timed.seconds * batch / max(steps, 1)
+
+    ratios = found.ratios
+    quartiles = [ratios[0], ratios[0]]
+    if len(ratios) > 1:
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        quartiles = [low, high]
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": quartiles,
+        "ratios": ratios,
+        "tokens_per_second": statistics.median(found.candidate.rates),
+        "plain_tokens_per_second": statistics.median(found.baseline.rates),
+        "step_ms": step_ms(found.candidate),
+        "plain_step_ms": step_ms(found.baseline),
+        "rounds": len(ratios),
+    }
+
+
+@contextmanager
+def engine(
+    arm: Arm, options: EngineOptions, engine_args: Mapping[str, Any] | None = None
+) -> Iterator[EngineProcess]:
+    """An arm's engine, started."""
+    sampling = ArmSampling(options.max_tokens, max(options.temperatures))
+    with tempfile.TemporaryDirectory() as costs:
+        with environment(arm, options, costs):
+            process = EngineProcess(settings(arm, options, engine_args), sampling)
+        with process:
+            yield process
+
+
+def settings(
+    arm: Arm, options: EngineOptions, engine_args: Mapping[str, Any] | None = None
+) -> EngineSettings:
+    """The settings of an arm's engine."""
+    requests = max(8, *options.batch)
+    arguments = {
+        "max_num_seqs": requests,
+        # prompts are never split (vLLM on CPU can't chunk seeded ones), trees always fit
+        "max_num_batched_tokens": max(
+            options.max_model_len * min(requests, _PREFILLS), MAX_NODES * requests
+        ),
+        "enable_prefix_caching": False,  # the same prompts come again and again
+        "enforce_eager": options.eager,
+        "kv_cache_memory_bytes": _KV_BYTES,
+        "disable_log_stats": not (arm.config or {}).get("lookup", False),  # copies are counted
+    } | dict(engine_args or {})
+    target = str((options.target or Path()).absolute())
+    return EngineSettings(target, arm.config, options.dtype, options.max_model_len, arguments)
+
+
+@contextmanager
+def environment(arm: Arm, options: EngineOptions, costs: str) -> Iterator[None]:
+    """Set the environment of processes that are started inside.
+
+    An automatic budget keeps its step costs in the empty folder ``costs``. On CPUs processes are
+    bound to cores as vLLM's own multiprocess executor binds its workers, with Intel's OpenMP where
+    it is installed.
+    """
+    import torch
+
+    kept = dict(os.environ)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ["VLLM_PLUGINS"] = "none" if arm.stock or arm.config is None else "medusa"
+    if (arm.config or {}).get("budget") == "auto":
+        os.environ["VLLM_CACHE_ROOT"] = costs
+    if not torch.accelerator.is_available():
+        ids = options.cores or tuple(sorted(os.sched_getaffinity(0)))
+        os.environ |= _binding(",".join(map(str, ids)), len(ids))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def _binding(ids: str, count: int) -> dict[str, str]:
+    bound = {"OMP_NUM_THREADS": str(count), "VLLM_CPU_OMP_THREADS_BIND": ids}
+    library = Path(sys.prefix) / "lib" / _OPENMP
+    if not library.exists():
+        return bound | {"GOMP_CPU_AFFINITY": ids.replace(",", " ")}
+    bound["LD_PRELOAD"] = ":".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
+    bound["KMP_AFFINITY"] = f"granularity=fine,explicit,proclist=[{ids}]"
+    return bound | {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}

@@ -1,0 +1,286 @@
+"""The benchmarks of engines: which numbers may be reported, and the arithmetic behind them."""
+
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_engine import FakeEngine
+
+from benchmarks import compare, engines, grammar, profile, typical
+from benchmarks.compare import CompareOptions, arm_of, arms
+from benchmarks.engines import PLAIN, SAMPLED_STOCK, tau_numbers, with_error
+from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarise
+from benchmarks.report import draw
+from benchmarks.spans import Spans
+from vllm_medusa.job import SILENT, JobFailed
+from vllm_medusa.offline.batch import Answer, Conversation, Result, run_batch
+from vllm_medusa.offline.prompts import Prompt
+
+ROOT = Path(__file__).parents[2]
+ASSETS = {"target": ROOT / "tests/assets/target", "drafter": ROOT / "tests/assets/heads"}
+ASSETS["texts"] = (ROOT / "tests/assets/prompts.jsonl",)
+
+
+@pytest.fixture
+def options():
+    forms = ("automatic", "chain", "stock", "static", "ngram")
+    return CompareOptions(**ASSETS, forms=forms, chain=(2, 3), nodes=(2, 99), prompts=3, rounds=2)
+
+
+def process(like: Any) -> Any:
+    """In place of `EngineProcess`: ``like`` maps a speculative config to a fake engine."""
+
+    def started(settings, sampling):
+        engine = like(settings.speculative_config)
+
+        def run(prompts, concurrency, seed):
+            how = {"concurrency": concurrency, "seed": seed, "session": made.session}
+            return list(run_batch(prompts, engine(), **how)), 1.0
+
+        made: Any = nullcontext()
+        made.run, made.session, made.count = run, Conversation, lambda name: 0.0
+        return made
+
+    return started
+
+
+def rows_of(options: Any, monkeypatch: pytest.MonkeyPatch, like: Any) -> dict[str, Any]:
+    monkeypatch.setattr(engines, "EngineProcess", process(like))
+    monkeypatch.setattr(engines, "_binding", lambda ids, count: {})
+    rows = [row.to_dict() for row in compare.run(options, SILENT)]
+    return {row["name"]: row for row in rows}
+
+
+def test_arms_with_plain_s_tokens_get_a_ratio(options, monkeypatch, tmp_path):
+    rows = rows_of(options, monkeypatch, lambda c: lambda: FakeEngine(step_sizes=(1 + bool(c),)))
+    names = ["automatic", "chain 2", "chain 3", "stock 2", "stock 3", "static 2"]
+    names = [f"heads, {name}" for name in names] + ["n-gram 2, vLLM's", "n-gram 3, vLLM's"]
+    assert set(rows) == {f"{name}, T {t}, batch 1, prompts" for t in ("0", "0.7") for name in names}
+    static = rows["heads, static 2, T 0, batch 1, prompts"]
+    assert static["ratio"] == 1 and static["tau"] > 1.3 and static["rounds"] == 2
+    assert static["step_ms"] > static["plain_step_ms"] and static["requests"] == 6
+    draw(list(rows.values()), compare.SPEED.plot, tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").stat().st_size > 1000
+
+
+def test_stock_speculation_is_not_measured_when_sampling(options, monkeypatch):
+    rows = rows_of(options, monkeypatch, lambda config: FakeEngine)
+    for name in ("heads, stock 2", "n-gram 2, vLLM's"):
+        assert rows[f"{name}, T 0.7, batch 1, prompts"]["note"] == SAMPLED_STOCK
+        assert "ratio" in rows[f"{name}, T 0, batch 1, prompts"]
+    assert "rejection sampler" in compare.text(list(rows.values()))
+
+
+def test_an_arm_with_other_tokens_gets_no_number_and_the_others_do(options, monkeypatch):
+    """Negative control of the gate, and an engine that does not start."""
+
+    def like(config):
+        if config and config["method"] == "ngram":
+            raise JobFailed("no hidden_size")
+        wrong = config is not None and config.get("tree") == {"chain": 3}
+        return lambda: FakeEngine(wrong_at=0 if wrong else None)
+
+    rows = rows_of(options, monkeypatch, like)
+    wrong = rows["heads, chain 3, T 0, batch 1, prompts"]
+    assert wrong["failed"].startswith("6 of 6 answers differ from plain vLLM's, first ")
+    assert not {"ratio", "tau", "step_ms"} & wrong.keys()
+    assert rows["n-gram 2, vLLM's, T 0, batch 1"]["failed"] == "JobFailed: no hidden_size"
+    assert rows["heads, static 2, T 0.7, batch 1, prompts"]["ratio"] == 1
+
+
+def test_one_engine_serves_all_points_of_an_arm(options, monkeypatch):
+    started = []
+
+    def like(config):
+        started.append(config)
+        return lambda: FakeEngine(step_sizes=(1 + bool(config),))
+
+    one = replace(options, forms=("chain",), chain=(3,), batch=(1, 4), rounds=1)
+    rows = rows_of(one, monkeypatch, like)
+    assert len(started) == 2 and [row["requests"] for row in rows.values()] == [3, 3, 4, 4]
+    rows = rows_of(replace(one, waves=2, only="nothing"), monkeypatch, like)
+    assert rows == {}
+    rows = rows_of(replace(one, waves=2), monkeypatch, like)
+    assert [row["requests"] for row in rows.values()] == [3, 3, 8, 8]
+
+
+def test_without_rounds_plain_answers_once_and_tasks_are_put_together(
+    options, monkeypatch, tmp_path
+):
+    lines = ASSETS["texts"][0].read_text().splitlines()
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines[:4]))
+    calls = []
+
+    def like(config):
+        calls.append(config)
+        return lambda: calls.append(config) or FakeEngine(step_sizes=(1 + bool(config),))
+
+    forms = {"forms": ("dynamic", "both"), "nodes": (2,), "temperatures": (0.0,)}
+    rows = rows_of(
+        replace(options, texts=(tmp_path,), rounds=0, **forms), monkeypatch, like
+    ).values()
+    assert [row.get("texts", row) for row in rows] == 2 * ["a", "b", "all"]
+    # each engine starts once; both tasks have the same prompts, and plain answered them once
+    assert sum(config is None for config in calls) == 1 + 1
+    *_, a, b, every = rows
+    assert a["gain"] == b["gain"] == 0 and "ratio" not in a
+    assert every["steps"] == a["steps"] + b["steps"] and every["tau"] == pytest.approx(a["tau"])
+
+
+def test_uneven_answers_have_lengths_of_their_own(options, monkeypatch):
+    """The same of both engines; otherwise the length of an answer is not limited by request."""
+    made: dict[bool, list[FakeEngine]] = {True: [], False: []}
+
+    def like(config):
+        return lambda: made[config is None].append(FakeEngine()) or made[config is None][-1]
+
+    options = replace(options, forms=("chain",), chain=(3,), rounds=1, prompts=32, max_tokens=24)
+    rows_of(replace(options, batch=(4,), waves=2), monkeypatch, like)
+    plain, chain = ([engine.options for engine in made[which]] for which in (True, False))
+    assert plain == chain
+    lengths = {asked["max_tokens"] for each in plain for asked in each.values()}
+    assert len(lengths) > 12 and lengths <= set(range(12, 37))
+
+
+def test_arms_of_heads_are_those_that_there_are():
+    folder = ASSETS["drafter"]
+    options = CompareOptions(forms=("static", "chain"), nodes=(4, 999), chain=(2, 99))
+    notes = []
+    found = arms([folder], options, SimpleNamespace(note=notes.append))
+    assert [arm.name for arm in found] == ["heads, static 4", "heads, chain 2"]
+    assert notes == ["heads: no static of 999", "heads: no chain of 99"]
+    both = arm_of(folder, "both", 7)
+    assert both.config["lookup"] and both.against == arm_of(folder, "dynamic", 7).name
+    assert arm_of(folder, "lookup", 7).config == {"method": "medusa", "lookup": True, "budget": 7}
+    assert arm_of(folder, "automatic", 0).config["budget"] == "auto"
+
+
+def test_defaults_of_a_case_show_in_its_help():
+    options = compare.LOAD.options()
+    assert options.batch[-1] == 64 and options.waves == 3 and compare.SPEED.options().batch == (1,)
+    assert isinstance(options, CompareOptions)
+    with pytest.raises(ValueError, match="waves is 0"):
+        compare.LOAD.options(waves=0)
+
+
+def test_automatic_is_compared_with_the_best_of_the_others():
+    def row(form, batch, ratio):
+        what = {"drafter": "h", "form": form, "arm": f"h, {form}", "temperature": 0.0}
+        numbers = {"ratio": ratio, "ratio_quartiles": [ratio, ratio], "first": 0.5}
+        return what | {"texts": "t", "batch": batch} | numbers
+
+    rows = [row("automatic", 1, 1.5), row("static", 1, 1.25), row("chain", 1, 1.2)]
+    rows += [row("automatic", 8, 0.9), row("static", 8, 0.8), row("static", 16, 2.0)]
+    found = compare.best_beside_automatic(rows)
+    assert [(e["best"], e["relative"]) for e in found] == [("h, static", 1.2), ("plain", 0.9)]
+
+
+def test_the_environment_is_the_arm_s_and_is_restored(options, monkeypatch, tmp_path):
+    before = dict(engines.os.environ)
+    monkeypatch.setattr(engines, "_OPENMP", "none")
+    own = replace(options, cores=(0, 1))
+    for arm, plugins in ((PLAIN, "none"), (arm_of(options.drafter, "automatic", 0), "medusa")):
+        with engines.environment(arm, own, str(tmp_path)):
+            found = dict(engines.os.environ)
+        assert found["VLLM_PLUGINS"] == plugins
+        assert found["OMP_NUM_THREADS"] == "2" and found["GOMP_CPU_AFFINITY"] == "0 1"
+    assert found["VLLM_CACHE_ROOT"] == str(tmp_path)
+    assert dict(engines.os.environ) == before
+
+
+def test_the_error_of_a_gain_leaves_out_what_both_trees_share():
+    rng = np.random.default_rng(0)
+    steps = np.full(200, 30)
+    hard = rng.uniform(0.2, 1.8, 200)
+    static = [(int(30 * h), 30) for h in hard]
+    dynamic = [(int(30 * h * 1.2), 30) for h in hard]
+    ratio, error = with_error(dynamic, static)
+    value, own = with_error(dynamic)
+    assert value == pytest.approx(1 + sum(a for a, _ in dynamic) / steps.sum())
+    assert own == pytest.approx(np.std([a / 30 for a, _ in dynamic]) / np.sqrt(200), rel=0.05)
+    assert ratio == pytest.approx(1.1, abs=0.01) and error < 0.2 * own
+    assert tau_numbers(dynamic, static)["gain"] == pytest.approx(ratio - 1)
+
+
+def test_typical_has_both_deltas_of_each_epsilon_once():
+    found = typical.arms(typical.TypicalOptions(**ASSETS, epsilons=(0.01, 0.09)))
+    assert [(arm.what.get("epsilon"), arm.what.get("delta")) for arm in found] == [
+        (None, None), (0.01, 0.3), (0.01, 0.1), (0.09, 0.3),
+    ]  # fmt: skip
+    assert [arm.exact for arm in found] == [True, False, False, False]
+    assert len({json.dumps(arm.config) for arm in found}) == 1  # one engine serves all
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "share"), [([1, 2, 1, 2, 1], 2, 0.5), ([1, 2, 3], 2, 1.0), ([1], 4, 1.0)]
+)
+def test_distinct(text, n, share):
+    assert typical.distinct(text, n) == share
+
+
+def test_complete_answers_to_a_schema_are_json():
+    def result(text, reason):
+        return Result(Prompt(0, 1, "p"), (Answer(text=text, finish_reason=reason),))
+
+    assert grammar.judge([result("{}", "stop"), result('{"a', "length")]) == {"complete": "1/2"}
+    with pytest.raises(ValueError, match="Expecting"):
+        grammar.judge([result("no", "stop")])
+    by_schema = grammar.tasks_of(grammar.GrammarOptions(**ASSETS))
+    mixed = grammar.tasks_of(grammar.GrammarOptions(**ASSETS, rounds=1))
+    assert len(by_schema) == 7 and {len(own) for own in by_schema.values()} == {4}
+    indices = [prompt.index for own in by_schema.values() for prompt in own]
+    assert [p.index for p in mixed["all schemas"]] == sorted(indices) == list(range(28))
+
+
+def test_a_profiled_arm_must_have_plain_s_tokens_too(monkeypatch):
+    def found(arm, options, temperature):
+        if arm.stock:
+            raise RuntimeError("no hidden_size")
+        return {0: [1, int("chain" in arm.name)]}, {"attention": 2.0}
+
+    monkeypatch.setattr(profile, "_in_a_process", found)
+    asked = ProfileOptions(**ASSETS, forms=("dynamic", "chain", "stock"), nodes=2, chain=2)
+    rows = [row.to_dict() for row in profile.run(asked, SILENT)]
+    names = ["plain", "heads, dynamic 2", "heads, chain 2", "heads, stock 2"]
+    assert [row["arm"] for row in rows[:4]] == names
+    assert rows[1]["step_ms"] == 2 and rows[1]["target_forward_ratio"] == 1
+    assert rows[2]["failed"] == "1 of 1 answers differ from plain vLLM's"
+    assert rows[3]["failed"] == "RuntimeError: no hidden_size"
+    assert rows[7]["note"] == SAMPLED_STOCK
+    assert "| attention | 2.000 | 2.000 |" in parts_tables(rows)
+
+
+def test_spans_count_exclusive_time_and_add_up():
+    clock = iter(range(100))
+    spans = Spans()
+    owner = SimpleNamespace(inner=lambda: None)
+    owner.outer = lambda: (owner.inner(), owner.inner())
+    spans.hook(owner, "inner", "inside", within={"around": "in around"})
+    spans.hook(owner, "outer", "around")
+    spans.hook(owner, "absent", "nothing")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.spans.time.perf_counter", lambda: next(clock))
+        owner.outer()
+        owner.inner()
+    assert spans.take() == {"around": 3, "in around": 2, "inside": 1}  # 0..5 and 6..7
+    assert spans.take() == {}
+
+
+def test_profile_parts_ignore_stalls_and_prefills():
+    steps = [(1.0, False, {"attention": 1.0})]
+    steps += [(0.01, True, {"attention": 0.004, "heads": 0.006}) for _ in range(8)]
+    steps += [(9.0, True, {"heads": 9.0})]
+    parts = average_parts(steps)
+    assert parts == pytest.approx({"attention": 4.0, "heads": 6.0})
+    summary = summarise(parts, {"attention": 2.0, "sampling": 1.0})
+    assert summary["own_overhead_share"] == pytest.approx(0.6)
+    assert summary["beyond_plain_ms"] == pytest.approx(5.0)
+    assert summary["target_forward_ratio"] == pytest.approx(2.0)
+    assert not math.isnan(summary["step_ms"])

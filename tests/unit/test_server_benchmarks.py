@@ -1,0 +1,140 @@
+"""The benchmarks `serve` and `soak`: arrivals, what a server is asked, how answers are judged."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from support.assets import ASSETS, HEADS, TARGET
+
+from benchmarks import serve
+from benchmarks.compare import arm_of
+from benchmarks.engines import PLAIN
+from benchmarks.serve import AGAIN, Answers, Load, ServeOptions
+from benchmarks.soak import Seen, problem_of
+from benchmarks.soak_requests import COMPLETION, Answer, Asked, requests
+from vllm_medusa.job import SILENT, JobFailed
+
+PROMPTS = ["one", "two", "three", "four"]
+
+
+@pytest.fixture
+def options():
+    assets = {"target": Path(TARGET), "drafter": Path(HEADS), "texts": (ASSETS / "prompts.jsonl",)}
+    return ServeOptions(**assets, rates=(1.0, 4.0), ramp=0.0, rounds=2, nodes=(4,))
+
+
+def test_arrivals_are_poisson_and_the_same_for_everyone():
+    load = Load("4/s", 4.0, 1000.0)
+    found = np.array(load.arrivals(0))
+    assert found.tolist() == load.arrivals(0) != load.arrivals(1)
+    gaps = np.diff(found)
+    assert gaps.min() >= 0 and found[-1] < 1000
+    assert len(found) == pytest.approx(4000, rel=0.05)
+    assert gaps.std() == pytest.approx(0.25, rel=0.1)
+    assert len(Load("idle", 1e-6, 10.0).arrivals(0)) == 1
+
+
+def test_a_ramp_goes_up_and_down():
+    found = Load("ramp", 40.0, 300.0, ramp=True).arrivals(0)
+    shares = np.histogram(found, 6, (0, 300))[0] / (40 * 50)
+    assert shares == pytest.approx(np.array([1, 3, 5, 5, 3, 1]) / 6, abs=0.06)
+
+
+def answers(texts, ms):
+    return {
+        "latencies": [ms] * len(texts),
+        "ttfts": [0.5 * ms] * len(texts),
+        "output_lens": [3] * len(texts),
+        "itls": [[0.25 * ms]] * len(texts),
+        "generated_texts": texts,
+        "errors": [""] * len(texts),
+        "duration": 2.0,
+    }
+
+
+def test_figures_of_a_server():
+    found = Answers()
+    found.add(answers(["a", "b"], 0.1))
+    figures = found.figures()
+    assert figures["tokens_per_second"] == 3 and figures["requests"] == 2
+    assert figures["ttft_p50"] == pytest.approx(50) and figures["token_p99"] == pytest.approx(25)
+    assert figures["gap_p99"] == pytest.approx(25)
+
+
+def test_servers_take_turns_and_one_with_other_answers_has_no_figures(options, monkeypatch):
+    asked = []
+
+    class Server:
+        def __init__(self, arm, options):
+            self.name = arm.name
+
+        def __enter__(self):
+            if self.name == "heads, dynamic 4":
+                raise JobFailed("no room")
+            return self.name
+
+        def __exit__(self, *_):
+            pass
+
+    def ask(url, requests, seconds):
+        asked.append((url, requests))
+        wrong = url == "heads, automatic" and requests == ("4/s", 1)
+        return answers(["a", "x" if wrong else "b"], 0.1)
+
+    monkeypatch.setattr(serve, "server", Server)
+    monkeypatch.setattr(serve, "requests", lambda load, number, *_: (load.name, number))
+    monkeypatch.setattr(serve, "ask", ask)
+    rows = [row.to_dict() for row in serve.run(options, SILENT)]
+    turns = ["plain", "heads, automatic", "plain", "plain", "heads, automatic", "plain"]
+    assert asked[2:8] == [(url, ("1/s", i // 3)) for i, url in enumerate(turns)]
+    assert rows[0]["failed"] == "no room" and rows[0]["arm"] == "heads, dynamic 4"
+    assert [row["arm"] for row in rows[1:]] == 2 * ["plain", "heads, automatic", AGAIN]
+    assert rows[2]["requests"] == 4 and rows[4]["requests"] == 4
+    assert rows[5]["failed"] == "1 of 4 answers differ from plain vLLM's"
+
+
+def test_a_server_s_command_line_is_the_engine_s_settings(options):
+    found = serve.words(arm_of(options.drafter, "automatic", 0), options, 8123)
+    assert found[0] == str(options.target)
+    config = json.loads(found[found.index("--speculative-config") + 1])
+    assert config["budget"] == "auto" and found[found.index("--port") + 1] == "8123"
+    assert {"--no-enable-chunked-prefill", "--no-enable-prefix-caching"} <= set(found)
+    assert "--speculative-config" not in serve.words(PLAIN, options, 8123)
+
+
+def test_the_same_seed_asks_the_same_of_all_kinds():
+    asked = requests(PROMPTS, 300, 5)
+    assert asked == requests(PROMPTS, 300, 5) != requests(PROMPTS, 300, 6)
+    kinds = {each.kind: each for each in asked}
+    assert len(kinds) == 11 and {"tools", "schema", "cancelled stream", "malformed"} <= kinds.keys()
+    assert all(
+        each.body["temperature"] == 0 or "seed" in each.body for each in asked if each.compared
+    )
+
+
+def test_an_answer_is_judged():
+    compared = Asked("x", COMPLETION, {"prompt": "a"})
+    refused = Asked("x", COMPLETION, {"prompt": "a"}, compared=False, refused=True)
+    free = Asked("x", COMPLETION, {"prompt": "a"}, compared=False)
+    good, other = Answer(texts={0: "b"}, reasons={0: "stop"}), Answer(texts={0: "c"})
+    wanted = {compared.key: vars(good)}
+    assert not problem_of(compared, good, wanted)
+    assert "plain" in problem_of(compared, other, wanted)
+    for asked in (compared, refused, free):
+        assert "lost" in problem_of(asked, "TimeoutError: ", wanted)
+    assert not problem_of(refused, Answer(error=(400, "BadRequestError")), wanted)
+    for status in (500, None):
+        assert problem_of(refused, Answer(error=status and (status, "x")), wanted)
+    assert not problem_of(free, other, wanted)
+    assert problem_of(free, Answer(error=(500, "x")), wanted)
+
+
+def test_growth_is_that_of_the_second_half():
+    points = [(0, 100.0), (400, 400.0), (600, 401.0), (800, 402.0), (1000, 403.0)]
+    seen = Seen("me", psutil.Process(os.getpid()), points)
+    assert abs(seen.slope() - 5.0) < 1e-6
+    seen.look(1200)
+    assert seen.points[-1][0] == 1200 and seen.points[-1][1] > 10
