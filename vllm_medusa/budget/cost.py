@@ -49,8 +49,8 @@ class _Curve:
         if self._values is None:
             if not self.seen.all() and self.seen.any():
                 known = np.flatnonzero(self.seen)
-                places = np.arange(len(self.knots))
-                self.offset = np.interp(places, known, self.offset[known])
+                logs = np.log(self.knots)
+                self.offset = np.interp(logs, logs[known], self.offset[known])
             self._values = np.exp(self.prior + self.offset)
         return self._values
 
@@ -109,13 +109,14 @@ class StepCost:
         parts = [(self._plain, rows, 1.0)]
         parts += [(self._trees, rows - requests, 1.0)] if rows > requests else []
         parts += [(self._heads, requests, float(_of_heads(heads)))] if heads > 0 else []
-        # derivatives of the logarithm of the time by those of the knots
-        slopes = [
-            (curve, knot, weight * factor * float(curve.values[knot]))
-            for curve, count, factor in parts
-            for knot, weight in curve.beside(count)
-        ]
-        total = sum(slope for *_, slope in slopes)
+        total, slopes = 0.0, []  # derivatives of the logarithm of the time by that of a knot
+        for curve, count, factor in parts:
+            found = [
+                (weight * factor * float(curve.values[knot]), knot)
+                for knot, weight in curve.beside(count)
+            ]
+            total += sum(value for value, _ in found)
+            slopes.append((curve, max(found)[1], max(found)[0]))  # the nearest knot learns
         error = math.log(ms / total) - self._log_speed
         if self.steps == 0:
             self._log_speed, error = self._log_speed + error, 0.0

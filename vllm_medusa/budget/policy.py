@@ -24,6 +24,7 @@ _TRIAL_STEPS = 3
 _TRIAL_SHARE = 0.005  # of all time that trials may lose
 _MAX_SAVED = 2.0  # trials of the dearest kind that can be saved up
 _WAIT = 16  # steps between trials
+_NEXT_SIZES = (1, 2, -1, 3)  # steps from the best number of nodes to others to try
 _MEASURED_STEPS, _MEASURED_LEAST = 128, 0.97  # window, and speed below which drafting is given up
 _REST_MS = (4e3, 60e3)  # then no head runs for so long, doubling
 
@@ -335,18 +336,24 @@ class Auto:
         self._idle = 0
 
     def _alternative(self, plan: Plan) -> tuple[int, int, float]:
-        """What to try: limit, nodes and expected rate, in turn."""
+        """What to try: limit, nodes and expected rate. In turn nothing, other limits and numbers.
+
+        The numbers of nodes are the next ones, since what is known of one tells little of others.
+        """
         turn = self.turn
         if self.drafting:
             if turn % 2 == 0:
                 return 0, 0, float(plan.arms[0, 2])
             turn //= 2
-        arms = plan.arms[plan.arms[:, 0] == self.limits[turn % len(self.limits)]]
+        others = self.drafting and turn % 2 == 0 and not self.even
+        limit = plan.limit if others else self.limits[turn // 2 % len(self.limits)]
+        arms = plan.arms[plan.arms[:, 0] == limit]
         if not len(arms):  # no room
             return plan.limit, plan.nodes, plan.rate
-        place = arms[:, 2].argmax()
-        if self.drafting and arms[place, 0] == plan.limit:  # other numbers of nodes
-            place = turn // len(self.limits) % len(arms)
+        place = int(arms[:, 2].argmax())
+        if others:
+            place += _NEXT_SIZES[turn // 2 % len(_NEXT_SIZES)]
+            place = min(max(place, 0), len(arms) - 1)
         return int(arms[place, 0]), int(arms[place, 1]), float(arms[place, 2])
 
 
