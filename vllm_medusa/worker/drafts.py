@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
-from vllm_medusa.worker.grammar import Candidates, Row
+from vllm_medusa.worker.grammar import Candidates
 from vllm_medusa.worker.requests import GREEDY_BELOW, follows_grammar
 
 
@@ -40,7 +40,6 @@ class Draft:
             `Candidates.forced`; None: such drafts were not looked for.
         parents: of each, if the request follows a grammar: its parent's node.
         constrained: the grammar has begun.
-        masks: of each, if known already.
         run: tokens and kinds of those that the grammar forces.
 
     """
@@ -52,7 +51,6 @@ class Draft:
     sources: Sequence[int] | None = None
     parents: list[int] | None = None
     constrained: bool = False
-    masks: Sequence[Row] = ()
     run: list[tuple[int, int]] = field(default_factory=list)
 
     @property

@@ -110,7 +110,7 @@ def choose(
         prior = spelling.chances(few, longest)
         chance = among_few(prior, [chances.get(token, 0.0) for token in few])
         several = [(t, known.get(t), p) for t, p in zip(few, chance, strict=True)]
-        return several, likeliest(few, prior)[0], kind_of(few)
+        return several, few[prior.index(max(prior))], FORCED if len(few) == 1 else LIKELY
 
     def descend(node: int | None, new: int, survival: float, depth: int, run: float) -> None:
         several, forced, kind = options(node, survival)
@@ -159,56 +159,24 @@ def forced_run(
     vocab_size: int,
     spelling: Spelling,
     longest: float,
-) -> tuple[Candidates, list[Row]]:
+) -> Candidates:
     """What the grammar all but forces, a chain: drafts that no head is needed for.
 
-    The first of them stands for what could be, however likely it is; its survival tells. With
-    them come the masks of the root and of each draft.
-
-    Args:
-        grammar: of a request, where it is.
-        max_depth: of the chain.
-        mask: int32 [1, ceil(V / 32)], to write into.
-        vocab_size: V.
-        spelling: of its tokens.
-        longest: see `Spelling.chances`.
-
+    The first of them stands for what could be, however likely it is; its survival tells. For the
+    arguments see `choose`.
     """
-    run, row, worth = Candidates([], [], []), mask.numpy()[0], 1.0
-    known: list[Row] = []  # of the root and the nodes
-    while not grammar.is_terminated():
-        grammar.fill_bitmask(mask, 0)
-        depth = len(run.token_ids)
-        known.append(row.copy())
-        few = (
-            few_tokens(row, vocab_size) if depth < max_depth and worth >= MIN_RUN_SURVIVAL else None
-        )
-        if not few:
-            break
-        token, chance = likeliest(few, spelling.chances(few, longest))
-        worth *= chance
-        if (depth and worth < MIN_RUN_SURVIVAL) or not grammar.accept_tokens(_NAME, [token]):
-            break
-        run.token_ids.append(token)
-        run.parents.append(depth)
-        run.survival.append(worth)
-        run.forced.append(kind_of(few))
-    if len(known) <= len(run.token_ids):  # its last token is the end
-        known.append(np.full_like(row, -1))
-    if run.token_ids:
-        grammar.rollback(len(run.token_ids))
-    return run, known
-
-
-def kind_of(few: Sequence[int]) -> int:
-    """What the likeliest of a few tokens is."""
-    return FORCED if len(few) == 1 else LIKELY
-
-
-def likeliest(few: Sequence[int], prior: Sequence[float]) -> tuple[int, float]:
-    """The token of a few that a run goes on with, and its chance."""
-    best = max(prior)
-    return few[prior.index(best)], best
+    if max_depth < 1:
+        return Candidates([], [])
+    none = Candidates([], [], [])
+    found = choose(grammar, none, 1, mask, vocab_size, spelling, longest, max_depth)
+    return found.subset(
+        [
+            node
+            for node, kind in enumerate(found.forced, 1)
+            if kind
+            and (found.parents[node - 1] == 0 or found.survival[node - 1] >= MIN_RUN_SURVIVAL)
+        ]
+    )
 
 
 class Spelling:

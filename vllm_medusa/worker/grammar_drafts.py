@@ -87,13 +87,11 @@ class GrammarDrafts:
             return None
         depth = min(self.run_depth, self._useful_depth(request))
         chance = self._chance(request).value
-        run, (_, *masks) = forced_run(
+        run = forced_run(
             _grammar(request), depth, self._buffer(1)[:1], self.vocab_size, self._spelling, chance
         )
         run = run.first(_before(self._ignored_end(request), run))
-        draft = _draft(request, run, constrained=True, run=_run_of(run))
-        draft.masks = masks
-        return draft
+        return _draft(request, run, constrained=True, run=_run_of(run))
 
     def scheduled(
         self, request: Request, candidates: Candidates, count: int
@@ -168,8 +166,6 @@ class GrammarDrafts:
         rows = masks.numpy()[root + 1 : root + 1 + len(tokens)]
         if not draft.constrained:
             rows[:] = -1
-        elif draft.masks and min(tokens, default=0) >= 0:
-            rows[:] = draft.masks[: len(tokens)]
         else:
             begun = time.perf_counter()
             fill_masks(_grammar(draft.request), masks, root, tokens, parents)

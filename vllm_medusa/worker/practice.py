@@ -89,7 +89,7 @@ class _Practice(TreeScheduler):
         if self.options.tree.max_depth:
             super().update_draft_token_ids(draft_token_ids)
             return
-        nodes = min(self.policy.nodes, self._next_rows()[0] // max(len(self.running), 1))
+        nodes = min(self.policy.nodes, self._room() // max(len(self.running), 1))
         for request in map(self.requests.get, draft_token_ids.req_ids):
             if request is not None and not request.is_prefill_chunk:
                 draft = Draft(request, [0] * nodes, parents=list(range(nodes)))

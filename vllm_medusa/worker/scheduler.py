@@ -302,8 +302,7 @@ class TreeScheduler(Scheduler):
             for name in message.req_ids
             if (request := self.requests.get(name)) is not None and request.use_structured_output
         ]
-        room, has_prefill = self._next_rows() if followers else (0, False)
-        if not room or has_prefill:
+        if not followers or not self._room():
             return ()
         if self.policy.forced_pay:
             return set(followers)
@@ -314,31 +313,28 @@ class TreeScheduler(Scheduler):
     def _counts(self, drafts: list[Draft]) -> list[int]:
         """How many of each request's drafts the next step verifies."""
         assert self.policy is not None
-        room, has_prefill = self._next_rows()
-        if has_prefill and isinstance(self.policy, Auto):
-            room = 0  # rows cost what arithmetic costs then, which drafts rarely earn
         batch = Batch(
             [draft.survival for draft in drafts],
             [draft.kind for draft in drafts],
             [draft.sources or [0] * len(draft.survival) for draft in drafts],
         )
-        return self.policy.counts(batch, len(self.running), room)
+        return self.policy.counts(batch, len(self.running), self._room())
 
-    def _next_rows(self) -> tuple[int, bool]:
-        """Rows of the next step that no request has a use for, and whether it has a prefill."""
+    def _room(self) -> int:
+        """Rows of the next step that are left for drafts by what requests need."""
         admits = len(self.running) < self.max_num_running_reqs and not self._requests_wait
-        coming = itertools.chain(self.running, self.waiting if admits else ())
-        most, taken, has_prefill = self.max_num_scheduled_tokens, 0, False
-        for request in coming:
+        left, has_prefill = self.max_num_scheduled_tokens, False
+        for request in itertools.chain(self.running, self.waiting if admits else ()):
             rows = max(1, request.num_tokens - request.num_computed_tokens)
             has_prefill |= rows > 1
-            taken += rows
-            if taken >= most:
-                return 0, has_prefill
-        free = min(most - taken, self._free_slots())
+            left -= rows
+            if left <= 0:
+                return 0
+        if has_prefill and isinstance(self.policy, Auto):
+            return 0  # rows cost what arithmetic costs then, which drafts rarely earn
         if self.options.max_rows is not None:
-            free = min(free, self.options.max_rows - len(self.running))
-        return max(0, free), has_prefill
+            left = min(left, self.options.max_rows - len(self.running))
+        return max(0, min(left, self._free_slots()))
 
     def _free_slots(self) -> int:
         """KV slots that drafts can have without a running request being preempted for them.
@@ -441,12 +437,9 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
     def _even_count(self) -> int:
         """Drafts of each running request in the next step."""
         assert self.policy is not None
-        room, has_prefill = self._next_rows()
         requests = len(self.running)
-        most = min(self.max_drafts, room // max(requests, 1))
-        if most == 0 or (has_prefill and isinstance(self.policy, Auto)):
-            return 0
-        return min(most, self.policy.limit(requests, requests * most))
+        most = min(self.max_drafts, self._room() // max(requests, 1))
+        return min(most, self.policy.limit(requests, requests * most)) if most else 0
 
 
 def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:
