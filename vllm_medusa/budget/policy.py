@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +27,6 @@ _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # steps from the best number of nodes to others to try
 _MEASURED_STEPS, _MEASURED_LEAST = 128, 0.97  # window, and speed below which drafting is given up
 _REST_MS = (4e3, 60e3)  # then no head runs for so long, doubling
-
-
-class Policy(Protocol):
-    """What the scheduler asks before each step."""
-
-    def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
-        """Nodes to draft for a request at most at the end of this step; 0: no head runs."""
-
-    def counts(self, drafts: Batch, requests: int, room: int) -> list[int]:
-        """How many of each request's drafts to verify, the best."""
 
 
 @dataclass
