@@ -86,7 +86,7 @@ def make_heads(target: Target, own: bool) -> HeadLogits:
         for parameter in heads.parameters():
             parameter.normal_(std=shape.hidden**-0.5)
     if not own:
-        heads.use_target_lm_head(target.lm_head)
+        heads.store_lm_head(target.lm_head)
     return lambda hidden: heads.compute_logits(heads(hidden))
 
 

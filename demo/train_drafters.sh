@@ -26,9 +26,9 @@ train() { # KIND, more options
 for kind in $KINDS; do
     case $kind in
         hydra) train hydra --num-heads 3 --epochs 2 --learning-rate 7e-4 \
-            --cache "$WORK/states" --keep-cache ;;
+            --cache "$WORK/states" ;;
         medusa) train medusa --num-heads 4 --learning-rate 7e-4 \
-            --cache "$WORK/states" --keep-cache ;;
+            --cache "$WORK/states" ;;
         eagle3) train eagle3 --lm-heads shared --epochs 2 ;;
     esac
     [[ $kind == eagle3 ]] || "$BIN/vllm-medusa" calibrate "$TARGET" "$WORK/$kind" \

@@ -32,8 +32,8 @@ OPTIONS = {
 }
 
 
-def start(folder: Path, program: str = "vllm_medusa.cli") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", program, "adapt", str(ASSETS / "target")]
+def start(folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vllm_medusa.cli", "adapt", str(ASSETS / "target")]
     command += ["--prompts", str(folder / "prompts.jsonl"), "--output", str(folder / "heads")]
     command += [str(part) for option in OPTIONS.items() for part in option]
     return subprocess.Popen(
@@ -79,7 +79,7 @@ def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
     kill_in_stage(start(tmp_path), "train")
     heads = tmp_path / "heads"
     assert not heads.exists()
-    said = finish(start(tmp_path, "support.forking_cli"))
+    said = finish(start(tmp_path))
     assert "distill: done before" in said
     assert "All tokens of 4 requests are plain vLLM's" in " ".join(said.split())
 

@@ -9,7 +9,7 @@ from support.engines import complete, engine, greedy, medusa
 from support.models import save_model
 from support.overfit import PROMPT, K, overfit
 
-from vllm_medusa.training.export import round_to, save_trained
+from vllm_medusa.heads import save_heads
 from vllm_medusa.training.target import Target
 
 pytestmark = pytest.mark.engine
@@ -18,17 +18,11 @@ pytestmark = pytest.mark.engine
 def test_tau_is_its_maximum_on_a_text_known_by_heart(tmp_path: Path) -> None:
     target = Target.load(save_model(tmp_path / "target", "Llama", tie_word_embeddings=True))
     record, made = overfit(target, tmp_path / "run", draft_vocab=64)
-    round_to(made.heads, torch.bfloat16)
-    assert [top[0] for top in made.measure()["top"]] == [1.0] * K
-    save_trained(
-        tmp_path / "heads",
-        made.heads,
-        target.path,
-        dtype=torch.bfloat16,
-        training={},
-        target={},
-        provenance={},
-    )
+    with torch.no_grad():
+        for parameter in made.method.heads.parameters():
+            parameter.copy_(parameter.bfloat16())
+    assert [top[0] for top in made.method.measure()["heldout"]["top"]] == [1.0] * K
+    save_heads(tmp_path / "heads", made.method.heads.bfloat16())
     steps = 10
     count = 1 + steps * (1 + K)  # the prompt's own token, then whole steps
     chain = [[0] * depth for depth in range(1, K + 1)]

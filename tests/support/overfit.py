@@ -10,22 +10,23 @@ import torch
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.draft_vocab import count_tokens, frequent_tokens
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.initial_heads import new_heads
-from vllm_medusa.training.medusa1 import Medusa1
-from vllm_medusa.training.optimisation import Optimisation
-from vllm_medusa.training.recipe import Recipe
-from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.training.loop import Loop
+from vllm_medusa.training.medusa1 import PIECE_ROWS, Medusa1, new_heads
+from vllm_medusa.training.method import Texts
+from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.rows import cut_pieces, row_ranges
+from vllm_medusa.training.run import Run, Stage
 from vllm_medusa.training.target import Target
-from vllm_medusa.training.texts import Texts
 from vllm_medusa.training.workers import Workers
 
 PROMPT = [5, 9, 30, 77]
 K = 3
-OVERFIT = Recipe(
+OVERFIT = StepOptions(
     labels="tokens",
     epochs=400,
-    batch_rows=48,
-    optimisation=Optimisation(learning_rate=2e-2, warmup_steps=10),
+    batch_tokens=48,
+    learning_rate=2e-2,
+    warmup_steps=10,
     measure_every=10_000,
 )
 
@@ -41,40 +42,39 @@ def greedy_record(target: Target, count: int = 48, index: int = 0) -> Record:
     return Record(index, index + 1, str(index), tuple(ids), ((len(PROMPT), len(ids)),), 0.0)
 
 
-def trainer(
+def texts(target: Target, records: list[Record], size: int, max_bytes: int = 1 << 30) -> Texts:
+    """Built states in memory."""
+    ranges = [row_ranges(record)[0] for record in records]
+    states = HiddenStates(target, records, ranges, dtype=torch.float32, max_bytes=max_bytes)
+    states.build()
+    return Texts(records, cut_pieces(records, size), states)
+
+
+def looped(
     target: Target,
     records: list[Record],
-    run: TrainingRun,
-    recipe: Recipe = OVERFIT,
+    run: Run,
+    settings: StepOptions = OVERFIT,
     *,
-    heldout: list[Record] | None = None,
     heads: Any = None,
     cached: bool = True,
-) -> Medusa1:
-    """A trainer whose states are built, measuring on its own text unless told otherwise."""
-    sources = []
-    for part in (records, heldout or records):
-        states = HiddenStates(
-            target,
-            Texts.of(part),
-            run.work,
-            {},
-            dtype=torch.float32,
-            max_bytes=1 << 30 if cached else 0,
-        )
-        states.build()
-        sources.append(states)
-    if heads is None:
-        heads = new_heads(target, K, 1)
-    return Medusa1(target, heads, *sources, recipe, run, Workers("cpu"))
+    **options: Any,
+) -> Loop:
+    """A loop whose states are built, measuring on its own text."""
+    run.begin()
+    size = min(PIECE_ROWS, settings.batch_tokens or PIECE_ROWS)
+    train = texts(target, records, size, 1 << 30 if cached else 0)
+    heads = heads or new_heads(target, K, 1)
+    method = Medusa1(target, heads, train, texts(target, records, 32), settings, Workers("cpu"))
+    return Loop(method, Stage(run), **options)
 
 
-def overfit(target: Target, folder: Path, draft_vocab: int | None = None) -> tuple[Record, Medusa1]:
+def overfit(target: Target, folder: Path, draft_vocab: int | None = None) -> tuple[Record, Loop]:
     """Heads that know the target's one text, trained; with a draft vocabulary of so many tokens."""
     record, some = greedy_record(target), None
     if draft_vocab is not None:
         some = frequent_tokens(count_tokens([record], target.vocab_size), draft_vocab)
-    with TrainingRun(folder, {}) as run:
-        made = trainer(target, [record], run, heads=new_heads(target, K, 1, token_map=some))
+    with Run(folder, {}) as run:
+        made = looped(target, [record], run, heads=new_heads(target, K, 1, token_map=some))
         made.train()
     return record, made

@@ -110,6 +110,6 @@ def expected_seconds(
 
 
 def batch_rows(training: TrainOptions, amounts: Amounts) -> int:
-    """Positions a step of training, as `Recipe.of` will choose them."""
+    """Positions a step of training, as `recipe.complete` will choose them."""
     steps = training.training
     return steps.batch_tokens or usual_batch(amounts.written * steps.epochs)

@@ -28,7 +28,7 @@ from vllm_medusa.files import FileRefused, read_json, write_json
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import Record
-from vllm_medusa.training.batches import pad
+from vllm_medusa.training.rows import pad
 
 FOLDER = "calibration.part"  # beside the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # at which temperatures are fitted, by

@@ -120,8 +120,10 @@ def write_heads(to: str, info: HeadsInfo, target: CheckpointFiles | None) -> Out
             notes.append("the vocabulary's size is not known, and not recorded: give --target")
     else:
         config = {"medusa_num_heads": info.num_heads, "medusa_num_layers": info.num_layers, **sizes}
-        own = {"v2": {"version": "2"}, "tensorrt-llm": {"num_medusa_heads": info.num_heads}}
-        config |= own.get(to, {})
+        if to == "v2":
+            config["version"] = "2"
+        elif to == "tensorrt-llm":
+            config["num_medusa_heads"] = info.num_heads
     config = {key: value for key, value in config.items() if value is not None}
     if info.base_model is not None:
         config["base_model_name_or_path"] = info.base_model

@@ -73,7 +73,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     warnings: list[str] = []
     info = None if is_drafter else describe(files)
     if base is not None:
-        _check_base(info, options)
+        _check_base(info, options, base)
     if info is None:
         made = write_drafter(options.to, files, target)
         medusa = dict(made.config.get("medusa") or {})
@@ -145,12 +145,10 @@ def _check_output(path: Path, options: ConvertOptions, *, overwrite: bool) -> No
             )
 
 
-def _check_base(info: HeadsInfo | None, options: ConvertOptions) -> None:
-    first, second = options.output.resolve(), options.base.resolve()
+def _check_base(info: HeadsInfo | None, options: ConvertOptions, base: Path) -> None:
+    first, second = options.output.resolve(), base.resolve()
     if info is None or not info.includes_base:
-        raise HeadsError(
-            f"{options.source} holds heads only: there is no base to write to {options.base}"
-        )
+        raise HeadsError(f"{options.source} holds heads only: there is no base to write to {base}")
     if not Path(options.source).expanduser().is_dir():
         raise HeadsError(
             f"{options.source} is not a folder: --base needs the whole checkpoint. Download it and "
@@ -158,7 +156,7 @@ def _check_base(info: HeadsInfo | None, options: ConvertOptions) -> None:
         )
     if first.is_relative_to(second) or second.is_relative_to(first):
         raise HeadsError(
-            f"{options.output} and {options.base} are one folder, or one lies in the other: give "
+            f"{options.output} and {base} are one folder, or one lies in the other: give "
             "two that lie side by side"
         )
 

@@ -44,17 +44,8 @@ __all__ = [
     "update_config",
 ]
 
-_HOME = {
-    "HeadsInfo": "checkpoint",
-    "TargetMatch": "fingerprint",
-    "load_heads": "checkpoint",
-    "match_target": "fingerprint",
-    "peek_heads": "checkpoint",
-    "save_drafter": "checkpoint",
-    "save_heads": "checkpoint",
-    "target_fingerprint": "fingerprint",
-    "update_config": "checkpoint",
-}
+_HOME = dict.fromkeys(__all__, "checkpoint")
+_HOME |= dict.fromkeys(("TargetMatch", "match_target", "target_fingerprint"), "fingerprint")
 
 
 def __getattr__(name: str) -> Any:

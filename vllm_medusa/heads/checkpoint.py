@@ -334,9 +334,9 @@ def load_heads(
 ) -> tuple[MedusaHeads, HeadsInfo]:
     """Load heads, Medusa's or Hydra's, for a target of ``hidden_size`` and ``vocab_size``.
 
-    ``lm_head_weight`` [>= vocab_size, H], the target's, is bound (not copied) to heads that store
-    none; without it they need `MedusaHeads.compute_logits`'s ``lm_head``. ``dtype`` None keeps the
-    checkpoint's; ``max_heads`` loads only the first so many.
+    ``lm_head_weight`` [>= vocab_size, H], the target's, is given to heads that store none; without
+    it they need `MedusaHeads.compute_logits`'s ``lm_head``. ``dtype`` None keeps the checkpoint's;
+    ``max_heads`` loads only the first so many.
 
     Stored LM heads must have ``vocab_size`` rows, or one for each entry of the token map. More
     rows are padding, and cut, only where ``config.json`` states this very ``vocab_size``.
@@ -378,18 +378,20 @@ def load_heads(
         slot = slots[name]
         if tensor.shape[0] != slot.shape[0]:  # an LM head with more rows than we score
             tensor = tensor[:vocab_size] if token_map is None else tensor[token_map]
-        slot.copy_(tensor)
-        if bool(torch.isfinite(slot).all()):
+        converted = tensor.to(dtype)
+        slot.copy_(converted)
+        if bool(torch.isfinite(converted).all()):
             continue
         what = f"{info.files.label}: {name!r} holds"
         if not bool(torch.isfinite(tensor).all()):
             raise HeadsError(f"{what} NaN or infinity: the training diverged. Retrain the heads")
         raise HeadsError(
-            f"{what} values up to {float(tensor.abs().max()):.3g}, too large for {slot.dtype}. "
+            f"{what} values up to {float(tensor.abs().max()):.3g}, too large for {dtype}. "
             "Load the heads as bfloat16 or float32"
         )
     if lm_head_weight is not None and heads.shared_lm_head:
-        heads.use_target_lm_head(lm_head_weight)
+        rows = lm_head_weight[:vocab_size]
+        heads.store_lm_head(rows if token_map is None else rows[token_map])
     return heads, info
 
 

@@ -50,10 +50,11 @@ def inspect_eagle(
     """
     files = find_checkpoint(source, revision)
     config, names = flat_config(files.config), bare_names(files)
-    width, vocab = config.get("hidden_size"), config.get("vocab_size")
+    width: Any = config.get("hidden_size")
+    vocab: Any = config.get("vocab_size")
     last_only = reads_last_only(config) and "layers.0.hidden_norm.weight" in names
     if not ("fc.weight" in names or last_only) or not {type(width), type(vocab)} == {int}:
-        raise HeadsError(f"{source}: not an EAGLE drafter, which has an fc.weight and a config")
+        raise HeadsError(f"{source}: no EAGLE drafter, which has an fc.weight and a config")
     specs = files.specs(names.values())
     hidden = config.get("target_hidden_size") or width
     shape = specs[names["fc.weight"]].shape if "fc.weight" in names else (0, 0)

@@ -1,14 +1,14 @@
-"""EAGLE-3's drafter in plain torch (https://arxiv.org/abs/2503.01840): for training, and its files.
+"""EAGLE-3's drafter in plain torch (https://arxiv.org/abs/2503.01840), for training.
 
-An entry is made of the target's hidden states at a position (three layers' inputs, brought to the
+An entry is made of the target's hidden states at a position (three layers' inputs, projected to the
 target's width by ``fc``) and of the token after it; one decoder layer attends over the entries. A
-norm and an LM head of its own, over a part of the vocabulary, give the token after that. Below the
-last such entry the drafter goes on with the states that its own layer gave: a chain of guesses.
+norm and an LM head, over a part of the vocabulary, give the token after that. After the last exact
+entry the drafter continues from its own layer's states: a chain of guesses.
 
-`EagleDrafter` computes all chains of a text at once: row i has the exact entry i and below it the
-chain that begins there, whose step s takes the text's token i + s + 1, stands at position i + s and
-attends to the exact entries up to i and to the chain so far. That is what serving does (EAGLE-3
-calls it training-time test), so the K steps of a row are trained and measured as K heads are.
+`EagleDrafter` computes all chains of a text at once: row i has the exact entry i and the chain that
+begins there, whose step s takes the text's token i + s + 1, has position i + s and attends to the
+exact entries up to i and to the chain so far. That is what serving does (EAGLE-3 calls it
+training-time test), so the K steps of a row are trained and measured as K heads are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EagleShape:
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    rope_theta: float
+    rope_theta: float  # also its name in configs before transformers 5
     rms_norm_eps: float
     max_position_embeddings: int
 
@@ -68,22 +68,14 @@ class EagleShape:
 
     def config(self, draft_vocab_size: int) -> dict[str, Any]:
         """The ``config.json`` from which vLLM builds the drafter."""
-        return {
+        sizes = {key: value for key, value in vars(self).items() if key != "layers"}
+        return sizes | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
             "num_hidden_layers": 1,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
             "draft_vocab_size": draft_vocab_size,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rms_norm_eps": self.rms_norm_eps,
             "hidden_act": "silu",
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "rope_theta": self.rope_theta,  # its name before transformers 5
             "attention_bias": False,
             "tie_word_embeddings": False,
             LAYER_IDS: list(self.layers),

@@ -51,7 +51,8 @@ DTYPES = {  # as safetensors calls them
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-Fetch = Callable[[list[str]], Path]  # file names -> the folder with those of them that exist
+# File names (None: all) -> the folder with those of them that exist.
+Fetch = Callable[[list[str] | None], Path]
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,13 @@ def find_target(source: str | Path, revision: str | None = None) -> CheckpointFi
     if not folder.is_dir():
         if folder.exists() or not isinstance(source, str) or not _HUB_NAME.fullmatch(source):
             raise HeadsError(f"target {str(source)!r}: no such folder, nor a hub name (owner/name)")
-        folder = _cached(source, revision)
+        try:
+            folder = _hub(source, revision, local_files_only=True)(None)
+        except (OSError, ValueError) as error:
+            raise HeadsError(
+                f"target {source!r}: there is no such folder, and as a model of the hub it was not "
+                "downloaded to this machine yet. Give its folder, or download it first"
+            ) from error
     for candidate in MODEL_FILES:
         if (folder / candidate).is_file():
             found = _from_file(folder / candidate, lambda names: folder, str(source), heads=False)
@@ -180,23 +187,12 @@ def read_json(path: Path) -> dict[str, Any]:
         raise HeadsError(str(error)) from error
 
 
-def _cached(name: str, revision: str | None) -> Path:
+def _hub(name: str, revision: str | None, **options: Any) -> Fetch:
     from huggingface_hub import snapshot_download
 
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError) as error:
-        raise HeadsError(
-            f"target {name!r}: there is no such folder, and as a model of the hub it was not "
-            "downloaded to this machine yet. Give its folder, or download it first"
-        ) from error
-
-
-def _hub(name: str, revision: str | None) -> Fetch:
-    from huggingface_hub import snapshot_download
-
-    def fetch(names: list[str]) -> Path:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=names))
+    def fetch(names: list[str] | None) -> Path:
+        found = snapshot_download(name, revision=revision, allow_patterns=names, **options)
+        return Path(found)
 
     return fetch
 

@@ -63,10 +63,12 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON of everything."""
-        of_info = ("format", "num_heads", "num_layers", "hidden_size", "vocab_size")
-        of_info += ("draft_vocab_size", "token_map", "bias", "num_lm_heads", "lm_head_bias")
-        of_info += ("lm_head_rows", "base_model", "includes_base")
-        own = ("source", "files", "dtypes", "bytes", "parameters", "damage", "suspicions", "fits")
+        of_info = [
+            *("format", "num_heads", "num_layers", "hidden_size", "vocab_size"),
+            *("draft_vocab_size", "token_map", "bias", "num_lm_heads", "lm_head_bias"),
+            *("lm_head_rows", "base_model", "includes_base"),
+        ]
+        own = ["source", "files", "dtypes", "bytes", "parameters", "damage", "suspicions", "fits"]
         return {
             **{key: getattr(self.info, key) for key in of_info},
             **{key: getattr(self, key) for key in own},

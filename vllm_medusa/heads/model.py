@@ -66,7 +66,6 @@ class MedusaHeads(nn.Module):
     """
 
     token_map: Tensor | None
-    target_lm_head: Tensor | None
 
     def __init__(
         self,
@@ -122,7 +121,6 @@ class MedusaHeads(nn.Module):
         if token_map is not None:
             token_map = token_map.to(device=device, dtype=torch.int64)
         self.register_buffer("token_map", token_map)
-        self.target_lm_head = None  # not a parameter: it belongs to the target
 
     @property
     def num_lm_heads(self) -> int:
@@ -138,20 +136,6 @@ class MedusaHeads(nn.Module):
     def has_bias(self) -> bool:
         """Whether the residual layers have biases."""
         return any(block.bias is not None for block in self.blocks)
-
-    def use_target_lm_head(self, weight: Tensor) -> None:
-        """Bind the target's LM head [>= vocab_size, H] without a copy, rows of padding included.
-
-        With a token map the rows it names are copied, once. `Module.to` does not move it.
-
-        Raises:
-            HeadsError: The heads store LM heads, or the shape does not fit.
-
-        """
-        if not self.shared_lm_head:
-            raise HeadsError("these heads store LM heads of their own; nothing to bind")
-        rows = self._target_rows(weight)
-        self.target_lm_head = rows if self.token_map is None else rows[self.token_map]
 
     def store_lm_head(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """Store the target's rows of the draft vocabulary as one LM head of all heads.
@@ -177,10 +161,15 @@ class MedusaHeads(nn.Module):
         With the residual layers still zero every head then gives the target's own logits.
         """
         if self.lm_head_weight is None:
-            raise HeadsError("these heads store no LM head; bind the target's instead")
+            raise HeadsError("these heads store no LM head: store_lm_head keeps the target's")
         if (bias is None) != (self.lm_head_bias is None):
             raise HeadsError("the LM head's bias must be given if and only if the heads have one")
-        rows = self._target_rows(weight)
+        if weight.shape[0] < self.vocab_size or weight.shape[1] != self.hidden_size:
+            raise HeadsError(
+                f"the target's LM head is {list(weight.shape)}; these heads need at least "
+                f"{self.vocab_size} rows of {self.hidden_size}"
+            )
+        rows = weight.detach()[: self.vocab_size]
         self.lm_head_weight.copy_(rows if self.token_map is None else rows[self.token_map])
         if bias is not None and self.lm_head_bias is not None:
             bias = bias[: self.vocab_size]
@@ -218,23 +207,16 @@ class MedusaHeads(nn.Module):
         """Logits over the draft vocabulary: x [B, k, H] of the first k heads -> [B, k, V_draft].
 
         ``lm_head`` maps [B * k, H] to the target's logits [B * k, >= vocab_size], all of them on
-        every rank; it is needed, and used, only by heads that store no LM head and have none bound
-        (see `use_target_lm_head`), which then make a single product for all heads.
+        every rank; it is needed, and used, only by heads that store no LM head, which make a single
+        product for all heads.
         """
         batch, k, _ = x.shape
         if self.lm_head_weight is None:
-            rows = x.flatten(0, 1)  # [B * k, H]
-            if self.target_lm_head is not None:
-                logits = F.linear(rows, self.target_lm_head)
-            elif lm_head is not None:
-                logits = lm_head(rows)[:, : self.vocab_size]
-                if self.token_map is not None:
-                    logits = logits.index_select(1, self.token_map)
-            else:
-                raise HeadsError(
-                    "these heads share the target's LM head: pass lm_head, or bind the target's "
-                    "weight with use_target_lm_head"
-                )
+            if lm_head is None:
+                raise HeadsError("these heads share the target's LM head: pass lm_head")
+            logits = lm_head(x.flatten(0, 1))[:, : self.vocab_size]  # [B * k, V]
+            if self.token_map is not None:
+                logits = logits.index_select(1, self.token_map)
             return logits.unflatten(0, (batch, k))
         if self.num_lm_heads == 1:
             bias = None if self.lm_head_bias is None else self.lm_head_bias[0]
@@ -245,15 +227,6 @@ class MedusaHeads(nn.Module):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target token ids of draft ids, any shape."""
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
-
-    def _target_rows(self, weight: Tensor) -> Tensor:
-        rows, width = weight.shape
-        if rows < self.vocab_size or width != self.hidden_size:
-            raise HeadsError(
-                f"the target's LM head is {[rows, width]}; these heads need at least "
-                f"{self.vocab_size} rows of {self.hidden_size}"
-            )
-        return weight.detach()[: self.vocab_size]
 
 
 def _per_head_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

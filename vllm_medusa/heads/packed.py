@@ -27,8 +27,6 @@ class Packed:
 
         With ``rows`` their logits have len(rows) columns: a tensor-parallel rank's.
         """
-        if heads.target_lm_head is not None:
-            raise HeadsError("these heads have the target's LM head bound: pack unbound ones")
         if heads.shared_lm_head and heads.token_map is not None:
             raise HeadsError(
                 "these heads score some of the target's tokens: store the target's rows of these "
@@ -45,7 +43,8 @@ class Packed:
             self._layers.append(_per_head(make, block.weight, block.bias))
         self._lm_heads: list[Linear] = []
         if heads.lm_head_weight is not None:
-            weight, bias = heads.lm_head_weight.detach(), heads.lm_head_bias
+            weight = heads.lm_head_weight.detach()
+            bias: Tensor | None = heads.lm_head_bias
             if rows is not None:  # copied, so that the other rows are freed
                 weight = weight[:, rows].clone()
                 bias = None if bias is None else bias[:, rows].clone()

@@ -10,48 +10,22 @@ texts. They are cut at `PIECE_ROWS`; what follows a cut sees nothing before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_medusa.heads.checkpoint import save_drafter
-from vllm_medusa.heads.eagle_model import EagleDrafter
-from vllm_medusa.offline.records import Record
-from vllm_medusa.training.accuracy import Measurement
-from vllm_medusa.training.batches import split_passes
-from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.initial_heads import target_lm_head
-from vllm_medusa.training.losses import (
-    IGNORED,
-    HeadLosses,
-    head_labels,
-    head_losses,
-    label_mask,
-)
-from vllm_medusa.training.pieces import PieceTrainer
-from vllm_medusa.training.recipe import Recipe
-from vllm_medusa.training.state import TrainingRun
-from vllm_medusa.training.target import Target
-from vllm_medusa.training.texts import Piece
+from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
+from vllm_medusa.training.method import Batch, Inputs, Method, Texts
+from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.target import Target, TargetError
 from vllm_medusa.training.workers import Workers
 
 PIECE_ROWS = 2048
-PASS_ROWS = 4096  # of a pass, padding included
 
 
-class _Rows(NamedTuple):
-    """Rows of some pieces."""
-
-    x: Tensor  # [N, K, H], the drafter's states, pieces one behind the other
-    last: Tensor  # fp32 [N, H], what the target's LM head sees
-    labels: Tensor  # int64 [N, K]
-    temperatures: Tensor  # fp32 [N]
-
-
-class Eagle3(PieceTrainer):
+class Eagle3(Method):
     """Trains a drafter; nothing of the target is changed."""
 
     heads: EagleDrafter
@@ -59,108 +33,111 @@ class Eagle3(PieceTrainer):
     def __init__(
         self,
         target: Target,
-        drafter: EagleDrafter,  # fp32, changed in place; the target's embedding is bound
-        train: HiddenStates,  # of whole texts, built: auxiliary states and the last
-        heldout: HiddenStates | None,  # of the text to measure on, built
-        records: Sequence[Record],  # of the text to train on
-        heldout_records: Sequence[Record],
-        recipe: Recipe,
-        run: TrainingRun,
+        drafter: EagleDrafter,  # the target's embedding is bound
+        train: Texts,  # whole texts; states are auxiliary ones and the last
+        heldout: Texts | None,
+        settings: StepOptions,
         workers: Workers,
         *,
-        save_seconds: float = 60.0,  # between two states; the result doesn't depend on it
+        bf16: bool = False,
     ) -> None:
-        """Prepare training."""
-        super().__init__(
-            drafter,
-            train,
-            heldout,
-            recipe,
-            run,
-            workers,
-            piece_rows=PIECE_ROWS,
-            save_seconds=save_seconds,
-        )
-        own_dtype = torch.bfloat16 if recipe.bf16 else torch.float32
-        self.teacher = target_lm_head(target, dtype=own_dtype)
+        super().__init__(drafter, train, heldout, settings, workers, bf16)
+        drafter.lm_head.requires_grad_(not drafter.frozen_lm_head)
+        self.teacher = target.lm_head_of(dtype=torch.bfloat16 if bf16 else torch.float32)
         self.width = target.hidden_size
-        self._records = {id(train): records, id(heldout): heldout_records}
+        self.read_on = True
 
-    def _usual_rows(self, pieces: Sequence[Piece]) -> int:
-        return max(1, sum(map(len, pieces)) // max(1, len(pieces)))
-
-    def _measure_pieces(self, pieces: Sequence[Piece], total: Measurement) -> None:
-        assert self.heldout is not None
-        for part in self._passes(pieces):
-            with self.autocast():
-                rows = self._rows(self.heldout, part)
-                total.measure(self.heads, rows.last, rows.labels, x=rows.x)
-
-    def _backward(self, pieces: Sequence[Piece], weights: Tensor) -> Tensor:
-        sums = torch.zeros_like(weights)
-        for part in self._passes(pieces):
-            with self.autocast():
-                found = self._losses(part, weights)
-            found.loss.backward()
-            sums += found.sums
-        return sums
-
-    def _losses(self, pieces: Sequence[Piece], weights: Tensor) -> HeadLosses:
-        rows = self._rows(self.train_states, pieces)
-        return head_losses(
-            self.heads,
-            rows.last,
-            rows.labels,
-            weights,
-            temperatures=rows.temperatures if self.soft else None,
-            teacher_lm_head=self.teacher,
-            x=rows.x,
-        )
-
-    def _passes(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        """Pieces of like length together."""
-        parts = split_passes(range(len(pieces)), [len(piece) for piece in pieces], PASS_ROWS)
-        return [[pieces[i] for i in part] for part in parts]
-
-    def _rows(self, source: HiddenStates, pieces: Sequence[Piece]) -> _Rows:
-        texts, count, device = source.texts, self.heads.num_heads, self.workers.device
-        wanted = [(p.span, *texts.needed(p, count, soft=True)) for p in pieces]
-        sizes = [stop - start for _, start, stop in wanted]
-        states = source.read(wanted).to(device)
+    def inputs(self, batch: Batch) -> Inputs:
+        """See `Method`."""
+        device = self.workers.device
+        states = super().inputs(batch).last
         features, last = states.split([states.shape[1] - self.width, self.width], 1)
-        after = [torch.from_numpy(texts.following(p, count, soft=True)) for p in pieces]
+        sizes = [stop - start for _, start, stop in batch.wanted]
         there = pad_sequence([torch.ones(n, dtype=torch.bool) for n in sizes], batch_first=True)
         x = self.heads(
             pad_sequence(list(features.split(sizes)), batch_first=True),
-            pad_sequence(after, batch_first=True).to(device),
-            torch.tensor([p.start for p in pieces], device=device),
+            pad_sequence(batch.tokens_after(self.heads.num_heads), batch_first=True).to(device),
+            torch.tensor([start for _, start, _ in batch.wanted], device=device),
         )
-        of_piece = torch.from_numpy(texts.temperatures[[texts.record_of(p) for p in pieces]])
-        return _Rows(
-            x[there.to(device)],
-            last,
-            torch.cat([self._labels_in(source, p) for p in pieces]).to(device),
-            of_piece.repeat_interleave(torch.tensor(sizes)).to(device),
-        )
+        return Inputs(last, x=x[there.to(device)])
 
-    def _labels(self, piece: Piece) -> Tensor:
-        return self._labels_in(self.train_states, piece)
 
-    def _labels_in(self, source: HiddenStates, piece: Piece) -> Tensor:
-        """Labels as heads have them: only of what the target wrote, and of the piece's own rows."""
-        texts, count = source.texts, self.heads.num_heads
-        record = self._records[id(source)][texts.record_of(piece)]
-        ids = torch.tensor(record.token_ids)
-        labels = head_labels(ids, label_mask(record.generated, len(ids), count))
-        start, stop = texts.needed(piece, count, soft=True)
-        found = labels[start:stop].clone()
-        found[piece.stop - start :] = IGNORED
-        return found
+def new_drafter(
+    target: Target,
+    layers: Sequence[int],  # whose inputs it reads
+    num_steps: int,
+    states: Tensor,  # [n, H], some of what the target's LM head sees
+    token_map: Tensor | None,
+    *,
+    frozen_lm_head: bool,
+    seed: int,
+) -> EagleDrafter:
+    """An untrained drafter: the target's LM head, behind a norm as large as the target's states."""
+    config = target.model.config.get_text_config()
+    shape = EagleShape.of(config, layers, target.hidden_size, target.vocab_size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = EagleDrafter(shape, num_steps, token_map)
+    rows = slice(None) if token_map is None else token_map
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(target.lm_head_weight[rows].float() * target.logit_scale)
+        drafter.norm.weight.copy_(states.square().mean(0).sqrt())
+    drafter.frozen_lm_head = frozen_lm_head
+    drafter = drafter.to(target.device)
+    drafter.embedding = target.embedding_weight.detach()
+    return drafter
 
-    def _sums(self, part: Piece) -> Tensor:
-        with self.autocast():
-            return self._losses([part], self.decay).sums
 
-    def _keep(self, folder: Path) -> str:
-        save_drafter(folder, self.heads, {"training": {"steps": self.step}})
-        return "drafter's weights"
+class AuxiliaryStates:
+    """A target whose states are (A + 1) H wide: of A layers their inputs, and what its head sees.
+
+    Layers are counted as vLLM does: 0's input are the embeddings, the number of layers names the
+    last one's output, before the final norm. Stands where a `Target` does for `HiddenStates`.
+    """
+
+    def __init__(self, target: Target, layers: Sequence[int]) -> None:
+        """Find the target's decoder layers.
+
+        Raises:
+            TargetError: it has no list of as many as its config says.
+
+        """
+        self.target, self.layers = target, tuple(sorted(layers))
+        self.hidden_size = (len(self.layers) + 1) * target.hidden_size
+        self.device = target.device
+        found = getattr(target.backbone, "layers", None)
+        if found is None:
+            found = getattr(target.backbone, "h", None)
+        count = getattr(target.model.config.get_text_config(), "num_hidden_layers", None)
+        if found is None or len(found) != count:
+            raise TargetError(
+                f"{type(target.model).__name__} has no plain list of decoder layers, whose inputs "
+                "EAGLE-3 reads. Train Medusa or Hydra heads for it."
+            )
+        self._modules: Any = found
+
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Of ids int64 [B, L], padded on the right: [B, L, (A + 1) H], see `Target`."""
+        inputs: dict[int, Tensor] = {}
+
+        def before(index: int) -> Any:
+            def hook(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+                inputs[index] = args[0] if args else given["hidden_states"]
+
+            return hook
+
+        def after(_: Any, __: Any, output: Any) -> None:
+            inputs[len(self._modules)] = output[0] if isinstance(output, tuple) else output
+
+        hooks = [
+            module.register_forward_pre_hook(before(index), with_kwargs=True)
+            for index, module in enumerate(self._modules)
+            if index in self.layers
+        ]
+        hooks.append(self._modules[-1].register_forward_hook(after))
+        try:
+            last = self.target.hidden_states(ids, attention_mask)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([*(inputs[layer].to(last.dtype) for layer in self.layers), last], -1)

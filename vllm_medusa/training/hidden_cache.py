@@ -1,16 +1,13 @@
-"""The frozen target's hidden states, computed once and kept in files.
+"""The frozen target's hidden states, computed once.
 
-A folder of shards, each the rows of some whole records one behind the other, [n, H] in one dtype
-and nothing else, mapped into memory when read. The folder's name and its ``key.json`` say of which
-target and texts it is, so that no other run ever reads it. A shard is written aside, synced and
-renamed: what has its name is whole. Building goes on with the shards that lack.
+A folder of shards, each the rows of some whole records, [n, H] in one dtype and nothing else,
+mapped into memory when read. The folder's name and its ``key.json`` identify the target and the
+texts, so no other run reads it. A shard is written aside and renamed, so one with its name is
+whole, and building resumes with the missing ones. Two runs that build the same folder at the same
+time write the same bytes. Without a folder the states are kept in memory.
 
-Several runs may share a folder: whoever builds and reads it holds a shared lock on ``lock`` in it,
-and it is removed only by who gets the exclusive one, renamed first, so that a folder that still has
-its name is whole. Whoever is alone in it clears away what killed runs left.
-
-The disk is bounded: records are cached in order as long as they fit; what is beyond is computed
-whenever it is trained on (one pass over a text for all its pieces, which `groups` keeps together).
+Records are kept in order as long as they fit ``max_bytes``; the others are computed when they are
+read, one pass per record for all its pieces, which `groups` keeps together.
 """
 
 from __future__ import annotations
@@ -18,22 +15,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.files import digest_json, free_bytes, new_path, try_lock, write_json
-from vllm_medusa.training.batches import pad
-from vllm_medusa.training.texts import Piece, Texts
+from vllm_medusa.files import digest_json, free_bytes, new_path, write_json
+from vllm_medusa.offline.records import Record, digest_of
+from vllm_medusa.training.rows import Piece, pad
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WORDS = {4: (np.int32, torch.int32), 2: (np.int16, torch.int16)}  # by size: how files are mapped
-_VERSION = 1
+_INTS = {4: (np.int32, torch.int32), 2: (np.int16, torch.int16)}  # numpy has no bfloat16
 _REMEDY = "Try another --dtype or --cache-dtype, or drop the line."
 
 
@@ -42,94 +37,70 @@ class CacheError(ValueError):
 
 
 class StateSource(Protocol):
-    """What computes states: a `Target`, or what gives wider ones of it."""
+    """What computes states: a `Target`, or `eagle3.AuxiliaryStates`."""
 
     @property
-    def hidden_size(self) -> int:
-        """How wide they are."""
-
+    def hidden_size(self) -> int: ...  # noqa: D102
     @property
-    def device(self) -> torch.device:
-        """Where token ids have to be."""
-
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Of ids int64 [B, L], padded on the right: [B, L, width]."""
+    def device(self) -> torch.device: ...  # noqa: D102
+    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor: ...  # noqa: D102
 
 
 class HiddenStates:
-    """The states of all rows of some texts, from files or from the target."""
+    """States of a range of rows of each record."""
 
     def __init__(
         self,
         target: StateSource,
-        texts: Texts,
-        folder: Path,  # where the folder of this cache goes
-        key: Mapping[str, Any],  # tells the target and how it computes from any other, plain JSON
+        records: Sequence[Record],
+        ranges: Sequence[Sequence[int]],  # rows [start, end) of each record; empty: none
+        folder: Path | None = None,  # the cache's own folder is made in it; None: in memory
+        key: Mapping[str, Any] | None = None,  # plain JSON: the target and how it computes
         *,
         dtype: torch.dtype,  # of the kept states, one of `DTYPES`
-        max_bytes: int,  # how much may be kept
+        max_bytes: int = 1 << 62,
         shard_bytes: int = 256 << 20,  # about
-        forward_tokens: int = 4096,  # of a pass of the target, padding included
-        file: str | Path = "",  # what the texts' lines are of, for messages
+        forward_tokens: int = 4096,  # per pass of the target, padding included
+        file: str | Path = "",  # the records' file, for messages
         remedy: str = _REMEDY,  # for states that aren't finite
     ) -> None:
-        """Plan the shards; nothing is written yet.
-
-        The texts, the dtype and the plan are added to the key.
-        """
-        self._file, self._remedy = str(file), remedy
-        self.target, self.texts, self.dtype = target, texts, dtype
-        self.forward_tokens = forward_tokens
+        """Plan the shards; nothing is written yet."""
+        self.target, self.records, self.dtype = target, records, dtype
+        self.forward_tokens, self._file, self._remedy = forward_tokens, file, remedy
+        self.ranges = np.array(ranges, np.int64).reshape(-1, 2)
         self._row_bytes = target.hidden_size * dtype.itemsize
-        self.needed_bytes = texts.num_rows * self._row_bytes  # what all rows take
-        record_rows = np.bincount(
-            texts.span_record, np.diff(texts.first_row), minlength=texts.num_records
-        ).astype(np.int64)
-        ends = np.cumsum(record_rows)  # of each record's rows
-        self._cached_records = int(np.searchsorted(ends * self._row_bytes, max_bytes, "right"))
-        cached = ends[: self._cached_records]
-        # what is, or will be, kept
-        self.cached_bytes = int(cached[-1]) * self._row_bytes if len(cached) else 0
-        shard_of = (cached - record_rows[: len(cached)]) * self._row_bytes // shard_bytes
-        first = np.flatnonzero(np.diff(shard_of, prepend=-1))  # each shard's first record
-        self._shards = [*first.tolist(), self._cached_records]
-        self._first_rows = np.concatenate([[0], ends])[self._shards]
-        whole_key = {
-            **key,
-            "texts": texts.digest(),
-            "dtype": str(dtype),
-            "plan": [self._shards, forward_tokens],
-            "version": _VERSION,
-        }
-        self._key: dict[str, Any] = json.loads(json.dumps(whole_key))
-        self.folder = folder / f"hidden-{digest_json(self._key)[:16]}"
-        self._tag = f"part-{os.getpid()}"  # of files aside
-        self._maps: dict[int, Tensor] = {}
-        self._lock: IO[bytes] | None = None
-
-    @property
-    def num_shards(self) -> int:
-        """How many files there are when all are built."""
-        return len(self._shards) - 1
+        rows = self.ranges[:, 1] - self.ranges[:, 0]
+        ends = np.cumsum(rows)
+        self.num_kept = int(np.searchsorted(ends * self._row_bytes, max_bytes, "right"))
+        shard = (ends - rows)[: self.num_kept] * self._row_bytes // shard_bytes
+        first = np.flatnonzero(np.diff(shard, prepend=-1))  # each shard's first record
+        self._shards = [*first.tolist(), self.num_kept]
+        self._first_rows = np.concatenate([[0], ends])
+        self.needed_bytes = int(self._first_rows[-1]) * self._row_bytes
+        self.cached_bytes = int(self._first_rows[self.num_kept]) * self._row_bytes
+        self.folder: Path | None = None
+        if folder is not None:
+            plan = [self._shards, forward_tokens, digest_json(self.ranges.tolist())]
+            whole = {**(key or {}), "texts": digest_of(records), "dtype": str(dtype), "plan": plan}
+            self._key = json.loads(json.dumps(whole))
+            self.folder = folder / f"hidden-{digest_json(self._key)[:16]}"
+        self._kept: dict[int, Tensor] = {}  # shards in memory, or mapped
 
     def missing(self) -> list[int]:
-        """Shards that have to be built yet."""
-        return [i for i in range(self.num_shards) if not self._is_whole(i)]
+        """Shards that have to be built."""
+        shards = range(len(self._shards) - 1)
+        return [i for i in shards if i not in self._kept and not self._is_whole(i)]
 
-    @property
-    def missing_bytes(self) -> int:
-        """What building adds to the disk."""
-        return sum(self._bytes(shard) for shard in self.missing())
-
-    def check_space(self, others: int = 0) -> None:
-        """Refuse to start what the disk can't hold; ``others`` bytes are wanted beside it.
+    def check_space(self) -> None:
+        """Refuse to start what the disk can't hold.
 
         Raises:
             CacheError: there is less free space than the missing shards take.
 
         """
+        assert self.folder is not None
+        wanted = sum(self._num_rows(shard) for shard in self.missing()) * self._row_bytes
         free = free_bytes(self.folder)
-        wanted = others + self.missing_bytes
         if wanted > free:
             raise CacheError(
                 f"the hidden states take {wanted / 1e9:.1f} GB, and the disk of {self.folder} "
@@ -140,172 +111,109 @@ class HiddenStates:
     def build(
         self, done: Callable[[int, int], None] | None = None, *, rank: int = 0, world: int = 1
     ) -> None:
-        """Compute the missing shards; of several processes each builds its share.
+        """Compute the missing shards; several processes that see the folder share them.
 
-        All of them have to see the folder. ``done`` is called with how many rows are done and how
-        many there are to do.
+        ``done`` is called with the rows that are done and the total.
 
         Raises:
-            CacheError: states that aren't finite in this dtype, the record's line named.
+            CacheError: states that aren't finite in this dtype; names the record's line.
 
         """
-        if self.num_shards:
-            self._hold()
         todo = [shard for shard in self.missing() if shard % world == rank]
-        if not todo:
-            return
-        if not (self.folder / "key.json").exists():
-            write_json(self.folder / "key.json", self._key, self._tag)
-        total, ready = sum(self._rows(shard) for shard in todo), 0
+        tag = f"part-{os.getpid()}"  # of files aside
+        if todo and self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / "key.json", self._key, tag)
+        total, ready = sum(map(self._num_rows, todo)), 0
         for shard in todo:
-            states = torch.empty(self._rows(shard), self.target.hidden_size, dtype=self.dtype)
-            base = self._first_rows[shard]
+            states = torch.empty(self._num_rows(shard), self.target.hidden_size, dtype=self.dtype)
+            base = self._first_rows[self._shards[shard]]
             for record, found in self._computed(range(*self._shards[shard : shard + 2])):
-                for span in self._spans(record):
-                    first, stop = self.texts.first_row[span : span + 2]
-                    at = int(self.texts.span_position[span])
-                    states[first - base : stop - base] = found[at : at + stop - first]
-                    ready += int(stop - first)
+                first, stop = self._first_rows[record : record + 2] - base
+                states[first:stop] = found[slice(*self.ranges[record])]
+                ready += int(stop - first)
                 if done is not None:
                     done(ready, total)
-            self._write(shard, states)
+            if self.folder is None:
+                self._kept[shard] = states
+            else:
+                with new_path(self._path(shard), tag) as part:
+                    states.view(_INTS[self.dtype.itemsize][1]).numpy().tofile(part)
 
     def read(self, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
-        """States of some spans' rows, (span, first row, last row + 1) each, one behind the other.
+        """States of (record, first row, last row + 1), concatenated.
 
         Returns:
-            fp32 [n, H] on the CPU, or wherever the target computes if any was computed.
+            fp32 [n, H] on the CPU, or on the target's device if any was computed.
 
         """
         fresh: dict[int, Tensor] = {}
         device = torch.device("cpu")
-        records = {int(self.texts.span_record[span]) for span, _, _ in wanted}
-        if beyond := sorted(r for r in records if r >= self._cached_records):
+        if beyond := sorted({r for r, _, _ in wanted if r >= self.num_kept}):
             fresh = dict(self._computed(beyond))
             device = next(iter(fresh.values())).device
         parts = []
-        for span, start, stop in wanted:
-            record = int(self.texts.span_record[span])
+        for record, start, stop in wanted:
             if record in fresh:
-                at = int(self.texts.span_position[span])
-                parts.append(fresh[record][at + start : at + stop])
+                parts.append(fresh[record][start:stop])
             else:
-                first = int(self.texts.first_row[span])
-                shard = int(np.searchsorted(self._first_rows, first, "right")) - 1
-                first -= int(self._first_rows[shard])
-                kept = self._mapped(shard)[first + start : first + stop]
-                parts.append(kept.to(device))
+                shard = int(np.searchsorted(self._shards, record, "right")) - 1
+                at = self._first_rows[record] - self._first_rows[self._shards[shard]]
+                at -= self.ranges[record, 0]
+                parts.append(self._mapped(shard)[at + start : at + stop].to(device))
         return torch.cat(parts).float()
 
     def groups(self, pieces: Sequence[Piece]) -> list[int]:
-        """A number for each piece: its own if it is cached, else its record's."""
-        numbers: dict[tuple[str, int], int] = {}
-        groups = []
-        for place, piece in enumerate(pieces):
-            record = self.texts.record_of(piece)
-            key = ("piece", place) if record < self._cached_records else ("record", record)
-            groups.append(numbers.setdefault(key, len(numbers)))
-        return groups
-
-    def release(self) -> None:
-        """Let others remove the files; they may be read again after another `build`."""
-        self._maps.clear()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        """A number for each piece: its own if it is kept, else one per record."""
+        numbers: dict[tuple[int, int], int] = {}
+        keys = ((p.record, p.start if p.record < self.num_kept else -1) for p in pieces)
+        return [numbers.setdefault(key, len(numbers)) for key in keys]
 
     def remove(self) -> None:
-        """Delete the files, unless another process still holds them."""
-        self.release()
-        try:
-            lock = (self.folder / "lock").open("ab")
-        except FileNotFoundError:  # nothing was built
-            return
-        with lock:
-            if self._locked(lock):
-                aside = self.folder.with_name(f"{self.folder.name}.removed-{os.getpid()}")
-                self.folder.replace(aside)
-                shutil.rmtree(aside, ignore_errors=True)
+        """Delete the files."""
+        self._kept.clear()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _hold(self) -> None:
-        """Make the folder and keep others from removing it."""
-        while self._lock is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                lock = (self.folder / "lock").open("ab")
-            except FileNotFoundError:  # removed meanwhile
-                continue
-            if self._locked(lock):  # nobody else is here
-                for part in self.folder.glob("*.part-*"):
-                    part.unlink()
-                for removed in self.folder.parent.glob(f"{self.folder.name}.removed-*"):
-                    shutil.rmtree(removed, ignore_errors=True)
-            if self._locked(lock, shared=True):
-                self._lock = lock
-            else:  # somebody removes the folder
-                lock.close()
-                time.sleep(0.01)
-
-    def _locked(self, lock: IO[bytes], *, shared: bool = False) -> bool:
-        """Lock a file; whether that was granted, and it is still the folder's."""
-        try:
-            if not try_lock(lock, shared=shared):
-                return False
-            return os.path.samestat(os.fstat(lock.fileno()), (self.folder / "lock").stat())
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise CacheError(
-                f"{self.folder}: files can't be locked there ({error}), so another run could "
-                "remove them. Name another disk with --cache."
-            ) from error
-
-    def _spans(self, record: int) -> range:
-        return range(*np.searchsorted(self.texts.span_record, [record, record + 1]))
-
-    def _rows(self, shard: int) -> int:
-        return int(self._first_rows[shard + 1] - self._first_rows[shard])
-
-    def _bytes(self, shard: int) -> int:
-        return self._rows(shard) * self._row_bytes
+    def _num_rows(self, shard: int) -> int:
+        first, stop = self._first_rows[self._shards[shard : shard + 2]]
+        return int(stop - first)
 
     def _path(self, shard: int) -> Path:
+        assert self.folder is not None
         return self.folder / f"{shard:06d}.bin"
 
     def _is_whole(self, shard: int) -> bool:
-        path = self._path(shard)
-        return path.is_file() and path.stat().st_size == self._bytes(shard)
-
-    def _write(self, shard: int, states: Tensor) -> None:
-        _, word = _WORDS[self.dtype.itemsize]
-        with new_path(self._path(shard), self._tag) as part:
-            states.view(word).numpy().tofile(part)
+        if self.folder is None:
+            return False
+        path, size = self._path(shard), self._num_rows(shard) * self._row_bytes
+        return path.is_file() and path.stat().st_size == size
 
     def _mapped(self, shard: int) -> Tensor:
-        if shard not in self._maps:
-            kind, _ = _WORDS[self.dtype.itemsize]
+        if shard not in self._kept:
+            kind = _INTS[self.dtype.itemsize][0]
             array = np.memmap(self._path(shard), kind, "c")  # never written; "r" makes torch warn
             states = torch.from_numpy(array).view(self.dtype)
-            self._maps[shard] = states.view(-1, self.target.hidden_size)
-        return self._maps[shard]
+            self._kept[shard] = states.view(-1, self.target.hidden_size)
+        return self._kept[shard]
 
     @torch.no_grad()
     def _computed(self, records: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """States of whole records, [tokens, H] each in this cache's dtype, longest first."""
-        texts = {record: self.texts.token_ids(record) for record in records}
-        waiting = sorted((r for r in records if len(texts[r])), key=lambda r: (-len(texts[r]), r))
+        ends = {record: int(self.ranges[record, 1]) for record in records}
+        waiting = sorted((r for r in records if ends[r]), key=lambda r: (-ends[r], r))
         while waiting:
-            count = max(1, self.forward_tokens // len(texts[waiting[0]]))
+            count = max(1, self.forward_tokens // ends[waiting[0]])
             batch, waiting = waiting[:count], waiting[count:]
-            ids, mask = pad([texts[record] for record in batch])
+            ids, mask = pad([self.records[r].token_ids[: ends[r]] for r in batch])
             device = self.target.device
             states = self.target.hidden_states(ids.to(device), mask.to(device)).to(self.dtype)
             for row, record in enumerate(batch):
-                found = states[row, : len(texts[record])]
+                found = states[row, : ends[record]]
                 if not bool(found.isfinite().all()):
                     where = f"{self._file}, " if self._file else ""
                     raise CacheError(
-                        f"{where}line {self.texts.lines[record]}: the target's hidden states are "
+                        f"{where}line {self.records[record].line}: the target's hidden states are "
                         f"not finite in {self.dtype}. {self._remedy}"
                     )
                 yield record, found

@@ -14,8 +14,8 @@ from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.offline.records import Record, load_records, split_heldout
 from vllm_medusa.training.options import TextFiles, TrainOptions
+from vllm_medusa.training.rows import row_ranges
 from vllm_medusa.training.target import TargetError
-from vllm_medusa.training.texts import Texts
 
 # of a target's config.json: nothing that its hidden states depend on, besides what is known of it
 _NOT_COMPUTED = (
@@ -107,18 +107,18 @@ def _untrained(
     return kept
 
 
-def require_labels(texts: Texts, num_heads: int, name: str) -> None:
-    """Refuse texts in which some head has nothing to learn.
+def require_labels(records: Sequence[Record], num_heads: int, name: str) -> None:
+    """Refuse records in which some head has nothing to learn.
 
     Raises:
         DataError: no span is long enough for the last head.
 
     """
-    longest = max((int(rows) for rows in texts.first_row[1:] - texts.first_row[:-1]), default=0)
-    usable = longest - 1  # heads that have a label in the longest span
+    rows = [end - start for record in records for start, end in row_ranges(record)]
+    usable = max(rows, default=1) - 1  # heads that have a label in the longest span
     if usable < 1:
         raise DataError(
-            f"{name}: none of {texts.num_records} records has a generated span of 2 tokens or "
+            f"{name}: none of {len(records)} records has a generated span of 2 tokens or "
             "more, so there is nothing to train on. Let the target write longer "
             "texts (distill --max-tokens)."
         )

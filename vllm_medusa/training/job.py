@@ -1,20 +1,21 @@
-"""What Medusa-1 and Medusa-2 runs have in common: what follows from the options and the inputs."""
+"""What all methods of training share: settings, the target, texts with their states, the result."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_medusa.heads.eagle_model import choose_layers
-from vllm_medusa.heads.model import MedusaHeads
+from vllm_medusa.heads.checkpoint import save_drafter, save_heads
+from vllm_medusa.heads.eagle_model import EagleDrafter, choose_layers
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.machine import fast_bfloat16
-from vllm_medusa.offline.records import digest_of
+from vllm_medusa.offline.records import Record, digest_of
+from vllm_medusa.training import eagle3, medusa1
 from vllm_medusa.training.draft_vocab import (
     LARGEST,
     count_tokens,
@@ -23,14 +24,15 @@ from vllm_medusa.training.draft_vocab import (
     usual_size,
 )
 from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates, StateSource
-from vllm_medusa.training.initial_heads import new_heads
 from vllm_medusa.training.inputs import DataError, Inputs, require_labels
-from vllm_medusa.training.options import HeadOptions, TrainOptions
-from vllm_medusa.training.recipe import Recipe
-from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.training.loop import Report
+from vllm_medusa.training.losses import AnyHeads
+from vllm_medusa.training.method import Method, Texts
+from vllm_medusa.training.options import TrainOptions
+from vllm_medusa.training.recipe import MEASURED_ROWS, complete
+from vllm_medusa.training.rows import Piece, count_labels, cut_pieces
+from vllm_medusa.training.run import Run
 from vllm_medusa.training.target import Target
-from vllm_medusa.training.texts import Texts
-from vllm_medusa.training.trainer import Report
 from vllm_medusa.training.workers import Workers
 
 
@@ -38,16 +40,10 @@ class Job:
     """One training in one process.
 
     Attributes:
-        options: what was asked for.
-        inputs: the target and the records.
-        workers: the processes.
-        progress: silent in all but the main process.
-        texts: the records to train on, laid out.
-        heldout: those to measure on; maybe none.
         dtype: what the target computes in.
+        bf16: whether the heads compute in bfloat16.
         layers: of the target, whose inputs an EAGLE-3 drafter reads; none for heads.
-        cache_dtype: what the states of the text to train on are kept in.
-        recipe: how the heads are trained alone.
+        steps: how the heads are trained alone.
         settings: everything that the heads depend on, plain JSON; then also the draft vocabulary.
 
     """
@@ -57,10 +53,10 @@ class Job:
         options: TrainOptions,
         inputs: Inputs,
         workers: Workers,
-        progress: Progress,
+        progress: Progress,  # silent in all but the main process
         command: Sequence[str],
     ) -> None:
-        """Look at everything that can be refused before anything is made.
+        """Check everything that can be refused before anything is made.
 
         Raises:
             DataError: texts without a label for some head.
@@ -69,199 +65,234 @@ class Job:
         """
         self.options, self.inputs, self.workers = options, inputs, workers
         self.progress, self._command = progress, command
-        self.texts = Texts.of(inputs.train)
-        self.heldout = Texts.of(inputs.heldout) if inputs.heldout else None
-        files, count = options.files, options.heads.num_heads
-        require_labels(self.texts, count, files.name(heldout=False))
-        if self.heldout is not None:
-            require_labels(self.heldout, count, f"held-out records of {files.name(heldout=True)}")
+        files, machine, count = options.files, options.machine, options.heads.num_heads
+        require_labels(inputs.train, count, files.name(heldout=False))
+        if inputs.heldout:
+            require_labels(inputs.heldout, count, f"held-out records of {files.name(heldout=True)}")
         self.layers: tuple[int, ...] = ()
         if options.heads.kind == "eagle3":
             depth = inputs.fingerprint["num_layers"]
             if depth is None:
                 raise DataError(f"{inputs.source} doesn't say how many layers it has.")
             self.layers = choose_layers(options.heads.aux_layers, depth)
-        device, wanted = workers.device, options.cache.cache_dtype
-        self.dtype = target_dtype(options.machine.dtype, inputs.dtype, device)
-        self.cache_dtype = self.dtype if wanted == "auto" else DTYPES[wanted]
-        self.recipe = Recipe.of(
+        self.dtype = target_dtype(machine.dtype, inputs.dtype, workers.device)
+        self.bf16 = _use_bf16(machine.precision, workers.device)
+        self.steps = complete(
             options.training,
-            bf16=_use_bf16(options.machine.precision, device),
             hidden_size=inputs.fingerprint["hidden_size"],
-            num_labels=self.texts.num_labels,
+            num_labels=count_labels(inputs.train),
             drafter=bool(self.layers),
         )
+        wanted = options.cache.cache_dtype
+        self._cache_dtype = self.dtype if wanted == "auto" else DTYPES[wanted]
         self._state_key = {  # what hidden states depend on
             "target": inputs.fingerprint,
             "target_config": inputs.config,
             "dtype": str(self.dtype),
-            "quantization": options.machine.quantization,
+            "quantization": machine.quantization,
         }
         self.settings: dict[str, Any] = {
             "method": options.method,
-            "target": inputs.fingerprint,
-            "target_config": inputs.config,
+            **self._state_key,
             "data": {
                 "train": digest_of(inputs.train),
                 "heldout": digest_of(inputs.heldout) if inputs.heldout else None,
             },
-            "heads": _shape(options.heads, self.layers),
-            "recipe": asdict(self.recipe),
-            "dtype": str(self.dtype),
-            "quantization": options.machine.quantization,
-            "cache": {"dtype": str(self.cache_dtype), "gb": options.cache.cache_gb},
+            "heads": asdict(options.heads) | {"aux_layers": list(self.layers)},
+            "recipe": asdict(self.steps) | {"bf16": self.bf16},
+            "cache": {"dtype": str(self._cache_dtype), "gb": options.cache.cache_gb},
         }
 
-    @property
-    def cache_bytes(self) -> int:
-        """How much of hidden states may be kept."""
-        return int(self.options.cache.cache_gb * 1e9)
-
-    def open(self) -> TrainingRun:
+    def open(self) -> Run:
         """Open the output's run; says so if it is complete."""
         files = self.options.files
-        run = TrainingRun(
-            files.output, self.settings, overwrite=files.overwrite, main=self.workers.main
-        )
+        run = Run(files.output, self.settings, overwrite=files.overwrite, main=self.workers.main)
         if run.complete:
             self.progress.note(f"nothing to do; the heads are in {files.output}")
         return run
 
     def provenance(self) -> dict[str, Any]:
-        """The heads' provenance; to be taken before training, which files may not outlast."""
+        """The heads' provenance; taken before training, as files may be removed meanwhile."""
         files = self.options.files
         data = [path for path in (files.data, files.heldout) if path is not None]
         return provenance(self._command, data) if self.workers.main else {}
 
-    def load_target(self) -> Target:
-        """The target as it was asked for."""
+    def load_target(self, source: str | Path | None = None, *, quantized: bool = True) -> Target:
+        """The target as it was asked for, or a model like it."""
         return Target.load(
-            self.inputs.source,
+            source or self.inputs.source,
             dtype=self.dtype,
             device=self.workers.device,
-            quantization=self.options.machine.quantization,
+            quantization=self.options.machine.quantization if quantized else None,
         )
 
-    def new_heads(self, target: Target) -> MedusaHeads:
-        """Heads as the options want them, untrained."""
-        options, token_map = self.options.heads, self.token_map(target)
-        return new_heads(
-            target,
-            options.num_heads,
-            options.num_layers,
-            lm_heads=options.lm_heads or "shared",
-            token_map=token_map,
-            kind=options.kind,
+    def heads_alone(self, target: Target, run: Run, heads: AnyHeads | None = None) -> Method:
+        """Medusa-1 or EAGLE-3 on built states; new heads unless given."""
+        options, workers, steps = self.options, self.workers, self.steps
+        whole, size = bool(self.layers), medusa1.PIECE_ROWS
+        source: StateSource = target
+        if whole:
+            source, size = eagle3.AuxiliaryStates(target, self.layers), eagle3.PIECE_ROWS
+            shown = ", ".join(map(str, self.layers))
+            self.progress.note(f"the drafter reads the inputs of the target's layers {shown}")
+        assert steps.batch_tokens
+        pieces = cut_pieces(self.inputs.train, min(size, steps.batch_tokens), whole=whole)
+        states = HiddenStates(
+            source,
+            self.inputs.train,
+            _ranges(self.inputs.train, pieces, whole=whole),
+            options.cache.cache or run.work,
+            self._state_key | {"layers": self.layers},
+            dtype=self._cache_dtype,
+            max_bytes=int(options.cache.cache_gb * 1e9),
+            file=options.files.name(heldout=False),
         )
+        self._build(states)
+        texts, heldout = Texts(self.inputs.train, pieces, states), None
+        if self.inputs.heldout:
+            heldout = self.heldout_texts(source, cut_pieces(self.inputs.heldout, size, whole=whole))
+        if not whole:
+            made = heads or medusa1.new_heads(
+                target,
+                options.heads.num_heads,
+                options.heads.num_layers,
+                lm_heads=options.heads.lm_heads or "shared",
+                token_map=self.token_map(target),
+                kind=options.heads.kind,
+            )
+            assert not isinstance(made, EagleDrafter)
+            parts = (texts, heldout, steps, workers)
+            return medusa1.Medusa1(target, made, *parts, bf16=self.bf16)
+        some = [(p.record, p.start, p.limit) for p in pieces[:8]]
+        drafter = eagle3.new_drafter(
+            target,
+            self.layers,
+            options.heads.num_heads,
+            states.read(some)[:, -target.hidden_size :],
+            self.token_map(target),
+            frozen_lm_head=options.heads.lm_heads == "shared",
+            seed=steps.seed,
+        )
+        longest = max(piece.num_rows for piece in pieces)
+        steps = replace(steps, batch_tokens=max(steps.batch_tokens, longest))
+        parts = (texts, heldout, steps, workers)
+        return eagle3.Eagle3(target, drafter, *parts, bf16=self.bf16)
+
+    def heldout_texts(
+        self, source: StateSource, pieces: Sequence[Piece], *, share: bool = True
+    ) -> Texts:
+        """The held-out pieces that are measured (this process's share), states in memory."""
+        stride = -(-sum(piece.num_rows for piece in pieces) // MEASURED_ROWS)
+        chosen = pieces[::stride]
+        if share:
+            chosen = chosen[self.workers.rank :: self.workers.world]
+        records = self.inputs.heldout
+        states = HiddenStates(
+            source,
+            records,
+            _ranges(records, chosen, whole=bool(self.layers)),
+            dtype=self.dtype,
+            file=self.options.files.name(heldout=True),
+        )
+        states.build()
+        del states.target  # all states are kept, and the model may be released
+        return Texts(records, chosen, states)
 
     def token_map(self, target: Target) -> torch.Tensor | None:
         """The draft vocabulary that heads are to have, int64 [V_draft]; None: all of the target's.
 
-        Said, and noted in `settings`.
+        Reported, and noted in `settings`.
         """
         size, known = self.options.heads.draft_vocab, target.vocab_size
-        counts = count_tokens(self.inputs.train, known)
         if size is None:
             size = usual_size(self.inputs.train, known)
         if not size or size >= known:
             if known > LARGEST:
                 self.progress.note(f"draft vocabulary: all {known} tokens (--draft-vocab)")
             return None
+        counts = count_tokens(self.inputs.train, known)
         ends = {token for token in target.end_tokens if token < known}
         token_map = frequent_tokens(counts, size, ends)
-        told = {"size": size, "coverage": round(coverage(counts, token_map), 4)}
-        text = f"{told['coverage']:.1%} of the generated tokens"
+        covered = {"size": size, "coverage": round(coverage(counts, token_map), 4)}
+        text = f"{covered['coverage']:.1%} of the generated tokens"
         if self.inputs.heldout:
             unseen = coverage(count_tokens(self.inputs.heldout, known), token_map)
-            told["heldout_coverage"] = round(unseen, 4)
+            covered["heldout_coverage"] = round(unseen, 4)
             text += f" and {unseen:.1%} of the held-out ones"
-        self.settings["draft_vocab"] = told
+        self.settings["draft_vocab"] = covered
         self.progress.note(f"draft vocabulary: {size} of {known} tokens, {text} (--draft-vocab)")
         return token_map
 
-    def states(
+    def release(self, method: Method) -> None:
+        """Remove the states, unless they are in the user's own folder."""
+        self.workers.wait()
+        if self.workers.main and self.options.cache.cache is None and method.texts.states:
+            method.texts.states.remove()
+
+    def report(self, stage: str) -> Report:
+        """Return what reports a stage's steps to `progress`."""
+        return lambda step, steps, entry: self.progress.at(stage, step, steps, _line(entry))
+
+    def round(self, heads: AnyHeads) -> None:
+        """Round every weight to the stored dtype: what is measured then is what is stored."""
+        dtype = DTYPES[self.options.heads.save_dtype]
+        with torch.no_grad():
+            for parameter in heads.parameters():
+                parameter.copy_(parameter.to(dtype))
+
+    def save(
         self,
-        target: StateSource,
-        texts: Texts,
-        folder: Path,
-        dtype: torch.dtype,
-        max_bytes: int,
-        *,
-        heldout: bool | None = None,
-        **key: Any,
-    ) -> HiddenStates:
-        """States of `texts` or `heldout`; ``key``: what isn't as it was asked for.
+        heads: AnyHeads,  # `round`ed; end on the CPU in the stored dtype
+        more: Mapping[str, Any],  # results, beside the settings
+        origin: Mapping[str, Any],  # `provenance`
+        target: Mapping[str, Any] | None = None,  # fingerprint, of another than the inputs'
+        source: str | Path | None = None,  # likewise its place
+    ) -> None:
+        """Write the heads; ``config.json`` comes last and means that they are complete."""
+        heads.to(device="cpu", dtype=DTYPES[self.options.heads.save_dtype])
+        name = str(source or self.inputs.source)
+        if Path(name).is_absolute():  # a path of this machine says nothing elsewhere
+            name = Path(name).name
+        config = {
+            "base_model_name_or_path": name,
+            "target": dict(target or self.inputs.fingerprint),
+            "training": self.settings | dict(more),
+            "provenance": [dict(origin)],
+        }
+        if isinstance(heads, EagleDrafter):
+            save_drafter(self.options.files.output, heads, config)
+        else:
+            save_heads(self.options.files.output, heads, config)
 
-        ``heldout`` says which, where they are laid out in another way.
-        """
-        is_heldout = texts is self.heldout if heldout is None else heldout
-        return HiddenStates(
-            target,
-            texts,
-            folder,
-            self._state_key | key,
-            dtype=dtype,
-            max_bytes=max_bytes,
-            file=self.options.files.name(heldout=is_heldout),
+    def _build(self, states: HiddenStates) -> None:
+        """Compute the missing states, after a check of the disk."""
+        if self.workers.main:
+            states.check_space()
+        self.workers.wait()
+        states.build(
+            lambda ready, total: self.progress.at("hidden states", ready, total),
+            rank=self.workers.rank,
+            world=self.workers.world,
         )
-
-    def sources(
-        self, target: StateSource, heldout: Texts | None, texts: Texts, run: TrainingRun, **key: Any
-    ) -> list[HiddenStates]:
-        """Plan the states of held-out text, if there is any, and of the text to train on."""
-        folder, left = self.options.cache.cache or run.work, self.cache_bytes
-        found: list[HiddenStates] = []
-        for part in (heldout, texts):
-            if part is not None:
-                place = folder, self.cache_dtype, left
-                found.append(self.states(target, part, *place, heldout=part is heldout, **key))
-                left -= found[-1].cached_bytes
-        return found
-
-    def end(self, run: TrainingRun, sources: Sequence[HiddenStates]) -> None:
-        """Remove what only this run needed."""
-        for states in sources:
-            states.release()
         self.workers.wait()
-        if self.workers.main:
-            for states in sources:
-                if not self.options.cache.keep_cache:
-                    states.remove()
-            run.finish()
-
-    def build(self, *sources: HiddenStates) -> None:
-        """Compute the states that lack, after a look at the disk."""
-        if self.workers.main:
-            others = 0
-            for states in sources:
-                states.check_space(others)
-                others += states.missing_bytes
-        self.workers.wait()
-        for states in sources:
-            states.build(
-                lambda ready, total: self.progress.at("hidden states", ready, total),
-                rank=self.workers.rank,
-                world=self.workers.world,
-            )
-        self.workers.wait()
-        kept = sum(states.cached_bytes for states in sources)
-        needed = sum(states.needed_bytes for states in sources)
+        kept, needed = states.cached_bytes, states.needed_bytes
         if kept < needed:
             self.progress.note(
                 f"{kept / 1e9:.2f} of {needed / 1e9:.2f} GB of hidden states are kept; the rest is "
                 "computed in every epoch"
             )
 
-    def report(self, stage: str) -> Report:
-        """Return what tells `progress` of a stage's steps."""
-        return lambda step, steps, entry: self.progress.at(stage, step, steps, _line(entry))
 
-
-def _shape(options: HeadOptions, layers: Sequence[int]) -> dict[str, Any]:
-    """The heads' shape; runs begun when there were fewer kinds go on."""
-    shape = asdict(options) | {"aux_layers": list(layers)}
-    news = {"medusa": ("kind", "aux_layers"), "hydra": ("aux_layers",)}.get(options.kind, ())
-    return {key: value for key, value in shape.items() if key not in news}
+def _ranges(
+    records: Sequence[Record], pieces: Sequence[Piece], *, whole: bool
+) -> list[tuple[int, int]]:
+    """The rows of each record that its pieces need."""
+    ranges = [(0, 0)] * len(records)
+    for piece in pieces:
+        start, end = ranges[piece.record]
+        first = 0 if whole else piece.start
+        ranges[piece.record] = (min(start, first) if end else first, max(end, piece.limit))
+    return ranges
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -39,37 +39,24 @@ LMHead = Callable[[Tensor], Tensor]  # [N, H] -> logits [N, V or V_draft]
 AnyHeads = MedusaHeads | EagleDrafter  # the latter's steps are K heads
 
 
-def label_mask(generated: Sequence[tuple[int, int]], length: int, num_heads: int) -> Tensor:
-    """Which heads' labels count at which positions: bool [L, K].
+def head_labels(
+    ids: Tensor,  # int64 [L]
+    generated: Sequence[tuple[int, int]],
+    num_heads: int,
+    *,
+    own: bool = False,  # a column before the heads': the target's own next token
+) -> Tensor:
+    """The token that each head should predict at each position: int64 [L, K or 1 + K].
 
     The label of head h at t counts if and only if the root t + 1 and the label t + h + 2 lie in the
-    same generated span [start, end): what serving asks of the heads, and no token of a prompt.
+    same generated span [start, end): what serving asks of the heads. Elsewhere it is `IGNORED`.
     """
-    position = torch.arange(length)[:, None]  # [L, 1]
-    label = position + torch.arange(num_heads) + 2  # [L, K]
-    mask = torch.zeros(length, num_heads, dtype=torch.bool)
+    position = torch.arange(len(ids))[:, None]  # [L, 1]
+    label = position + torch.arange(-int(own), num_heads) + 2
+    counts = torch.zeros(label.shape, dtype=torch.bool)
     for start, end in generated:
-        mask |= (position + 1 >= start) & (label < min(end, length))
-    return mask
-
-
-def lm_mask(generated: Sequence[tuple[int, int]], length: int) -> Tensor:
-    """Where the target's own next token t + 1 was generated: bool [L]."""
-    following = torch.arange(length) + 1
-    mask = torch.zeros(length, dtype=torch.bool)
-    for start, end in generated:
-        mask |= (following >= start) & (following < min(end, length))
-    return mask
-
-
-def head_labels(ids: Tensor, mask: Tensor) -> Tensor:
-    """Token ids that the heads should predict: ids int64 [L], mask bool [L, K] -> int64 [L, K].
-
-    `IGNORED` where the mask says so.
-    """
-    length, num_heads = mask.shape
-    index = torch.arange(length)[:, None] + torch.arange(num_heads) + 2
-    return ids[index.clamp(max=length - 1)].masked_fill(~mask | (index >= length), IGNORED)
+        counts |= (position + 1 >= start) & (label < min(end, len(ids)))
+    return ids[label.clamp(max=len(ids) - 1)].masked_fill(~counts, IGNORED)
 
 
 def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:

@@ -3,132 +3,89 @@
     loss = sum over k = 1 ... K of decay^k * mean cross-entropy of head k at t + k + 1
 
 The target doesn't change, so its hidden states are computed once (`hidden_cache`), and a step costs
-the heads alone. Positions don't see each other, so a step takes short pieces of many texts.
+the heads alone. Positions don't see each other, so a step takes short pieces of many texts. Hydra
+heads are trained in the same way; each is shown the tokens before its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from vllm_medusa.heads.checkpoint import save_heads
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.training.accuracy import Measurement
-from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.initial_heads import target_lm_head
-from vllm_medusa.training.losses import HeadLosses, head_losses
-from vllm_medusa.training.pieces import PieceTrainer
-from vllm_medusa.training.recipe import Recipe
-from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.training.losses import LMHead
+from vllm_medusa.training.method import Batch, Inputs, Method, Texts
+from vllm_medusa.training.options import StepOptions
 from vllm_medusa.training.target import Target
-from vllm_medusa.training.texts import Piece
 from vllm_medusa.training.workers import Workers
 
 PIECE_ROWS = 32  # a step of 256 positions has parts of eight texts
-_MEASURED_ROWS = 4096  # a batch of measuring
 
 
-class _Rows(NamedTuple):
-    """Rows of some pieces, one behind the other."""
-
-    states: Tensor  # fp32 [N, H]
-    labels: Tensor  # int64 [N, K]
-    temperatures: Tensor | None  # fp32 [N], of soft labels
-    path: Tensor | None  # int64 [N, K], the tokens after each row, for Hydra heads
-
-
-class Medusa1(PieceTrainer):
-    """Trains heads; only they, and nothing of the target, are given to the optimiser."""
+class Medusa1(Method):
+    """Trains Medusa or Hydra heads."""
 
     heads: MedusaHeads
+    lm_head: LMHead
 
     def __init__(
         self,
         target: Target,
-        heads: MedusaHeads,  # fp32, changed in place
-        train: HiddenStates,  # of the text to train on, built
-        heldout: HiddenStates | None,  # of the text to measure on, built
-        recipe: Recipe,
-        run: TrainingRun,
+        heads: MedusaHeads,
+        train: Texts,
+        heldout: Texts | None,
+        settings: StepOptions,
         workers: Workers,
         *,
-        save_seconds: float = 60.0,  # between two states; the result doesn't depend on it
+        bf16: bool = False,
     ) -> None:
-        """Prepare training."""
-        super().__init__(
-            heads,
-            train,
-            heldout,
-            recipe,
-            run,
-            workers,
-            piece_rows=PIECE_ROWS,
-            save_seconds=save_seconds,
-        )
-        self.target = target
-        own_dtype = torch.bfloat16 if recipe.bf16 else torch.float32
-        self.lm_head = self.teacher = target_lm_head(target, heads.token_map, own_dtype)
+        super().__init__(heads, train, heldout, settings, workers, bf16)
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        self.lm_head = self.teacher = target.lm_head_of(heads.token_map, dtype)
         if self.soft and heads.token_map is not None:
-            self.teacher = target_lm_head(target, dtype=own_dtype)
+            self.teacher = target.lm_head_of(dtype=dtype)
 
-    def _measure_pieces(self, pieces: Sequence[Piece], total: Measurement) -> None:
-        assert self.heldout is not None
-        mine = list(pieces)
-        while mine:
-            batch: list[Piece] = []
-            while mine and sum(map(len, batch)) < _MEASURED_ROWS:
-                batch.append(mine.pop())
-            rows = self._rows(self.heldout, batch, soft=False)
-            with self.autocast():
-                total.measure(self.heads, rows.states, rows.labels, self.lm_head, rows.path)
+    def inputs(self, batch: Batch) -> Inputs:
+        """See `Method`."""
+        inputs = super().inputs(batch)
+        if not isinstance(self.heads, HydraHeads):
+            return inputs
+        path = torch.cat(batch.tokens_after(self.heads.num_heads))
+        return inputs._replace(path=path.to(self.workers.device))
 
-    def _backward(self, pieces: Sequence[Piece], weights: Tensor) -> Tensor:
-        """Add a micro-batch's gradients; returns its loss sums [K]."""
-        found = self._losses(pieces, weights)
-        found.loss.backward()
-        return found.sums
 
-    def _losses(self, pieces: Sequence[Piece], weights: Tensor) -> HeadLosses:
-        rows = self._rows(self.train_states, pieces, soft=self.soft)
-        with self.autocast():
-            return head_losses(
-                self.heads,
-                rows.states,
-                rows.labels,
-                weights,
-                self.lm_head,
-                temperatures=rows.temperatures,
-                teacher_lm_head=self.teacher,
-                path=rows.path,
-            )
+def new_heads(
+    target: Target,
+    num_heads: int,
+    num_layers: int,
+    *,
+    lm_heads: str = "shared",
+    token_map: Tensor | None = None,  # int64 [V_draft], the token ids that are scored; None: all
+    kind: str = "medusa",  # or "hydra"
+) -> MedusaHeads:
+    """Make fp32 heads, on the LM head's device, each of which gives the target's own logits.
 
-    def _rows(self, source: HiddenStates, pieces: Sequence[Piece], *, soft: bool) -> _Rows:
-        texts, count, device = source.texts, self.heads.num_heads, self.workers.device
-        wanted = [(p.span, *texts.needed(p, count, soft=soft)) for p in pieces]
-        labels = [torch.from_numpy(texts.labels(p, count, soft=soft)) for p in pieces]
-        temperatures = path = None
-        if soft:
-            of_piece = torch.from_numpy(texts.temperatures[[texts.record_of(p) for p in pieces]])
-            sizes = torch.tensor([len(part) for part in labels])
-            temperatures = of_piece.repeat_interleave(sizes).to(device)
-        if isinstance(self.heads, HydraHeads):
-            after = [torch.from_numpy(texts.following(p, count, soft=soft)) for p in pieces]
-            path = torch.cat(after).to(device)
-        states = source.read(wanted).to(device)
-        return _Rows(states, torch.cat(labels).to(device), temperatures, path)
-
-    def _labels(self, piece: Piece) -> Tensor:
-        found = self.train_states.texts.labels(piece, self.heads.num_heads, soft=False)
-        return torch.from_numpy(found)
-
-    def _sums(self, part: Piece) -> Tensor:
-        return self._losses([part], self.decay).sums
-
-    def _keep(self, folder: Path) -> str:
-        save_heads(folder, self.heads, {"training": {"steps": self.step}})
-        return "heads"
+    ``lm_heads`` "shared" uses the target's; "own" gives every head a copy of it to train (paper,
+    section 2.1.1), bias included and the logits' scale multiplied in. A soft cap stays out of
+    copies: it changes no ranking.
+    """
+    own, weight, bias = lm_heads == "own", target.lm_head_weight, target.lm_head_bias
+    heads = (HydraHeads if kind == "hydra" else MedusaHeads)(
+        num_heads,
+        num_layers,
+        target.hidden_size,
+        target.vocab_size,
+        num_lm_heads=num_heads if own else 0,
+        lm_head_bias=own and bias is not None,
+        token_map=token_map,
+        device=weight.device,
+        dtype=torch.float32,
+        **({} if kind == "hydra" else {"shared_lm_head": not own}),
+    )
+    if isinstance(heads, HydraHeads):
+        heads.use_target_embedding(target.embedding_weight)
+    if own:
+        scale = target.logit_scale
+        heads.init_lm_heads(weight.float() * scale, None if bias is None else bias.float() * scale)
+    return heads

@@ -1,189 +1,378 @@
 """Medusa-2: heads and target trained together (https://arxiv.org/abs/2401.10774, section 2.2.2).
 
-Its three ingredients: the joint loss (`joint_loss`), whose weight of the heads grows
-(`recipe.HeadsWeight`); a learning rate of the heads that is a multiple of the backbone's; and a
-warm-up stage in which the heads alone are trained, which is Medusa-1 as it stands (`medusa1`).
+    L = L_LM + lambda_0 * sum over k of lambda_k * cross-entropy of head k
 
-What trains of the target is a LoRA adapter. Switched off it is the original model, the teacher; its
-hidden states on held-out text, kept since the warm-up, are what quality is measured against.
+A warm-up stage trains the heads alone (`medusa1`). Then heads and a LoRA adapter in the target are
+trained through one pass of the backbone, the heads at a multiple of the backbone's learning rate;
+lambda_0 grows (`recipe.heads_weight`). On text that the target wrote, L_LM is KL(original ||
+trained) at every generated token, the original being the same model with its adapter off (section
+2.3.2); on other text it is the cross-entropy of the next token.
+
+What it leaves behind::
+
+    HEADS/config.json, model.safetensors     the heads; config.json's "medusa" has the results
+    HEADS/target/                            the new target: transformers' folder, tokenizer and all
+    HEADS/target-degraded/                   the same where quality fell beyond the bounds
+    HEADS/adapter/                           instead of it, with ``save="adapter"``
+
+Merging rounds the weights to the target's dtype, so everything is measured once more on the merged
+model, read back from its files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import shutil
+from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from vllm_medusa.heads.checkpoint import save_heads
+from vllm_medusa.files import free_bytes, read_json, write_json
+from vllm_medusa.heads.checkpoint import load_heads
+from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.heads.model import MedusaHeads
-from vllm_medusa.offline.records import Record
-from vllm_medusa.training.batches import plan_steps, split_passes
-from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.initial_heads import target_lm_head
-from vllm_medusa.training.joint_loss import JointBatch, JointLosses, joint_losses
-from vllm_medusa.training.joint_measure import measure_joint, release_target, states_of
-from vllm_medusa.training.lora import adapter_parameters, dropping_out
-from vllm_medusa.training.merging import save_adapter
-from vllm_medusa.training.optimisation import make_optimizer
-from vllm_medusa.training.recipe import JointRecipe
-from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.offline.results import fingerprint
+from vllm_medusa.training import lora
+from vllm_medusa.training.accuracy import Measurement
+from vllm_medusa.training.curves import draw_curves
+from vllm_medusa.training.hidden_cache import DTYPES, CacheError, HiddenStates
+from vllm_medusa.training.job import Job
+from vllm_medusa.training.loop import Loop
+from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead, head_losses
+from vllm_medusa.training.method import Batch, Groups, Method, Texts
+from vllm_medusa.training.options import JointOptions, StepOptions
+from vllm_medusa.training.quality import Quality, QualityMeter, kl_rows
+from vllm_medusa.training.recipe import complete_joint, heads_weight
+from vllm_medusa.training.rows import Piece, cut_pieces, labels_at, pad, row_ranges, split_passes
+from vllm_medusa.training.run import Run, Stage
 from vllm_medusa.training.target import Target
-from vllm_medusa.training.trainer import Trainer
 from vllm_medusa.training.workers import Workers
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
+MODEL, DEGRADED, ADAPTER = "target", "target-degraded", "adapter"
+_MEASURED_TOKENS = 4096  # per pass
+_DIVERGED = (
+    "So the new target, which is being trained, diverged: use a smaller --backbone-rate or "
+    "--heads-weight."
+)
 
-class Medusa2(Trainer):
-    """The joint stage: only the adapter and the heads are given to the optimiser."""
+
+class Medusa2(Method):
+    """The joint stage: only the adapter and the heads are given to the optimizer."""
 
     heads: MedusaHeads
-    measures_ends = True
+    lm_head: LMHead
+    own = measures_ends = True
 
     def __init__(
         self,
         target: Target,
         adapted: PeftModel,  # wraps the target's model, with a fresh adapter (`lora.attach`)
-        heads: MedusaHeads,  # to go on with, fp32, changed in place
-        records: Sequence[Record],  # to train on
-        heldout: HiddenStates,  # the original model's on held-out text, all kept in files
-        recipe: JointRecipe,
-        run: TrainingRun,
+        heads: MedusaHeads,
+        train: Texts,  # whole texts
+        heldout: Texts,  # whole spans, with the original model's states
+        joint: JointOptions,
+        settings: StepOptions,  # see `recipe.complete_joint`
         workers: Workers,
         *,
-        save_seconds: float = 60.0,  # between two states; the result doesn't depend on it
+        bf16: bool = False,
     ) -> None:
-        """Prepare training.
-
-        Raises:
-            ValueError: held-out states that would be computed by the model being trained.
-
-        """
-        super().__init__(heads, recipe, run, workers, save_seconds)
-        self.target, self.adapted, self.recipe = target, adapted, recipe
-        self.records = records
-        self.heldout = release_target(heldout)
-        self.draft_head = target_lm_head(target, heads.token_map)
-        self.token_map = None if heads.token_map is None else heads.token_map.cpu()
-        self.adapter = adapter_parameters(adapted)
-        self.optimizer = make_optimizer(
-            [(self.adapter.values(), 1.0), (heads.parameters(), recipe.heads_rate)],
-            recipe.optimisation,
-        )
-        self.lengths = [len(record.token_ids) for record in records]
-        self.plan = plan_steps(
-            self.lengths,
-            epochs=recipe.epochs,
-            step_tokens=recipe.step_tokens,
-            seed=recipe.seed,
-            steps=recipe.steps,
-        )
-        self.steps = len(self.plan)
-        if recipe.checkpointing:
+        super().__init__(heads, train, heldout, settings, workers, bf16)
+        self.target, self.adapted, self.joint = target, adapted, joint
+        self.lm_head, self.teacher = target.lm_head_of(heads.token_map), target.lm_head
+        self.adapter = lora.adapter_parameters(adapted)
+        self.pass_rows, self.read_on = joint.pass_tokens, True
+        if joint.checkpoint_layers:
             _checkpoint_layers(target.model)
 
-    @property
-    def tokens(self) -> int:
-        """Text tokens of all steps."""
-        return sum(self.lengths[text] for step in self.plan for text in step)
+    def parameters(self) -> Groups:
+        """See `Method`."""
+        return [(self.adapter.values(), 1.0), (self.heads.parameters(), self.joint.heads_rate)]
 
     def state(self) -> dict[str, Any]:
-        """See `Trainer`."""
+        """See `Method`."""
         return super().state() | {"adapter": {n: p.detach() for n, p in self.adapter.items()}}
 
-    def take(self, state: dict[str, Any]) -> None:
-        """See `Trainer`."""
-        super().take(state)
+    def load(self, state: dict[str, Any]) -> None:
+        """See `Method`."""
+        super().load(state)
         with torch.no_grad():
             for name, parameter in self.adapter.items():
                 parameter.copy_(state["adapter"][name])
 
-    def measured(self) -> dict[str, Any]:
-        """Heads and quality on held-out text as they are now, plain JSON.
+    def weights(self, step: int, steps: int) -> Tensor:
+        """See `Method`: 1 for the target's own loss, then lambda_0 lambda_k."""
+        own = torch.ones(1, device=self.decay.device)
+        return torch.cat([own, heads_weight(self.joint, step, steps) * self.decay])
 
-        Without autocast: the original's states, kept in files, were computed without it.
-        """
-        found = measure_joint(
+    def dropout(self, seed: int) -> AbstractContextManager[None]:
+        """See `Method`: the adapter's."""
+        return lora.dropping_out(self.adapted, seed)
+
+    def loss(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Method`; one pass of the backbone, two with a teacher."""
+        records, device = batch.texts.records, self.workers.device
+        ids, mask = (
+            t.to(device) for t in pad([records[r].token_ids[:e] for r, _, e in batch.wanted])
+        )
+        distill, teacher = self.joint.lm_loss == "kl", None
+        if distill or self.soft:
+            with lora.original(self.adapted):
+                teacher = self.target.hidden_states(ids, mask)[mask.bool()]  # [N, H]
+        states = self.target.hidden_states(ids, mask)[mask.bool()]  # [N, H]
+        labels = batch.labels
+        own = lm_loss(states, labels[:, 0], self.target.lm_head, teacher if distill else None)
+        found = head_losses(  # the heads are fp32, and compute so unless autocast is on
             self.heads,
-            self.draft_head,
-            self.target,
-            self.heldout,
-            states_of(self.target, self.heldout.texts),
-            workers=self.workers,
-            rows=self.recipe.measured_rows,
+            states.float(),
+            labels[:, 1:],
+            weights[1:],
+            self.lm_head,
+            temperatures=batch.temperatures if self.soft else None,
+            teacher_states=None if teacher is None else teacher.float(),
+            teacher_lm_head=self.teacher,
         )
-        return found.to_dict()
+        return weights[0] * own + found.loss, torch.cat([own.detach().view(1), found.sums])
 
-    def _one_step(self) -> dict[str, Any]:
-        """Gradients of all passes and processes, then one step of the optimiser."""
-        recipe, workers = self.recipe, self.workers
-        texts = self.plan[self.step]
-        passes = split_passes(texts, self.lengths, recipe.pass_tokens)
-        mine = range(workers.rank, len(passes), workers.world)
-        batches = [self._batch(passes[number]) for number in mine]
-        counts = torch.zeros(1 + self.heads.num_heads, dtype=torch.float64)
-        for batch in batches:
-            counts += torch.cat([torch.tensor([batch.counts[0]]), batch.counts[1].cpu()])
-        counts = workers.add_up(counts).clamp(min=1).to(workers.device)
-        weight = recipe.heads_weight.at(self.step, self.steps)
-        factors = (weight * self.decay / counts[1:]).float()
-        sums = torch.zeros_like(counts)
-        self.optimizer.zero_grad(set_to_none=True)
-        for number, batch in zip(mine, batches, strict=True):
-            # a pass drops the same out in whatever process it is
-            with dropping_out(self.adapted, hash((recipe.seed, self.step, number))):
-                found = self._losses(batch, 1.0 / float(counts[0]), factors)
-                found.loss.backward()
-                sums += torch.cat([found.lm_sum.view(1), found.head_sums])
-        sums, stepped = self.update(sums, texts)
-        means = sums / counts
-        return {
-            "step": self.step + 1,
-            "loss": float(means[0] + weight * (means[1:] * self.decay).sum()),
-            "lm_loss": float(means[0]),
-            "losses": [round(value, 5) for value in means[1:].tolist()],
-            "lambda_0": weight,
-            **stepped,
-            "rows": sum(self.lengths[text] for text in texts),
-        }
+    def measure(self) -> dict[str, Any]:
+        """Heads and quality on held-out text.
 
-    def _batch(self, texts: Sequence[int]) -> JointBatch:
-        return JointBatch.of(
-            [self.records[text] for text in texts],
-            self.heads.num_heads,
-            soft=self.recipe.labels == "soft",
-            token_map=self.token_map,
-            device=self.workers.device,
+        Without autocast: the original's states were computed without it.
+        """
+        assert self.heldout is not None
+        parts = (self.heads, self.lm_head, self.target, self.heldout)
+        heads, quality = measure_joint(*parts, self.workers)
+        return {"heldout": heads, "quality": quality.to_dict()}
+
+    def entry(self, means: Tensor, weights: Tensor) -> dict[str, Any]:
+        """See `Method`."""
+        own = {"lm_loss": float(means[0]), "lambda_0": float(weights[1] / self.decay[0])}
+        return own | super().entry(means[1:], weights)
+
+
+def lm_loss(
+    states: Tensor,  # [N, H]
+    following: Tensor,  # int64 [N], IGNORED where none
+    lm_head: LMHead,
+    teacher: Tensor | None = None,  # [N, H]
+    *,
+    chunk: int = CHUNK,  # positions whose logits exist at a time
+) -> Tensor:
+    """Sum over the counted positions of KL(teacher || student), or of the cross-entropy.
+
+    Returns an fp32 scalar. It is exactly 0 where student and teacher are equal.
+    """
+
+    def part(at: Tensor) -> Tensor:
+        logits = lm_head(states[at]).float()  # [C, V]
+        if teacher is None:
+            return F.cross_entropy(logits, following[at], reduction="sum")
+        with torch.no_grad():
+            wanted = lm_head(teacher[at]).float()
+        return kl_rows(wanted, logits).sum()
+
+    (counted,) = (following != IGNORED).nonzero(as_tuple=True)
+    total = torch.zeros((), device=states.device)
+    for at in counted.split(chunk):
+        total = total + checkpoint(part, at, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+@torch.no_grad()
+def measure_joint(
+    heads: MedusaHeads,
+    draft_head: LMHead,  # the target's over the heads' draft vocabulary
+    target: Target,  # the new model; its LM head is the original's too
+    heldout: Texts,  # whole spans, with the original model's states
+    workers: Workers | None = None,  # hold a share of the pieces each; None: this process has all
+) -> tuple[dict[str, Any], Quality]:
+    """Measure heads (`Measurement.summary`) and target on the generated tokens.
+
+    Raises:
+        QualityError: the texts hold no generated token.
+        CacheError: the target's states aren't finite.
+
+    """
+    total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head, target.lm_head)
+    original, lengths = heldout.states, [piece.num_rows for piece in heldout.pieces]
+    assert original is not None
+    now = HiddenStates(
+        target,
+        heldout.records,
+        original.ranges.tolist(),
+        dtype=torch.float32,
+        max_bytes=0,  # computed at every read, as the model changes
+        file="held-out text",
+        remedy=_DIVERGED,
+    )
+    for part in split_passes(range(len(lengths)), lengths, _MEASURED_TOKENS):
+        wanted = [(p.record, p.start, p.limit) for p in (heldout.pieces[item] for item in part)]
+        labels = torch.cat(
+            [labels_at(heldout.records[r], a, b, heads.num_heads, own=True) for r, a, b in wanted]
+        ).to(target.device)
+        before, after = (s.read(wanted).to(target.device) for s in (original, now))  # [n, H]
+        meter.add(labels[:, 0], before, after)
+        total.measure(heads, after, labels[:, 1:], draft_head)
+    if workers is not None:
+        for each in (total, meter):
+            each.sums = workers.add_up(each.sums).cpu()
+    return total.summary(), meter.result()
+
+
+def train_medusa2(job: Job) -> None:
+    """Train heads alone, then with the target, and write both.
+
+    Raises:
+        ValueError: a dtype without gradients, or no room for the new target.
+
+    """
+    options, inputs, workers = job.options, job.inputs, job.workers
+    if job.dtype == torch.float16:  # a token's share of a step's gradient is about 1e-5 and less
+        raise ValueError(
+            "the target computes in float16, in which the gradients of a backbone underflow. Train "
+            "it with --dtype bfloat16 (or float32); what is stored keeps the target's own dtype."
         )
+    written = all(record.temperature is not None for record in inputs.train)
+    joint, steps = complete_joint(options.joint, options.training, self_distilled=written)
+    job.settings |= {
+        "joint": asdict(joint)
+        | {
+            "start_heads": _fingerprint(joint.start_heads),
+            "warmup_steps": steps.warmup_steps,
+        },
+        "save": joint.save,
+        "bounds": asdict(joint.bounds),
+    }
+    with job.open() as run:
+        if run.complete:
+            return
+        origin = job.provenance()
+        target = job.load_target()
+        lora.adaptable_modules(target.model, joint.lora.modules)  # refused before the warm-up
+        _check_space(job, run, target)
+        run.begin()
+        if workers.main:
+            for name in (MODEL, DEGRADED, ADAPTER):  # of a run that --overwrite throws away
+                shutil.rmtree(run.output / name, ignore_errors=True)
+        heads = _first_heads(job, run, target)
+        heldout = _heldout(job, target)
+        adapted = lora.attach(target.model, joint.lora, seed=steps.seed)
+        texts = Texts(inputs.train, cut_pieces(inputs.train, 1 << 31, whole=True))
+        parts = (heads, texts, heldout, joint, steps, workers)
+        method = Medusa2(target, adapted, *parts, bf16=job.bf16)
+        stage = Stage(run)
+        loop = Loop(method, stage, max_steps=joint.joint_steps)
+        tokens = sum(method.lengths[item] for items in loop.plan for item in items)
+        share = sum(p.numel() for p in method.adapter.values()) / sum(
+            p.numel() for p in target.model.parameters()
+        )
+        job.progress.note(
+            f"joint stage: {loop.steps} steps, {tokens} tokens; the adapter is {share:.1%} of the "
+            f"target; {joint.lm_loss} for the target, lambda_0 {joint.heads_weight:g} "
+            f"({joint.growth})"
+        )
+        loop.train(job.report("joint"))
+        if workers.main:
+            lora.save_adapter(adapted, run.work / "adapter")
+            title = f"Medusa-2 on {inputs.source}"
+            draw_curves(stage.entries(), run.folder / "curves.png", title)
+        trained = {"joint_steps": loop.steps, "joint_tokens": tokens}
+        del target, adapted, method, loop
+        workers.wait()
+        if workers.main:
+            if options.machine.quantization is not None or workers.world > 1:
+                # what is merged was never quantized, and this process measures all of it
+                heldout = _heldout(job, job.load_target(quantized=False), share=False)
+            _publish(job, run, heads, heldout, trained, origin)
+            run.finish()
+        workers.wait()
 
-    def _losses(self, batch: JointBatch, lm_weight: float, factors: Tensor) -> JointLosses:
-        with self.autocast():
-            return joint_losses(
-                self.target,
-                self.adapted,
-                self.heads,
-                self.draft_head,
-                batch,
-                lm_weight=lm_weight,
-                head_weights=factors,
-                distill=self.recipe.lm_loss == "kl",
-            )
 
-    def _sums(self, part: int) -> Tensor:
-        found = self._losses(self._batch([part]), 1.0, self.decay)
-        return torch.cat([found.lm_sum.view(1), found.head_sums])
+def _first_heads(job: Job, run: Run, target: Target) -> MedusaHeads:
+    """The given heads, or those of the warm-up."""
+    start = job.options.joint.start_heads
+    if start is not None:
+        heads, _ = load_heads(
+            start,
+            hidden_size=target.hidden_size,
+            vocab_size=target.vocab_size,
+            dtype=torch.float32,
+            device=job.workers.device,
+        )
+        return heads
+    method = job.heads_alone(target, run)
+    Loop(method, Stage(run, "warm-up.jsonl", "warm-up")).train(job.report("warm-up"))
+    job.release(method)
+    assert isinstance(method.heads, MedusaHeads)
+    return method.heads
 
-    def _lines(self, parts: Sequence[int]) -> list[int]:
-        return sorted({self.records[text].line for text in parts})
 
-    def _keep(self, folder: Path) -> str:
-        save_heads(folder / "heads", self.heads, {"training": {"steps": self.step}})
-        save_adapter(self.adapted, folder / "adapter")
-        return "heads and adapter"
+def _heldout(job: Job, target: Target, *, share: bool = True) -> Texts:
+    """Whole spans of held-out text with the target's states; a share of them for each process."""
+    spans = [
+        Piece(number, start, end - 1, end)
+        for number, record in enumerate(job.inputs.heldout)
+        for start, end in row_ranges(record)
+    ]
+    return job.heldout_texts(target, spans, share=share)
+
+
+def _publish(
+    job: Job,
+    run: Run,  # with the trained adapter in ``work/adapter``
+    heads: MedusaHeads,
+    heldout: Texts,
+    trained: dict[str, Any],
+    origin: dict[str, Any],
+) -> None:
+    """Merge, measure, and write the results; the heads' config.json, written last, completes them.
+
+    The trained model should have been released before: this loads two, one after the other.
+    """
+    joint, adapter, output = job.options.joint, run.work / "adapter", run.output
+    merged = lora.merge_adapter(job.inputs.source, adapter, run.work / "merged")
+    job.round(heads)
+    target = job.load_target(merged, quantized=False)
+    heads = heads.to(target.device)
+    found: dict[str, Any] = {}
+    try:
+        draft_head = target.lm_head_of(heads.token_map)
+        accuracy, quality = measure_joint(heads, draft_head, target, heldout)
+        found = {"heldout": accuracy, "quality": quality.to_dict()}
+        shortfalls = quality.shortfalls(joint.bounds)
+    except CacheError as error:  # the new target computes NaN
+        shortfalls = [str(error).removesuffix(".")]
+    stored = plain_json(found)
+    if stored != found and not shortfalls:
+        shortfalls = ["not all that was measured is finite"]
+    results = {"degraded": bool(shortfalls), "shortfalls": shortfalls, **stored}
+    base, new = Path(job.inputs.source), target_fingerprint(merged)
+    if joint.save == "adapter":
+        adapter.replace(output / ADAPTER)
+        shutil.rmtree(merged)
+    else:
+        base = output / (DEGRADED if shortfalls else MODEL)
+        config = merged / "config.json"
+        write_json(config, {**read_json(config), "medusa_2": results})
+        merged.replace(base)
+    job.save(heads, {**trained, **results}, origin, new, base)
+
+
+def plain_json(value: Any) -> Any:
+    """The same with None for NaN and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: plain_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _checkpoint_layers(model: Any) -> None:
@@ -196,3 +385,23 @@ def _checkpoint_layers(model: Any) -> None:
         raise ValueError(f"{type(model).__name__} can't be checkpointed; leave that option out")
     for layer in layers:
         layer.training = True  # of the layer alone: the dropout in it stays off
+
+
+def _check_space(job: Job, run: Run, target: Target) -> None:
+    """Refuse to start what the disk can't hold in the end: the merged model."""
+    stored = DTYPES.get(job.inputs.dtype or "", job.dtype)
+    wanted = sum(p.numel() for p in target.model.parameters()) * stored.itemsize
+    free = free_bytes(run.work)
+    if wanted > free:
+        raise ValueError(
+            f"the new target takes {wanted / 1e9:.1f} GB, and {run.output} has {free / 1e9:.1f} GB "
+            "free. Name another disk by --output."
+        )
+
+
+def _fingerprint(heads: Path | None) -> str | None:
+    if heads is None:
+        return None
+    if not heads.exists():
+        raise ValueError(f"--start-heads {heads}: no such file or folder.")
+    return fingerprint(heads)

@@ -211,7 +211,6 @@ class StepOptions(Options):
     batch_tokens: Positive | None = option(
         "tokens a step", default=None, metavar="N", shown="256 to 4096: about 1500 steps"
     )
-    accumulate: Positive = option("micro-batches a step", default=1, metavar="N")
     learning_rate: Above | None = option(
         "the heads' peak", default=None, shown="1e-3; more for targets narrower than 573"
     )
@@ -239,27 +238,20 @@ class CacheOptions(Options):
     """Where the frozen target's hidden states are kept."""
 
     cache: Path | None = option(
-        "where they are kept (in the output)", default=None, metavar="FOLDER"
+        "where they are kept, for other runs on these texts too; absent: in the output until the "
+        "heads are trained",
+        default=None,
+        metavar="FOLDER",
     )
     cache_gb: AtLeastZero = option(
-        "disk limit, of held-out text first; the rest is computed whenever it is needed, a text in "
-        "one go, so the order of the steps depends on it",
+        "disk limit; the rest is computed whenever it is needed, all pieces of a text together, so "
+        "the order of the steps depends on it",
         default=50.0,
         metavar="GB",
     )
     cache_dtype: Dtype = option(
-        "of the text to train on; auto: what the target computes in, without loss, as held-out "
-        "text for medusa-2 always is",
-        default="auto",
+        "they are kept in; auto: what the target computes in, without loss", default="auto"
     )
-    keep_cache: bool = option("for another run on these texts", default=False)
-
-    def check(self) -> None:
-        """See `Options.check`."""
-        if self.keep_cache and self.cache is None:
-            raise ValueError(
-                "--keep-cache needs --cache FOLDER: the output's own is only for one run."
-            )
 
 
 class LoraSettings(Options):
@@ -303,7 +295,7 @@ class JointOptions(Options):
 
     start_heads: Path | None = option(
         "trained heads, instead of a warm-up: its options (--epochs, --batch-tokens, "
-        "--learning-rate, --accumulate) then do nothing, and the heads' shape is theirs",
+        "--learning-rate) then do nothing, and the heads' shape is theirs",
         default=None,
         metavar="HEADS",
     )

@@ -1,8 +1,7 @@
 """How far a trained target is from the one it was: perplexity and KL on held-out text.
 
-Measured at the positions whose next token was generated, at temperature 1, in nats: the perplexity
-of the text under both, KL(original || new), KL(new || original), and how often both would choose
-the same token. Logits of a few positions exist at a time, [C, V] of each model, never [T, V].
+Measured at the positions whose next token was generated, at temperature 1, in nats. Logits of a few
+positions exist at a time, [C, V] of each model.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Quality:
     num_tokens: int
     perplexity_before: float
     perplexity_after: float
-    kl: float  # KL(original || new), nats for each token
+    kl: float  # KL(original || new), nats per token
     reverse_kl: float  # KL(new || original)
     top1_agreement: float  # share of tokens where both have the same likeliest one
 
@@ -40,23 +39,20 @@ class Quality:
         return self.perplexity_after / self.perplexity_before
 
     def shortfalls(self, bounds: QualityBounds) -> list[str]:
-        """What is beyond the bounds, in words; empty if nothing is. NaN is beyond any bound."""
-        found = []
-        for what, value, limit, option in (
+        """Messages on what is beyond the bounds; NaN is beyond any."""
+        ratio = "perplexity after / before"
+        checks = (
             ("KL(original || new) a token", self.kl, bounds.max_kl, "--max-kl"),
-            (
-                "perplexity after / before",
-                self.perplexity_ratio,
-                bounds.max_perplexity_ratio,
-                "--max-perplexity-ratio",
-            ),
-        ):
-            if not value <= limit:
-                found.append(f"{what} is {value:.4g}, allowed is {limit:g} ({option})")
-        return found
+            (ratio, self.perplexity_ratio, bounds.max_perplexity_ratio, "--max-perplexity-ratio"),
+        )
+        return [
+            f"{what} is {value:.4g}, allowed is {limit:g} ({option})"
+            for what, value, limit, option in checks
+            if not value <= limit
+        ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
+        """Plain JSON values."""
         return asdict(self) | {"perplexity_ratio": self.perplexity_ratio}
 
 
@@ -70,14 +66,11 @@ def kl_rows(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 class QualityMeter:
-    """Sums over held-out texts."""
+    """Sums over held-out texts, fp64 [6], which add up over processes."""
 
     def __init__(self, lm_head_before: LMHead, lm_head_after: LMHead, chunk: int = CHUNK):
-        """Take the LM heads of the original and of the new model."""
-        self.heads = (lm_head_before, lm_head_after)
-        self.chunk = chunk
-        self.count = 0
-        self.sums = torch.zeros(5, dtype=torch.float64)
+        self.heads, self.chunk = (lm_head_before, lm_head_after), chunk
+        self.sums = torch.zeros(6, dtype=torch.float64)
 
     @torch.no_grad()
     def add(
@@ -86,28 +79,19 @@ class QualityMeter:
         before: Tensor,  # [N, H], what the original's LM head sees
         after: Tensor,  # [N, H], the same of the new model
     ) -> None:
-        """Take some positions."""
+        """Add some positions."""
         (positions,) = (following != IGNORED).nonzero(as_tuple=True)
         for at in positions.split(self.chunk):
             old, new = self.heads[0](before[at]).float(), self.heads[1](after[at]).float()  # [C, V]
-            labels = following[at]
             rows = (
-                F.cross_entropy(old, labels, reduction="none"),
-                F.cross_entropy(new, labels, reduction="none"),
+                torch.ones(len(at)),
+                F.cross_entropy(old, following[at], reduction="none"),
+                F.cross_entropy(new, following[at], reduction="none"),
                 kl_rows(old, new),
                 kl_rows(new, old),
-                (old.argmax(-1) == new.argmax(-1)).float(),
+                old.argmax(-1) == new.argmax(-1),
             )
             self.sums += torch.stack([row.double().sum().cpu() for row in rows])
-        self.count += len(positions)
-
-    def packed(self) -> Tensor:
-        """All sums in one fp64 vector [6], which adds up over processes."""
-        return torch.cat([self.sums, torch.tensor([self.count], dtype=torch.float64)])
-
-    def unpack(self, vector: Tensor) -> None:
-        """Take the sums that `packed` gave, from the front of ``vector``."""
-        self.sums, self.count = vector[:5], int(vector[5])
 
     def result(self) -> Quality:
         """Return the means.
@@ -116,14 +100,15 @@ class QualityMeter:
             QualityError: no token was counted.
 
         """
-        if not self.count:
+        count = int(self.sums[0])
+        if not count:
             raise QualityError(
                 "the held-out texts hold no generated token, so quality can't be measured; give "
                 "others by --heldout"
             )
-        old, new, kl, reverse, same = (self.sums / self.count).tolist()
-        return Quality(self.count, _exp(old), _exp(new), kl, reverse, same)
+        old, new, kl, reverse, same = (self.sums[1:] / count).tolist()
+        return Quality(count, _exp(old), _exp(new), kl, reverse, same)
 
 
 def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf  # NaN stays NaN
+    return math.inf if nats >= 700 else math.exp(nats)  # NaN stays NaN

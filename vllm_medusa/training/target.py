@@ -9,11 +9,13 @@ has to give the logits of a whole forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -147,6 +149,24 @@ class Target:
         if self.head.weight.is_floating_point():
             x = x.to(self.head.weight.dtype)
         return self.shape_logits(self.head(x))
+
+    def lm_head_of(
+        self, token_map: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Callable[[Tensor], Tensor]:
+        """The LM head over the tokens of ``token_map``, whose rows are gathered once, or all.
+
+        ``dtype`` None keeps the LM head's own.
+        """
+        rows = slice(None) if token_map is None else token_map
+        weight = self.lm_head_weight.detach()[rows]
+        weight = weight if dtype is None else weight.to(dtype)
+        bias = self.lm_head_bias
+        bias = None if bias is None else bias.detach()[rows].to(weight.dtype)
+
+        def lm_head(x: Tensor) -> Tensor:
+            return self.shape_logits(functional.linear(x.to(weight.dtype), weight, bias))
+
+        return lm_head
 
     def shape_logits(self, logits: Tensor) -> Tensor:
         """Apply soft cap and scale to what the LM head's matrix and bias give, any shape."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,14 @@ from vllm_medusa.files import read_json
 from vllm_medusa.heads.checkpoint import peek_heads
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import write_records
-from vllm_medusa.training.eagle3_run import train_eagle3
+from vllm_medusa.training.curves import draw_curves
 from vllm_medusa.training.inputs import Inputs
 from vllm_medusa.training.job import Job
-from vllm_medusa.training.medusa1_run import train_medusa1
-from vllm_medusa.training.medusa2_result import ADAPTER, DEGRADED, MODEL
-from vllm_medusa.training.medusa2_run import train_medusa2
+from vllm_medusa.training.loop import Loop, NotFiniteError
+from vllm_medusa.training.medusa2 import ADAPTER, DEGRADED, MODEL, train_medusa2
 from vllm_medusa.training.options import TrainOptions
-from vllm_medusa.training.state import check_inputs, check_output
-from vllm_medusa.training.trainer import NotFiniteError
+from vllm_medusa.training.run import Stage, check_inputs, check_output
 from vllm_medusa.training.workers import Workers
-
-METHODS: dict[str, Callable[[Job], None]] = {
-    "medusa-1": train_medusa1,
-    "medusa-2": train_medusa2,
-}
 
 
 @dataclass(frozen=True)
@@ -99,8 +92,8 @@ def train(
                 )
             shape = replace(options.heads, num_heads=info.num_heads, num_layers=info.num_layers)
             options = replace(options, heads=shape)
-        method = train_eagle3 if options.heads.kind == "eagle3" else METHODS[options.method]
-        method(Job(options, inputs, workers, progress, command))
+        job = Job(options, inputs, workers, progress, command)
+        (train_medusa2 if options.method == "medusa-2" else train_alone)(job)
         if workers.main and files.heldout is None and inputs.heldout:
             write_records(files.output / "training" / "heldout.jsonl", inputs.heldout)
         told = read_json(files.output / "config.json")["medusa"]["training"]
@@ -113,3 +106,29 @@ def train(
         if workers.main:
             raise
         raise ValueError(f"in process {workers.rank}: {error}") from error
+
+
+def train_alone(job: Job) -> None:
+    """Medusa-1 or EAGLE-3: train heads on the frozen target and write them."""
+    with job.open() as run:
+        if run.complete:
+            return
+        origin = job.provenance()
+        target = job.load_target()
+        run.begin()
+        method = job.heads_alone(target, run)
+        stage = Stage(run)
+        loop = Loop(method, stage)
+        loop.train(job.report("training"))
+        job.round(method.heads)
+        found = method.measure()
+        if run.main:
+            if found is not None:
+                stage.log({"step": loop.step, **found})
+            name = "EAGLE-3" if job.layers else "Medusa-1"
+            title = f"{name} on {job.inputs.source}"
+            draw_curves(stage.entries(), run.folder / "curves.png", title)
+            job.save(method.heads, {"steps": loop.steps, **(found or {"heldout": None})}, origin)
+        job.release(method)
+        if run.main:
+            run.finish()

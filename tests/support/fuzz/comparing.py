@@ -1,4 +1,4 @@
-"""Is it what plain vLLM says? If not, is it rounding? If not, which requests does it take?"""
+"""Is it what plain vLLM says? If not, is it rounding?"""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from support.fuzz.running import Answer, Models, Run, Said, drive, plain_engine,
 from support.outcomes import assert_close, jittered
 from support.runner import ON_V2
 
-_MOST_TRIES = 12  # engines started to make a reproduction shorter
-
 
 @dataclass
 class Round:
@@ -21,13 +19,10 @@ class Round:
     run: Run
     unsteady: list[int] = field(default_factory=list)  # to which plain vLLM says this or that
     wrong: dict[int, str] = field(default_factory=dict)  # request -> what differs
-    together: list[int] = field(default_factory=list)  # requests that it takes
     refused: int = 0
 
 
-def fuzz_round(
-    models: Models, engine_seed: int, request_seeds: Sequence[int], shrink: bool = True
-) -> Round:
+def fuzz_round(models: Models, engine_seed: int, request_seeds: Sequence[int]) -> Round:
     """Compare the requests on the engine with plain vLLM."""
     case = engine_case(engine_seed)
     requests = requests_of(case, request_seeds)
@@ -40,8 +35,6 @@ def fuzz_round(
         odd = [request for request in requests if request.seed in different]
         found.unsteady = _unsteady(models, case, odd, plain)
     found.wrong = {seed: text for seed, text in different.items() if seed not in found.unsteady}
-    if (found.wrong or run.problem) and shrink:
-        found.together = _shrink(models, case, requests, plain, found)
     return found
 
 
@@ -120,38 +113,3 @@ def _unsteady(
             with jittered(5e-5, seed):
                 again([request for request in whole if request.seed not in found])
     return sorted(found)
-
-
-def _shrink(
-    models: Models,
-    case: EngineCase,
-    requests: list[RequestCase],
-    plain: dict[int, Answer],
-    found: Round,
-) -> list[int]:
-    """The fewest requests that still show a difference: one alone, else halves of what is left."""
-    tries = 0
-
-    def fails(some: list[RequestCase]) -> bool:
-        nonlocal tries
-        tries += 1
-        run = run_with_trees(models, case, some, plain)
-        different = _different(some, plain, run)
-        return bool(run.problem) or any(seed in found.wrong for seed in different)
-
-    for seed in list(found.wrong)[:3]:
-        if fails([request for request in requests if request.seed == seed]):
-            return [seed]
-    left, parts = requests, 2
-    while len(left) > 1 and tries < _MOST_TRIES:
-        size = -(-len(left) // parts)
-        pieces = [left[i : i + size] for i in range(0, len(left), size)]
-        rests = [[r for other in pieces if other is not piece for r in other] for piece in pieces]
-        smaller = next((rest for rest in rests if tries < _MOST_TRIES and fails(rest)), None)
-        if smaller is not None:
-            left, parts = smaller, max(2, parts - 1)
-        elif size == 1:
-            break
-        else:
-            parts = min(2 * parts, len(left))
-    return [request.seed for request in left]

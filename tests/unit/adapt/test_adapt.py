@@ -191,7 +191,6 @@ def test_a_disk_that_is_too_small(refused, monkeypatch):
         (["--num-heads", "9", "--max-tokens", "10"], "at least 11 tokens"),
         (["--learning-rate", "nan"], "--learning-rate"),
         (["--train-args=--no-such-option 3"], "--no-such-option"),
-        (["--train-args=--keep-cache"], "--keep-cache needs --cache"),
     ],
 )
 def test_options_that_a_later_stage_would_refuse(refused, options, words):

@@ -10,7 +10,7 @@ from vllm_medusa.calibration.observations import MISSED, NO_LABEL
 from vllm_medusa.files import aside
 from vllm_medusa.heads import HydraHeads, MedusaHeads
 from vllm_medusa.job import Progress
-from vllm_medusa.training.losses import label_mask
+from vllm_medusa.training.losses import IGNORED, head_labels
 
 VOCAB, HIDDEN, HEADS, END = 19, 8, 3, 1
 
@@ -69,11 +69,12 @@ def observed(texts, folder, model=None, kind="medusa", **options):
 
 
 def test_positions_are_those_whose_labels_count(tmp_path):
-    """The rule of training, `label_mask`, where all heads have a label."""
+    """The rule of training, `head_labels`, where all heads have a label."""
     texts = random_texts()
     spans = list(find_spans(texts, HEADS, {END}))
     for number, each in enumerate(texts):
-        mask = label_mask(each.generated, len(each.token_ids), HEADS).all(1)
+        labels = head_labels(torch.tensor(each.token_ids), each.generated, HEADS)
+        mask = (labels != IGNORED).all(1)
         found = [p for t, first, stop, _ in spans if t == number for p in range(first, stop)]
         assert found == torch.nonzero(mask)[:, 0].tolist()
     observations, _ = observed(texts, tmp_path)

@@ -21,7 +21,7 @@ from support.models import save_model
 from vllm_medusa.files import digest
 from vllm_medusa.heads import load_heads
 from vllm_medusa.offline.records import load_records
-from vllm_medusa.training import draft_vocab, medusa1_run, train, workers
+from vllm_medusa.training import draft_vocab, train, workers
 from vllm_medusa.training.target import Target
 
 Data = tuple[str, Path]
@@ -88,7 +88,7 @@ def test_the_heads_say_where_they_come_from(trained, data):
     assert heads.num_heads == 2 and heads.shared_lm_head and info.dtype == torch.bfloat16
     about = json.loads((trained / "config.json").read_text())["medusa"]
     assert about["target"]["hidden_size"] == 64 and len(about["target"]["sha256"]) == 64
-    assert about["training"]["recipe"]["optimisation"]["learning_rate"] > 0
+    assert about["training"]["recipe"]["learning_rate"] > 0
     assert len(about["training"]["heldout"]["top"]) == 2
     assert about["provenance"][0]["data"][0]["file"] == "records.jsonl"
     assert sorted(path.name for path in (trained / "training").iterdir()) == [
@@ -192,7 +192,6 @@ def test_refused_before_anything_is_made(data, tmp_path, capsys):
         (tmp_path / "empty", (), "no usable records"),
         (tmp_path / "foreign", (), "line 1: token_ids[1] is 600"),
         (tmp_path / "cut", (), "whole distributions. Train with --labels tokens"),
-        (records, ("--keep-cache",), "--keep-cache needs --cache"),
         (records, ("--max-kl", "1"), "an option of --method medusa-2"),
         (records, ("--heldout", str(records)), "24 usable records none"),
         (records, ("--seed", "-1"), "--seed: '-1' is not allowed; use a whole number from 0"),
@@ -238,7 +237,7 @@ def test_inputs_in_the_output_are_refused(data, tmp_path, capsys):
 
 def test_data_may_go_while_training(data, tmp_path, monkeypatch):
     records = shutil.copy(data[1], tmp_path / "records.jsonl")
-    monkeypatch.setattr(medusa1_run, "draw_curves", lambda *_: Path(records).unlink())
+    monkeypatch.setattr(train, "draw_curves", lambda *_: Path(records).unlink())
     brief = ("--epochs", "1", "--num-heads", "1")
     assert run(*arguments((data[0], Path(records)), tmp_path / "heads", *brief)) == 0
     about = json.loads((tmp_path / "heads/config.json").read_text())["medusa"]
@@ -299,7 +298,7 @@ def test_a_large_vocabularys_draft_vocabulary_is_chosen(data, tmp_path, capsys, 
 
 
 def test_a_cache_can_be_kept_bounded_and_used_again(data, tmp_path, capsys):
-    cache = ("--cache", str(tmp_path / "cache"), "--keep-cache", "--epochs", "1")
+    cache = ("--cache", str(tmp_path / "cache"), "--epochs", "1")
     cache += ("--num-heads", "1", "--lm-heads", "own", "--draft-vocab", "300")
     assert run(*arguments(data, tmp_path / "a", *cache, "--cache-gb", "0.0001")) == 0
     assert "computed in every epoch" in said(capsys)

@@ -190,24 +190,6 @@ def test_another_target_is_refused_or_warned_of(native, target, tmp_path):
         convert(native("own"), "v1", tmp_path / "b", target=folder)
 
 
-@pytest.mark.parametrize("vocab", [12, 32])
-@pytest.mark.parametrize("foreign", ["native", "v1", "vllm"])
-def test_heads_on_the_targets_lm_head_need_its_vocabulary(vocab, foreign, native, target, tmp_path):
-    source = native(num_lm_heads=0, config={"vocab_size": vocab})
-    with pytest.raises(HeadsError, match=f"{vocab} tokens; the target has {VOCAB}"):
-        convert(source, foreign, tmp_path / "a", target=target[0])
-    assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.parametrize("named", [VOCAB, -1])
-@pytest.mark.parametrize("stated", [VOCAB, None])
-def test_a_token_map_beyond_the_target_is_refused(named, stated, native, target, tmp_path):
-    token_map = torch.tensor([5, named, 7])
-    source = native(num_lm_heads=0, token_map=token_map, config={"vocab_size": stated})
-    with pytest.raises(HeadsError, match=f"holds token id {named}; the target.s ids are 0 to"):
-        convert(source, "vllm", tmp_path / "a", target=target[0])
-
-
 @pytest.mark.parametrize("options", [{}, {"token_map": torch.tensor([5, VOCAB + 4])}])
 def test_a_target_that_states_no_vocabulary_needs_enough_rows(options, native, target, tmp_path):
     folder, _ = target

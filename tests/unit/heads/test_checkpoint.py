@@ -70,7 +70,7 @@ def test_v2_uses_the_targets_lm_head(config, tmp_path, hidden, target_lm_head):
     assert info.base_model is None
     padded = torch.cat([target_lm_head, torch.zeros(12, HIDDEN)])
     heads, _ = load_heads(tmp_path, **SIZES, lm_head_weight=padded)
-    assert heads.target_lm_head.data_ptr() == padded.data_ptr()
+    assert heads.lm_head_weight.data_ptr() == padded.data_ptr()
     torch.testing.assert_close(
         heads.compute_logits(heads(hidden)), plain.logits(hidden, target_lm_head)
     )

@@ -64,7 +64,7 @@ def test_untrained_heads_give_the_lm_heads_logits(layers, hidden, target_lm_head
     own.init_lm_heads(target_lm_head)
     torch.testing.assert_close(own.compute_logits(own(hidden)), expected, rtol=1e-5, atol=1e-5)
     shared = MedusaHeads(3, layers, HIDDEN, VOCAB, shared_lm_head=True)
-    shared.use_target_lm_head(target_lm_head)
+    shared.store_lm_head(target_lm_head)
     torch.testing.assert_close(shared.compute_logits(shared(hidden)), expected)
 
 
@@ -75,22 +75,13 @@ def test_a_truncated_vocabulary_scores_its_own_tokens_only(hidden, target_lm_hea
     padded = torch.cat([target_lm_head, torch.full((4, HIDDEN), 9.0)])
     through_callable = heads.compute_logits(heads(hidden), lambda rows: rows @ padded.T)
     torch.testing.assert_close(through_callable, expected, rtol=1e-5, atol=1e-5)
-    heads.use_target_lm_head(padded)
+    heads.store_lm_head(padded[token_map])
     torch.testing.assert_close(heads.compute_logits(heads(hidden)), expected, rtol=1e-5, atol=1e-5)
     assert heads.to_target_ids(torch.tensor([[2, 0]])).tolist() == [[5, 3]]
     own = MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=token_map, lm_head_bias=True)
     own.init_lm_heads(padded, torch.arange(24.0))
     assert torch.equal(own.lm_head_weight[1], target_lm_head[token_map])
     assert own.lm_head_bias[0].tolist() == [3, 17, 5]
-
-
-def test_the_bound_lm_head_is_no_parameter_and_no_copy(target_lm_head):
-    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True)
-    parameter = torch.nn.Parameter(target_lm_head)
-    heads.use_target_lm_head(parameter)
-    assert heads.target_lm_head.data_ptr() == parameter.data_ptr()
-    assert {name for name, _ in heads.named_parameters()} == {"blocks.0.weight", "blocks.0.bias"}
-    assert set(heads.state_dict()) == {"blocks.0.weight", "blocks.0.bias"}
 
 
 def test_every_head_learns_on_its_own(hidden):
@@ -123,10 +114,10 @@ def test_misuse_is_refused(hidden, target_lm_head):
     shared = MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True)
     for message, misuse in (
         ("num_heads is 3; there are 2 heads", lambda: own(hidden, 3)),
-        ("pass lm_head, or bind", lambda: shared.compute_logits(shared(hidden))),
-        ("LM heads of their own", lambda: own.use_target_lm_head(target_lm_head)),
+        ("pass lm_head", lambda: shared.compute_logits(shared(hidden))),
+        ("LM heads of their own", lambda: own.store_lm_head(target_lm_head)),
         ("store no LM head", lambda: shared.init_lm_heads(target_lm_head)),
-        (r"is \[19, 8\]; .* at least 20", lambda: shared.use_target_lm_head(target_lm_head[:-1])),
+        (r"is \[19, 8\]; .* at least 20", lambda: own.init_lm_heads(target_lm_head[:-1])),
         ("if and only if", lambda: own.init_lm_heads(target_lm_head, torch.zeros(VOCAB))),
     ):
         with pytest.raises(HeadsError, match=message):

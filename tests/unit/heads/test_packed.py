@@ -84,10 +84,6 @@ def test_refuses_what_was_not_packed():
         packed.compute_logits(packed(torch.zeros(1, HIDDEN)))
     with pytest.raises(HeadsError, match="store no LM head"):
         random_heads(1, 0, True, False).keep_vocabulary(slice(0, 7))
-    bound = random_heads(1, 0, True, False)
-    bound.use_target_lm_head(torch.zeros(VOCAB, HIDDEN))
-    with pytest.raises(HeadsError, match="bound"):
-        PackedHeads(bound, torch_linear)
     mapped = random_heads(1, 0, True, True)
     with pytest.raises(HeadsError, match="store_lm_head"):
         PackedHeads(mapped, torch_linear)

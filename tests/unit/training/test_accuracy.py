@@ -6,7 +6,7 @@ import torch
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.training.accuracy import TOP, Measurement, label_ranks
-from vllm_medusa.training.losses import IGNORED, HeadLosses, head_losses
+from vllm_medusa.training.losses import IGNORED
 
 V, H, K = 30, 8, 2
 
@@ -45,19 +45,17 @@ def test_a_rank_is_the_place_in_the_proposers_list(mapped):
     assert bool((ranks[:3] == count).any()) == mapped
 
 
-def test_batches_and_processes_add_up():
+def test_batches_add_up():
     ranks = torch.tensor([[0, 2], [1, 0], [0, TOP], [30, 1]])
     labels = torch.tensor([[5, 6], [7, 8], [9, 3], [4, IGNORED]])
-    whole, parts = Measurement.empty(K), Measurement.empty(K)
-    none = torch.zeros(())
-    whole.add(HeadLosses(none, torch.tensor([8.0, 3.0]), torch.tensor([4, 3])), ranks, labels)
+    whole, parts = Measurement(K), Measurement(K)
+    whole.add(torch.tensor([8.0, 3.0]), torch.tensor([4, 3]), ranks, labels)
     for rows, counts in ((slice(0, 1), [1, 1]), (slice(1, 4), [3, 2])):
-        found = HeadLosses(none, torch.tensor([4.0, 1.5]), torch.tensor(counts))
-        parts.add(found, ranks[rows], labels[rows])
-    again = Measurement.unpacked(parts.packed(), K).summary()
-    assert again == whole.summary()
-    assert again["labels"] == 4 and again["loss"] == [2.0, 1.0]
-    assert again["top"][0][:3] == [0.5, 0.75, 0.75]
+        parts.add(torch.tensor([4.0, 1.5]), torch.tensor(counts), ranks[rows], labels[rows])
+    found = parts.summary()
+    assert found == whole.summary()
+    assert found["labels"] == 4 and found["loss"] == [2.0, 1.0]
+    assert found["top"][0][:3] == [0.5, 0.75, 0.75]
 
 
 @pytest.mark.parametrize("count", [4, 12], ids=["below TOP", "above TOP"])
@@ -73,10 +71,9 @@ def test_labels_outside_the_draft_vocabulary_are_missed_and_have_no_loss(count):
     def lm_head(x):
         return (x @ matrix.T)[..., token_map]
 
-    measured = Measurement.empty(K)
+    measured = Measurement(K)
+    measured.measure(heads, states, labels, lm_head)
     with torch.no_grad():
-        found = head_losses(heads, states, labels, torch.ones(K), lm_head)
-        measured.add(found, label_ranks(heads, states, labels, lm_head), labels)
         logs = lm_head(heads(states)).log_softmax(-1)  # [N, K, V_draft]
     summary = measured.summary()
     for head in range(K):

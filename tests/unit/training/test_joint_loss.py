@@ -16,12 +16,14 @@ from torch import Tensor
 
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
-from vllm_medusa.training import joint_loss, lora
-from vllm_medusa.training.initial_heads import target_lm_head
-from vllm_medusa.training.joint_loss import JointBatch, joint_losses, lm_loss
+from vllm_medusa.training import lora, losses, medusa2
 from vllm_medusa.training.losses import IGNORED, head_losses, head_weights
-from vllm_medusa.training.options import LoraSettings
+from vllm_medusa.training.medusa2 import Medusa2, lm_loss
+from vllm_medusa.training.method import Texts
+from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
+from vllm_medusa.training.rows import cut_pieces
 from vllm_medusa.training.target import Target
+from vllm_medusa.training.workers import Workers
 
 K = 3
 
@@ -38,9 +40,11 @@ RECORDS = [record(0, 19, (6, 19)), record(1, 12, (1, 4), (5, 12)), record(2, 9, 
 class Joint:
     """A target with an adapter and heads, as if some training lay behind them."""
 
-    def __init__(self, folder: Path, architecture: str, **changes: Any) -> None:
-        folder = save_model(folder, architecture, initializer_range=0.1, **changes)
-        self.target = Target.load(folder)
+    def __init__(
+        self, folder: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> None:
+        path = save_model(folder, architecture, initializer_range=0.1, **changes)
+        self.target = Target.load(path, dtype=dtype)
         self.adapted = lora.attach(self.target.model, LoraSettings(rank=4), seed=0)
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
         torch.manual_seed(3)
@@ -86,22 +90,19 @@ class Joint:
         ]
         return torch.stack(lm).mean() + lambda_0 * torch.stack(medusa).sum()
 
-    def ours(self, soft, distill, lambda_0, parts=1, chunk=5):
-        batches = [JointBatch.of(RECORDS[i::parts], K, soft=soft) for i in reversed(range(parts))]
-        tokens = sum(batch.counts[0] for batch in batches)
-        labels = sum(batch.counts[1] for batch in batches)
-        lm_head = target_lm_head(self.target, self.heads.token_map)
-        found = [
-            joint_losses(
-                *(self.target, self.adapted, self.heads, lm_head, batch),
-                lm_weight=1 / tokens,
-                head_weights=lambda_0 * head_weights(K) / labels,
-                distill=distill,
-                chunk=chunk,
-            )
-            for batch in batches
-        ]
-        return torch.stack([part.loss for part in found]).sum()
+    def method(self, soft: bool = False, distill: bool = True) -> Medusa2:
+        joint = JointOptions(lm_loss="kl" if distill else "cross-entropy")
+        settings = StepOptions(labels="soft" if soft else "tokens")
+        texts = Texts(RECORDS, cut_pieces(RECORDS, 1 << 31, whole=True))
+        parts = (self.target, self.adapted, self.heads, texts, texts, joint, settings)
+        return Medusa2(*parts, Workers("cpu"))
+
+    def ours(self, soft, distill, lambda_0, parts=1):
+        method = self.method(soft, distill)
+        batches = [method.collate(range(3)[i::parts]) for i in reversed(range(parts))]
+        counts = sum(batch.counts for batch in batches)
+        weights = torch.cat([torch.ones(1), lambda_0 * head_weights(K)]) / counts
+        return torch.stack([method.loss(batch, weights)[0] for batch in batches]).sum()
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +137,13 @@ def test_on_other_architectures(other):
     compare(other)
 
 
-@pytest.mark.parametrize(("parts", "chunk"), [(2, 3), (3, 1000)])
-def test_parts_add_up_to_the_step(llama, parts, chunk):
-    compare(llama, parts=parts, chunk=chunk)
+@pytest.mark.parametrize(("parts", "chunk"), [(1, 5), (2, 3), (3, 1000)])
+def test_parts_and_chunks_add_up_to_the_step(llama, parts, chunk, monkeypatch):
+    for module in (medusa2, losses):
+        for function in ("lm_loss", "head_losses"):
+            if chunked := getattr(module, function, None):
+                monkeypatch.setitem(chunked.__kwdefaults__, "chunk", chunk)
+    compare(llama, parts=parts)
 
 
 def test_the_formula_tells_impostors(llama, monkeypatch):
@@ -149,28 +154,16 @@ def test_the_formula_tells_impostors(llama, monkeypatch):
         with torch.no_grad():
             yield
 
-    right = joint_loss.kl_rows
+    right = medusa2.kl_rows
     with monkeypatch.context() as patch:
-        patch.setattr(joint_loss, "original", left_on)
+        patch.setattr(lora, "original", left_on)
         with pytest.raises(AssertionError):
             compare(llama)
     with monkeypatch.context() as patch:
-        patch.setattr(joint_loss, "kl_rows", lambda teacher, student: right(student, teacher))
+        patch.setattr(medusa2, "kl_rows", lambda teacher, student: right(student, teacher))
         with pytest.raises(AssertionError):
             compare(llama)
     compare(llama)
-
-
-def test_a_fresh_adapter_has_lost_exactly_nothing(tmp_path):
-    target = Target.load(save_model(tmp_path, "Llama"))
-    adapted = lora.attach(target.model, LoraSettings(rank=4), seed=0)
-    heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
-    batch = JointBatch.of(RECORDS, K)
-    found = joint_losses(
-        target, adapted, heads, target.lm_head, batch, lm_weight=1.0, head_weights=torch.zeros(K)
-    )
-    assert found.lm_sum.item() == 0.0
-    assert float(found.head_sums.min()) > 0.0
 
 
 def test_only_adapter_and_heads_get_gradients(llama):
@@ -184,64 +177,48 @@ def test_only_adapter_and_heads_get_gradients(llama):
         parameter.grad = None
 
 
-def test_what_a_prompt_says_changes_no_label_of_its_own():
-    batch = JointBatch.of(RECORDS, K)
-    assert batch.ids.shape == (3, 19) and len(batch.following) == 19 + 12 + 9
-    tokens, labels = batch.counts
-    assert tokens == 13 + 10 + 1
-    assert labels.tolist() == [12 + 2 + 6, 11 + 1 + 5, 10 + 0 + 4]
-    second = batch.following[19 : 19 + 12].tolist()
+def test_what_a_prompt_says_changes_no_label_of_its_own(llama):
+    batch = llama.method().collate(range(3))
+    assert len(batch.labels) == 18 + 11 + 8
+    assert batch.counts.tolist() == [13 + 10 + 1, 12 + 2 + 6, 11 + 1 + 5, 10 + 0 + 4]
+    second = batch.labels[18 : 18 + 11, 0].tolist()
     ids = list(RECORDS[1].token_ids)
-    assert second == [*ids[1:4], IGNORED, *ids[5:12], IGNORED]
-
-
-def test_text_that_nobody_sampled_has_soft_labels_of_temperature_one():
-    plain = Record(0, 7, "plain", (3, 4, 5), ((1, 3),), None)
-    sampled_at = JointBatch.of([RECORDS[0], plain], K, soft=True).temperatures
-    assert sampled_at is not None and sampled_at.tolist() == pytest.approx([0.7] * 19 + [1.0] * 3)
+    assert second == [*ids[1:4], IGNORED, *ids[5:12]]
 
 
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
 def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tmp_path):
-    target = Target.load(save_model(tmp_path, "Llama", initializer_range=0.1), dtype=torch.bfloat16)
-    adapted = lora.attach(target.model, LoraSettings(rank=4), seed=0)
+    half = Joint(tmp_path, "Llama", torch.bfloat16)
+    half.heads.load_state_dict(llama.heads.state_dict())
     found = []
-    for model, wrapped in ((llama.target, llama.adapted), (target, adapted)):
-        batch = JointBatch.of(RECORDS, K, soft=soft)
-        lm_head = target_lm_head(model, llama.heads.token_map)
-        losses = joint_losses(
-            model, wrapped, llama.heads, lm_head, batch, lm_weight=1.0, head_weights=head_weights(K)
-        )
-        losses.loss.backward()
-        gradients = [p.grad for p in lora.adapter_parameters(wrapped).values()]
-        assert all(g is not None and bool(g.isfinite().all()) for g in gradients)
-        assert any(bool(g.any()) for g in gradients if g is not None)
-        found.append(losses.head_sums)
-        for parameter in (*wrapped.parameters(), *llama.heads.parameters()):
-            parameter.grad = None
-    # bf16 keeps 8 bits, and the other target's adapter is trained a little
+    for joint in (llama, half):
+        method = joint.method(soft)
+        loss, sums = method.loss(method.collate(range(3)), torch.ones(1 + K))
+        gradients = joint.gradients(loss).values()
+        assert all(bool(g.isfinite().all()) for g in gradients)
+        assert any(bool(g.any()) for g in gradients)
+        found.append(sums[1:])
+    # bf16 keeps 8 bits
     torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.0)
 
 
-def test_what_is_counted_is_what_has_a_loss():
+def test_what_is_counted_is_what_has_a_loss(llama, monkeypatch):
     """With a draft vocabulary and tokens as labels; soft labels all have one."""
     token_map = torch.arange(0, VOCAB, 2)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
-    states, whole = torch.randn(40, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB)
+    monkeypatch.setattr(llama, "heads", heads)
+    states, whole = torch.randn(37, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB)
     drafted = torch.nn.Linear(HIDDEN, len(token_map))
     counts = []
     for soft in (False, True):
-        batch = JointBatch.of(RECORDS, K, soft=soft, token_map=token_map)
-        options = {"temperatures": batch.temperatures, "teacher_lm_head": whole}
-        found = head_losses(heads, states, batch.labels, torch.ones(K), drafted, **options)
-        assert torch.equal(batch.counts[1], found.counts)
+        batch = llama.method(soft).collate(range(3))
+        options = {"teacher_lm_head": whole, "temperatures": batch.temperatures if soft else None}
+        found = head_losses(heads, states, batch.labels[:, 1:], torch.ones(K), drafted, **options)
+        assert torch.equal(batch.counts[1:], found.counts)
         counts.append(found.counts)
     assert bool((counts[0] < counts[1]).all()) and bool((counts[0] > 0).all())
-    assert torch.equal(counts[1], JointBatch.of(RECORDS, K).counts[1])
 
 
 def test_without_a_counted_token_there_is_no_loss():
     states = torch.randn(4, HIDDEN, requires_grad=True)
-    loss = lm_loss(states, torch.full((4,), IGNORED), torch.nn.Linear(HIDDEN, VOCAB))
-    loss.backward()
-    assert loss.item() == 0.0 and states.grad is not None and not states.grad.any()
+    assert lm_loss(states, torch.full((4,), IGNORED), torch.nn.Linear(HIDDEN, VOCAB)) == 0

@@ -7,35 +7,27 @@ import torch
 
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.training import losses
-from vllm_medusa.training.losses import IGNORED, head_labels, head_losses, label_mask, lm_mask
+from vllm_medusa.training.losses import IGNORED, head_labels, head_losses
 
 H, V, K = 16, 40, 3
 DECAY = 0.8
 
 
-def test_the_mask_by_its_definition_on_two_turns():
+def test_labels_by_their_definition_on_two_turns():
     spans, length = [(0, 3), (5, 9), (9, 12), (14, 15)], 16
-    mask = label_mask(spans, length, K)
-    for t, h in itertools.product(range(length), range(K)):
+    ids = torch.arange(100, 100 + length)
+    labels = head_labels(ids, spans, K, own=True)
+    for t, h in itertools.product(range(length), range(-1, K)):
         counts = any(t + 1 >= s and t + h + 2 < e for s, e in spans)
-        assert bool(mask[t, h]) == counts, (t, h)
-    assert mask[4].tolist() == [True, True, True]  # predicts 6, 7, 8 from the prompt's last token
-    assert mask[7].tolist() == [False, False, False]  # 9 is another answer
-    own = lm_mask(spans, length)
-    assert own.nonzero().flatten().tolist() == [0, 1, 4, 5, 6, 7, 8, 9, 10, 13]
+        assert labels[t, h + 1] == (102 + t + h if counts else IGNORED), (t, h)
+    assert torch.equal(head_labels(ids, spans, K), labels[:, 1:])
+    assert labels[4].tolist() == [105, 106, 107, 108]  # from the prompt's last token
+    assert labels[7].tolist() == [108, IGNORED, IGNORED, IGNORED]  # 9 is another answer
 
 
 def test_a_span_beyond_the_text_has_no_labels_there():
-    assert not label_mask([(2, 9)], 4, K)[2:].any()
-    assert lm_mask([(2, 9)], 4).tolist() == [False, True, True, False]
-
-
-def test_labels_are_the_tokens_behind():
-    ids = torch.arange(100, 108)
-    labels = head_labels(ids, label_mask([(1, 8)], 8, K))
-    assert labels[0].tolist() == [102, 103, 104]
-    assert labels[4].tolist() == [106, 107, IGNORED]
-    assert labels[6].tolist() == [IGNORED] * K
+    labels = head_labels(torch.arange(4), [(2, 9)], K, own=True)
+    assert (labels[2:, 1:] == IGNORED).all() and labels[:, 0].tolist() == [IGNORED, 2, 3, IGNORED]
 
 
 def test_head_weights_count_from_one():
@@ -96,7 +88,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind, soft, chunk):
     matrix, bias = torch.randn(V, H), torch.randn(V)
     ids = torch.randint(V, (length,))
     spans = [(2, 9), (12, 23)]
-    tokens = head_labels(ids, label_mask(spans, length, K))
+    tokens = head_labels(ids, spans, K)
     weights = losses.head_weights(K) / 10
     sampled_at = torch.where(torch.arange(length) < 11, 0.7, 0.0) if soft else None
 

@@ -6,18 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 from support.models import save_model
-from support.overfit import OVERFIT, PROMPT, K, greedy_record, overfit, trainer
+from support.overfit import OVERFIT, PROMPT, K, greedy_record, looped, overfit
 
 from vllm_medusa.decode import decode
-from vllm_medusa.training.initial_heads import new_heads
-from vllm_medusa.training.medusa1 import Medusa1
-from vllm_medusa.training.optimisation import Optimisation
-from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.training import method as methods
+from vllm_medusa.training.loop import Loop, NotFiniteError
+from vllm_medusa.training.medusa1 import new_heads
+from vllm_medusa.training.run import Run
 from vllm_medusa.training.target import Target
-from vllm_medusa.training.trainer import NotFiniteError
 from vllm_medusa.tree import TokenTree
 
-SHORT = replace(OVERFIT, epochs=6, batch_rows=40, measure_every=5)
+SHORT = replace(OVERFIT, epochs=6, batch_tokens=40, measure_every=5)
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +37,23 @@ def seen_tokens(records: list) -> torch.Tensor:
 
 @pytest.fixture
 def trained(target, records, tmp_path):
-    """Train with some of the recipe changed; the trainer and the losses of all steps."""
+    """Train with some of the settings changed; the loop and the losses of all steps."""
 
-    def run(name="run", like=None, heads=None, cached=True, **changes):
-        with TrainingRun(tmp_path / name, {}) as run:
-            recipe = replace(SHORT, **changes)
-            made = trainer(target, records, run, recipe, heads=heads, cached=cached)
+    def run(name="run", like=None, heads=None, cached=True, bf16=False, **changes):
+        with Run(tmp_path / name, {}) as run:
+            settings = replace(SHORT, **changes)
+            made = looped(target, records, run, settings, heads=heads, cached=cached)
+            made.method.bf16 = bf16
             if like is not None:  # the same order of pieces, to compare
-                made.order.groups = like.order.groups
+                made.plan = like.plan
             made.train()
-            return made, [line["loss"] for line in run.entries() if "loss" in line]
+            return made, [line["loss"] for line in made.stage.entries() if "loss" in line]
 
     return run
 
 
-def weights(made: Medusa1) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in made.heads.state_dict().items()}
+def weights(made: Loop) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in made.method.heads.state_dict().items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -63,14 +63,13 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path):
     before = copy.deepcopy(target.model.state_dict())
     record, made = overfit(target, tmp_path / "heads")
-    summary = made.measure()
-    assert [top[0] for top in summary["top"]] == [1.0] * K
+    assert [top[0] for top in made.method.measure()["heldout"]["top"]] == [1.0] * K
 
     # only the heads were trained: the backbone is bitwise what it was
     assert all(torch.equal(before[name], t) for name, t in target.model.state_dict().items())
     assert not any(p.requires_grad or p.grad is not None for p in target.model.parameters())
     stepped = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
-    assert stepped == {id(p) for p in made.heads.parameters()}
+    assert stepped == {id(p) for p in made.method.heads.parameters()}
     assert {id(p) for p in made.optimizer.state} == stepped
     assert stepped.isdisjoint({id(p) for p in target.model.parameters()})
 
@@ -78,7 +77,7 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path
     tokens = len(record.token_ids) - len(PROMPT)
     out = decode(
         target.model,
-        made.heads,
+        made.method.heads,
         TokenTree.chain(K),
         torch.tensor(PROMPT),
         tokens - K,
@@ -92,43 +91,43 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path
 )
 def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp_path):
     warm = [replace(record, temperature=0.7) for record in records]
-    recipe = replace(SHORT, labels=labels)
+    settings = replace(SHORT, labels=labels)
 
     def heads():
         some = seen_tokens(warm)[::2] if kind == "hydra" else None  # others have no label
         return new_heads(target, K, 2, kind=kind, token_map=some)
 
-    with TrainingRun(tmp_path / "whole", {}) as run:
-        whole = trainer(target, warm, run, recipe, heads=heads())
+    with Run(tmp_path / "whole", {}) as run:
+        whole = looped(target, warm, run, settings, heads=heads())
         whole.train()
-        wanted, log = weights(whole), list(run.entries())
+        wanted, log = weights(whole), list(whole.stage.entries())
     assert [line["step"] for line in log if "losses" in line] == list(range(1, whole.steps + 1))
     assert [line["step"] for line in log if "heldout" in line] == [5, 10, 15]
     losses = [line["loss"] for line in log if "losses" in line]
     assert losses[-1] < 0.9 * losses[0]
 
-    for cut in (3, 8):  # before any state was written, and between two
-        for _ in range(2):
-            with TrainingRun(tmp_path / "cut", {}) as run:
-                made = trainer(target, warm, run, recipe, heads=heads())
+    def stop(cut):
+        def report(step, *_):
+            if step == cut:
+                raise KeyboardInterrupt
 
-                def stop(step, *_, cut=cut):
-                    if step == cut:
-                        raise KeyboardInterrupt
+        return report
 
-                with pytest.raises(KeyboardInterrupt):
-                    made.train(stop)
-    with TrainingRun(tmp_path / "cut", {}) as run:
-        made = trainer(target, warm, run, recipe, heads=heads())
+    for cut in (3, 3, 8, 8):  # before any checkpoint was written, and between two
+        with Run(tmp_path / "cut", {}) as run, pytest.raises(KeyboardInterrupt):
+            looped(target, warm, run, settings, heads=heads()).train(stop(cut))
+    with Run(tmp_path / "cut", {}) as run:
+        made = looped(target, warm, run, settings, heads=heads())
         made.train()
         assert same(weights(made), wanted)
-        assert list(run.entries()) == log
+        assert list(made.stage.entries()) == log
 
 
-def test_micro_batches_and_uncached_states_change_nothing(trained):
+def test_passes_and_states_that_are_not_kept_change_nothing(trained, monkeypatch):
     made, losses = trained()
-    assert trained("micro", accumulate=3)[1] == pytest.approx(losses, rel=1e-4)
     assert trained("computed", cached=False, like=made)[1] == pytest.approx(losses, rel=1e-4)
+    monkeypatch.setattr(methods.Method, "pass_rows", 32)
+    assert trained("passes")[1] == pytest.approx(losses, rel=1e-4)
 
 
 def test_soft_labels_of_greedy_text_are_its_tokens(trained):
@@ -150,23 +149,46 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads, tmp_path):
         torch.testing.assert_close(logits, wanted[:, None].expand(-1, 2, -1), rtol=1e-4, atol=1e-4)
 
 
+def test_the_draft_lm_head_is_the_targets_rows(tmp_path):
+    path = save_model(tmp_path, "Gemma2", final_logit_softcapping=5.0, initializer_range=0.1)
+    target, states = Target.load(path), torch.randn(3, 64)
+    for token_map in (None, torch.tensor([7, 2, 400])):
+        rows = target.lm_head_weight[slice(None) if token_map is None else token_map]
+        wanted = target.shape_logits(torch.nn.functional.linear(states, rows))
+        torch.testing.assert_close(target.lm_head_of(token_map)(states), wanted)
+        half = target.lm_head_of(token_map, torch.bfloat16)(states)
+        assert half.dtype == torch.bfloat16
+        torch.testing.assert_close(half.float(), wanted, rtol=0.05, atol=0.05)
+
+
+def test_own_lm_heads_carry_the_scale(tmp_path):
+    path = save_model(tmp_path, "Granite", logits_scaling=8.0, head_dim=None)
+    target = Target.load(path)
+    heads, states = new_heads(target, 2, 1, lm_heads="own"), torch.randn(3, 64)
+    logits = heads.compute_logits(heads(states))
+    wanted = target.lm_head(states)[:, None].expand(-1, 2, -1)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained):
     heads = new_heads(target, K, 1, lm_heads="own", token_map=seen_tokens(records))
     first = heads.lm_head_weight.detach().clone()
     made, losses = trained(heads=heads)
     assert losses[-1] < 0.8 * losses[0]
     assert not torch.equal(heads.lm_head_weight, first)
-    assert made.measure()["top"][0][-1] < 1  # tokens outside the draft vocabulary are missed
+    assert (
+        made.method.measure()["heldout"]["top"][0][-1] < 1
+    )  # tokens outside the draft vocabulary are missed
 
 
 def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, tmp_path):
     seen = seen_tokens(records)
     warm = [replace(record, temperature=0.7) for record in records]
     heads = new_heads(target, K, 1, token_map=seen)
-    with TrainingRun(tmp_path / "soft", {}) as run:
-        made = trainer(target, warm, run, replace(SHORT, labels="soft"), heads=heads)
-        pieces = [piece for piece in made.pieces if made.train_states.texts.record_of(piece) == 0]
-        found = made._backward(pieces, made.decay)
+    with Run(tmp_path / "soft", {}) as run:
+        method = looped(target, warm, run, replace(SHORT, labels="soft"), heads=heads).method
+    first = [i for i, piece in enumerate(method.texts.pieces) if piece.record == 0]
+    _, found = method.loss(method.collate(first), method.decay)
     ids = torch.tensor([records[0].token_ids])
     with torch.no_grad():
         logits = target.lm_head(target.hidden_states(ids)[0])  # untrained heads give the same
@@ -180,33 +202,34 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, t
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp_path):
-    with TrainingRun(tmp_path / "bad", {}) as run:
-        made = trainer(target, records, run, replace(SHORT, batch_rows=3 * 39, epochs=12))
-        read = made.train_states.read
+    with Run(tmp_path / "bad", {}) as run:
+        settings = replace(SHORT, batch_tokens=3 * 39, epochs=12)
+        made = looped(target, records, run, settings)
+        states = made.method.texts.states
+        read = states.read
 
         def spoilt(wanted):
-            states, at = read(wanted), 0
-            for span, start, stop in wanted:
-                if span == 1 and made.step >= 7:
-                    states[at] = float("nan")
+            found, at = read(wanted), 0
+            for record, start, stop in wanted:
+                if record == 1 and made.step >= 7:
+                    found[at] = float("nan")
                 at += stop - start
-            return states
+            return found
 
-        made.train_states.read = spoilt
-        with pytest.raises(NotFiniteError, match=r"by themselves: 2\. The heads of step 7"):
+        states.read = spoilt
+        with pytest.raises(NotFiniteError, match=r"step 8 of .* by themselves: 2\."):
             made.train()
-        state = run.load()
+        state = made.stage.load()
     assert state is not None and state["step"] == 7
     assert all(bool(t.isfinite().all()) for t in state["heads"].values())
-    assert (run.folder / "last_good" / "model.safetensors").exists()
 
 
 def test_a_rate_that_explodes_stops_too(trained):
     with pytest.raises(NotFiniteError, match="--learning-rate"):
-        trained(optimisation=Optimisation(learning_rate=1e36, warmup_steps=0))
+        trained(learning_rate=1e36, warmup_steps=0)
 
 
 def test_bfloat16_trains_about_as_well(trained):
     made, losses = trained(bf16=True)
     assert losses[-1] < 0.8 * losses[0]
-    assert {p.dtype for p in made.heads.parameters()} == {torch.float32}
+    assert {p.dtype for p in made.method.heads.parameters()} == {torch.float32}

@@ -14,28 +14,27 @@ from torch import Tensor
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora
-from vllm_medusa.training.batches import split_passes
 from vllm_medusa.training.hidden_cache import HiddenStates
+from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa2 import Medusa2
-from vllm_medusa.training.optimisation import Optimisation
-from vllm_medusa.training.options import LoraSettings
-from vllm_medusa.training.recipe import HeadsWeight, JointRecipe
-from vllm_medusa.training.state import TrainingRun
+from vllm_medusa.training.method import Texts
+from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
+from vllm_medusa.training.rows import Piece, cut_pieces
+from vllm_medusa.training.run import Run, Stage
 from vllm_medusa.training.target import Target
-from vllm_medusa.training.texts import Texts
-from vllm_medusa.training.trainer import NotFiniteError
 from vllm_medusa.training.workers import Workers
 
 K = 2
 POISON = VOCAB - 1  # a token of one record only
-RECIPE = JointRecipe(
-    lora=LoraSettings(rank=4, alpha=8, dropout=0.1),
-    heads_weight=HeadsWeight(0.2),
+JOINT = JointOptions(
+    lora=LoraSettings(rank=4, alpha=8, dropout=0.1), lm_loss="kl", heads_weight=0.2, pass_tokens=40
+)
+STEPS = StepOptions(
     labels="tokens",
     epochs=2,
-    step_tokens=80,
-    pass_tokens=40,
-    optimisation=Optimisation(learning_rate=4e-3, warmup_steps=2),
+    batch_tokens=60,
+    learning_rate=4e-3,
+    warmup_steps=2,
     measure_every=4,
 )
 
@@ -59,37 +58,51 @@ def source(tmp_path_factory):
 class Job:
     """One training in a folder; made anew after it was killed."""
 
-    def __init__(self, source: str, folder: Path, recipe: JointRecipe = RECIPE, **changes: Any):
-        texts = changes.pop("records", records(16))
+    def __init__(
+        self,
+        source: str,
+        folder: Path,
+        joint: JointOptions = JOINT,
+        steps: StepOptions = STEPS,
+        texts: list[Record] | None = None,
+        token_map: Tensor | None = None,
+        bf16: bool = False,
+        **changes: Any,
+    ):
         self.target = Target.load(source)
         self.own = {n: t.clone() for n, t in self.target.model.state_dict().items()}
-        self.run = TrainingRun(folder / "heads", {"recipe": dataclasses.asdict(recipe)})
-        heldout = self.heldout(self.run.work)
-        heldout.build()
-        self.adapted = lora.attach(self.target.model, recipe.lora, seed=recipe.seed)
-        token_map = changes.pop("token_map", None)
+        self.run = Run(folder / "heads", {"steps": dataclasses.asdict(steps)})
+        self.run.begin()
+        kept = records(4, 100)
+        spans = [
+            Piece(n, 3, len(r.token_ids) - 2, len(r.token_ids) - 1) for n, r in enumerate(kept)
+        ]
+        ranges = [(p.start, p.limit) for p in spans]
+        states = HiddenStates(self.target, kept, ranges, dtype=torch.float32)
+        states.build()
+        self.adapted = lora.attach(self.target.model, joint.lora, seed=steps.seed)
         self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
-        parts = (self.target, self.adapted, self.heads, texts, heldout, recipe, self.run)
-        self.trainer = Medusa2(*parts, Workers("cpu"), **changes)
-        self.trainer.resume()
-
-    def heldout(self, folder: Path, max_bytes: int = 1 << 30) -> HiddenStates:
-        texts, options = Texts.of(records(4, 100)), {"dtype": torch.float32, "max_bytes": max_bytes}
-        return HiddenStates(self.target, texts, folder, {}, **options)
+        texts = texts or records(16)
+        train = Texts(texts, cut_pieces(texts, 1 << 31, whole=True))
+        parts = (self.target, self.adapted, self.heads, train)
+        parts += (Texts(kept, spans, states), joint, steps, Workers("cpu"))
+        self.method = Medusa2(*parts, bf16=bf16)
+        self.loop = Loop(self.method, Stage(self.run), **changes)
+        self.loop.resume()
 
     def result(self) -> dict[str, Tensor]:
-        trained = self.trainer.adapter | dict(self.heads.named_parameters())
+        trained = self.method.adapter | dict(self.heads.named_parameters())
         return {name: parameter.detach().clone() for name, parameter in trained.items()}
 
     def log(self) -> list[dict[str, Any]]:
-        return list(self.run.entries())
+        return list(self.loop.stage.entries())
 
 
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory):
     """Trained without interruption."""
     job = Job(source, tmp_path_factory.mktemp("whole"))
-    job.trainer.train()
+    job.loop.train()
     return job
 
 
@@ -97,9 +110,9 @@ def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole):
     log = whole.log()
     steps = [entry for entry in log if "lambda_0" in entry]
     measured = [entry for entry in log if "quality" in entry]
-    assert [entry["step"] for entry in steps] == list(range(1, whole.trainer.steps + 1))
-    assert whole.trainer.steps >= 8 and measured[0]["step"] == 0
-    assert measured[-1]["step"] == whole.trainer.steps
+    assert [entry["step"] for entry in steps] == list(range(1, whole.loop.steps + 1))
+    assert whole.loop.steps >= 8 and measured[0]["step"] == 0
+    assert measured[-1]["step"] == whole.loop.steps
     weights = [entry["lambda_0"] for entry in steps]
     assert weights == sorted(weights) and weights[-1] == pytest.approx(0.2)
 
@@ -113,10 +126,10 @@ def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole):
 
 
 def test_the_heads_learn_faster_by_the_rate_s_factor(whole):
-    trained = {id(p): "adapter" for p in whole.trainer.adapter.values()}
+    trained = {id(p): "adapter" for p in whole.method.adapter.values()}
     trained |= {id(p): "heads" for p in whole.heads.parameters()}
     factors = {"adapter": set(), "heads": set()}
-    for group in whole.trainer.optimizer.param_groups:
+    for group in whole.loop.optimizer.param_groups:
         for parameter in group["params"]:
             factors[trained.pop(id(parameter))].add(group["factor"])
             assert group["lr"] == pytest.approx(whole.log()[-2]["rate"] * group["factor"])
@@ -143,13 +156,13 @@ def test_killed_anywhere_it_ends_with_the_same_bits(source, whole, tmp_path, mon
 
         if in_state:
             monkeypatch.setattr(torch, "save", torn)
-        job.trainer.train(report)
+        job.loop.train(report)
 
     for number, at in enumerate(moments):
         assert killed(lambda at=at, n=number: first_part(at, in_state=n % 2 == 1))
     job = Job(source, tmp_path)
-    assert 4 <= job.trainer.step < whole.trainer.steps  # it goes on, it doesn't start again
-    job.trainer.train()
+    assert 4 <= job.loop.step < whole.loop.steps  # it goes on, it doesn't start again
+    job.loop.train()
     expected, found = whole.result(), job.result()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert job.log() == whole.log()
@@ -158,31 +171,27 @@ def test_killed_anywhere_it_ends_with_the_same_bits(source, whole, tmp_path, mon
 def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(source, tmp_path):
     texts = records(16)
     bad = texts[11]
-    texts[11] = Record(bad.index, bad.line, "bad", (*bad.token_ids[:6], POISON), ((4, 7),), 1.0)
-    job = Job(source, tmp_path, records=texts)
+    texts[11] = Record(bad.index, bad.line, "bad", (*bad.token_ids[:5], POISON, 3), ((4, 7),), 1.0)
+    job = Job(source, tmp_path, texts=texts)
     with torch.no_grad():
         job.target.model.get_input_embeddings().weight[POISON] = torch.nan
-    at = next(i for i, step in enumerate(job.trainer.plan) if 11 in step)
-    with pytest.raises(NotFiniteError, match=rf"step {at + 1} of .*by themselves: 110\. ") as error:
-        job.trainer.train()
-    kept = job.run.folder / "last_good"
-    assert str(kept) in str(error.value)
-    assert (kept / "heads" / "config.json").exists()
-    assert (kept / "adapter" / "adapter_config.json").exists()
-    assert job.trainer.step == at and all(bool(t.isfinite().all()) for t in job.result().values())
+    at = next(i for i, step in enumerate(job.loop.plan) if 11 in step)
+    with pytest.raises(NotFiniteError, match=rf"step {at + 1} of .*by themselves: 110\. "):
+        job.loop.train()
+    assert job.loop.stage.load()["step"] == at
+    assert job.loop.step == at and all(bool(t.isfinite().all()) for t in job.result().values())
 
 
 def test_layers_computed_twice_give_the_same_gradients(source, tmp_path):
-    recipe = JointRecipe(lora=LoraSettings(rank=4), step_tokens=80)
     results = []
-    for number, checkpointing in enumerate((False, True)):
+    for number, twice in enumerate((False, True)):
         (tmp_path / str(number)).mkdir()
-        changed = dataclasses.replace(recipe, checkpointing=checkpointing, steps=2)
-        job = Job(source, tmp_path / str(number), changed)
+        joint = dataclasses.replace(JOINT, checkpoint_layers=twice)
+        job = Job(source, tmp_path / str(number), joint, max_steps=2)
         calls = []
         note = functools.partial(lambda seen, *_: seen.append(1), calls)
         job.target.model.model.layers[0].mlp.register_forward_pre_hook(note)
-        job.trainer.train()
+        job.loop.train()
         results.append((len(calls), job.result()))
     (once, plain), (more, checkpointed) = results
     assert more > once
@@ -193,69 +202,41 @@ def test_layers_computed_twice_give_the_same_gradients(source, tmp_path):
 def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(source, tmp_path):
     """Untrained heads predict the next token: all losses of step 1 follow from the target."""
     drafted = torch.tensor([3, 5, 6])
-    recipe = dataclasses.replace(
-        RECIPE, lora=LoraSettings(rank=4), step_tokens=10_000, pass_tokens=10_000, steps=1
-    )
-    job = Job(source, tmp_path, recipe, token_map=drafted)
+    steps = dataclasses.replace(STEPS, batch_tokens=10_000, epochs=1)
+    job = Job(source, tmp_path, steps=steps, token_map=drafted)
     found = [[] for _ in range(K)]
     for text in records(16):
         ids = torch.tensor([text.token_ids])
         with torch.no_grad():
             states = job.target.hidden_states(ids)[0]
-            logs = job.trainer.draft_head(job.heads(states)).log_softmax(-1)  # [T, K, V_draft]
+            logs = job.method.lm_head(job.heads(states)).log_softmax(-1)  # [T, K, V_draft]
         ((start, end),) = text.generated
         for t in range(start - 1, end - 1):
             for head in range(K):
                 label = t + head + 2
                 at = (drafted == text.token_ids[label]).nonzero() if label < end else drafted[:0]
                 found[head] += [-float(logs[t, head, place]) for place in at.flatten()]
-    job.trainer.train()
+    job.loop.train()
     (step,) = [entry for entry in job.log() if "lambda_0" in entry]
     assert step["losses"] == pytest.approx([sum(x) / len(x) for x in found], rel=1e-3)
 
 
-def test_a_pass_drops_the_same_out_in_whatever_process_it_is(source, tmp_path, monkeypatch):
-    trainer = Job(source, tmp_path, dataclasses.replace(RECIPE, pass_tokens=20)).trainer
-    losses = trainer._losses
-    found = []
-
-    def noted(*given):
-        losses_of_pass = losses(*given)
-        found.append(losses_of_pass.lm_sum)
-        return losses_of_pass
-
-    monkeypatch.setattr(trainer, "_losses", noted)
-    monkeypatch.setattr(trainer.optimizer, "step", lambda: None)
-    monkeypatch.setattr(trainer.workers, "add_up", lambda tensor: tensor)
-    for parameter in trainer.adapter.values():
+def test_a_pass_drops_out_by_its_seed_alone(source, tmp_path):
+    method = Job(source, tmp_path).method
+    for parameter in method.adapter.values():
         torch.nn.init.normal_(parameter, std=0.1)  # a fresh one has nothing to drop
-    trainer._one_step()
-    alone, found[:] = list(found), []
-    assert len(alone) > 3
-    monkeypatch.setattr(trainer.workers, "world", 2)
-    for rank in range(2):
-        monkeypatch.setattr(trainer.workers, "rank", rank)
-        trainer._one_step()
-    assert torch.equal(torch.stack(found), torch.stack(alone[::2] + alone[1::2]))
-    (texts, *_) = split_passes(trainer.plan[0], trainer.lengths, 20)
-    with torch.no_grad():
-        dry = losses(trainer._batch(texts), 1.0, trainer.decay).lm_sum
-    assert not torch.equal(dry, alone[0]), "dropout was on"
+    batch, ones = method.collate([0, 1]), torch.ones(1 + K)
+    losses = []
+    for seed in (1, 2, 1):
+        with method.dropout(seed):
+            losses.append(float(method.loss(batch, ones)[1][0]))
+    assert losses[0] == losses[2] != losses[1] != float(method.loss(batch, ones)[1][0])
 
 
 def test_before_and_after_are_measured_alike_in_bfloat16_too(source, tmp_path):
     """Rounding is no loss of quality: a fresh adapter has lost exactly nothing."""
-    job = Job(source, tmp_path, dataclasses.replace(RECIPE, bf16=True, steps=1))
-    job.trainer.train()
+    job = Job(source, tmp_path, bf16=True, max_steps=1)
+    job.loop.train()
     first = next(entry["quality"] for entry in job.log() if "quality" in entry)
     assert first["kl"] == 0.0 and first["top1_agreement"] == 1.0
     assert first["perplexity_after"] == first["perplexity_before"]
-
-
-def test_held_out_states_of_the_model_in_training_are_refused(source, tmp_path):
-    job = Job(source, tmp_path)
-    for max_bytes in (0, 1 << 30):
-        states = job.heldout(tmp_path, max_bytes)
-        parts = (job.target, job.adapted, job.heads, records(2), states, RECIPE, job.run)
-        with pytest.raises(ValueError, match="kept whole, and built"):
-            Medusa2(*parts, Workers("cpu"))

@@ -1,4 +1,4 @@
-"""The schedule, the groups and the clipping."""
+"""The schedule, the groups of parameters and the clipping."""
 
 import itertools
 import math
@@ -7,16 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from vllm_medusa.training.optimisation import (
-    Optimisation,
-    clip_gradients,
-    make_optimizer,
-    rate_at,
-    set_rate,
-)
+from vllm_medusa.training.loop import clip_gradients, make_optimizer, rate_at
+from vllm_medusa.training.options import StepOptions
 
 
-def test_a_line_up_and_a_cosine_down():
+def test_linear_up_and_a_cosine_down():
     rates = [rate_at(step, 100, 10) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5)
@@ -26,27 +21,23 @@ def test_a_line_up_and_a_cosine_down():
     assert rate_at(0, 100, 0) == 1.0
 
 
-def test_groups_have_their_own_rate_and_vectors_no_decay():
+def test_groups_have_their_own_factor_and_vectors_no_decay():
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.bias.requires_grad_(False)
-    how = Optimisation(learning_rate=0.5, warmup_steps=0, weight_decay=0.1)
-    optimizer = make_optimizer([(first.parameters(), 1.0), (second.parameters(), 0.1)], how)
-    assert set_rate(optimizer, 50, 100, how) == pytest.approx(0.25)
-    found = [(len(g["params"]), g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
-    wanted = [(1, 0.25, 0.1), (1, 0.25, 0.0), (1, 0.025, 0.1)]
-    for got, want in zip(found, wanted, strict=True):
-        assert got == pytest.approx(want)
+    settings = StepOptions(weight_decay=0.1)
+    optimizer = make_optimizer([(first.parameters(), 1.0), (second.parameters(), 0.1)], settings)
+    found = [(len(g["params"]), g["factor"], g["weight_decay"]) for g in optimizer.param_groups]
+    assert found == [(1, 1.0, 0.1), (1, 1.0, 0.0), (1, 0.1, 0.1)]
     with pytest.raises(ValueError, match="nothing to train"):
-        make_optimizer([([second.bias], 1.0)], how)
+        make_optimizer([([second.bias], 1.0)], settings)
 
 
 @pytest.mark.parametrize("size", [0.1, 10.0])
 def test_clipping_bounds_the_norm_of_all(size):
     parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))]
-    optimizer = make_optimizer([(parameters, 1.0)], Optimisation())
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, size)
-    norm = clip_gradients(optimizer, 1.0)
+    norm = clip_gradients(parameters, 1.0)
     assert float(norm) == pytest.approx(size * math.sqrt(8))
     after = math.sqrt(sum(float((p.grad**2).sum()) for p in parameters if p.grad is not None))
     assert after == pytest.approx(min(1.0, size * math.sqrt(8)), rel=1e-4)
@@ -54,7 +45,6 @@ def test_clipping_bounds_the_norm_of_all(size):
 
 def test_a_norm_that_is_not_finite_is_only_reported():
     parameter = nn.Parameter(torch.zeros(2))
-    optimizer = make_optimizer([([parameter], 1.0)], Optimisation())
     parameter.grad = torch.tensor([float("inf"), 1.0])
-    assert not bool(torch.isfinite(clip_gradients(optimizer, 1.0)))
+    assert not bool(torch.isfinite(clip_gradients([parameter], 1.0)))
     assert parameter.grad.tolist() == [float("inf"), 1.0]

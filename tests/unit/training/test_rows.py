@@ -1,0 +1,104 @@
+"""Rows and their labels against the definition, pieces, steps and passes."""
+
+import itertools
+
+import numpy as np
+import pytest
+from support.records import random_records
+
+from vllm_medusa.offline.records import Record
+from vllm_medusa.training.losses import IGNORED
+from vllm_medusa.training.rows import (
+    count_labels,
+    cut_pieces,
+    deal,
+    labels_at,
+    plan_steps,
+    split_passes,
+    tokens_after,
+)
+
+K = 3
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("size", [1, 4, 128])
+def test_pieces_have_exactly_the_labels_of_the_definition(size, whole):
+    records = random_records()
+    found = []
+    for piece in cut_pieces(records, size, whole=whole):
+        record = records[piece.record]
+        labels = labels_at(record, piece.start, piece.stop, K)
+        seen = tokens_after(record, piece.start, piece.stop, K)
+        assert labels.shape == seen.shape == (piece.num_rows, K) and piece.num_rows <= size
+        for row, head in (labels != IGNORED).nonzero().tolist():
+            t = piece.start + row
+            found.append((record.index, t, head, int(labels[row, head])))
+            own = seen[row, : head + 1]  # what Hydra's head sees
+            assert own.tolist() == list(record.token_ids[t + 1 : t + head + 2])
+            assert t + head + 1 < piece.limit  # the state that the label's distribution is of
+    wanted = [
+        (r.index, t, head, r.token_ids[t + head + 2])
+        for r in records
+        for t in range(len(r.token_ids))
+        for head in range(K)
+        if any(s <= t + 1 and t + head + 2 < e for s, e in r.generated)
+    ]
+    assert sorted(found) == sorted(wanted) and len(wanted) > 50
+    assert count_labels(records) == sum(head == 0 for _, _, head, _ in wanted)
+
+
+def test_two_turns_by_hand():
+    record = Record(0, 1, "a", (90, 91, 1, 2, 3, 92, 4, 5, 6, 7), ((2, 5), (6, 10)), 0.5)
+    assert [tuple(piece) for piece in cut_pieces([record], 2)] == [
+        *((0, 1, 3, 4), (0, 5, 7, 9), (0, 7, 8, 9)),
+    ]
+    assert labels_at(record, 1, 3, 2).tolist() == [[2, 3], [3, IGNORED]]
+    assert labels_at(record, 6, 9, 2).tolist() == [[6, 7], [7, IGNORED], [IGNORED, IGNORED]]
+    assert count_labels([record]) == 5
+
+
+def test_spans_too_short_for_a_label_are_left_out():
+    record = Record(0, 1, "a", (1, 2, 3, 4), ((1, 2), (2, 3)), None)
+    assert cut_pieces([record], 8) == [] and count_labels([record]) == 0
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("batch", [16, 50, 10_000])
+def test_all_steps_together_have_every_item_once_per_epoch(epochs, batch):
+    rows = np.random.default_rng(0).integers(1, 17, 200).tolist()
+    steps = plan_steps(rows, batch=batch, epochs=epochs, seed=1)
+    seen = np.bincount(np.concatenate(steps), minlength=200)
+    assert seen.tolist() == [epochs] * 200 and all(steps)
+    sizes = [sum(rows[i] for i in step) for step in steps]
+    assert max(sizes[:-1], default=0) < batch + 16 and sizes[-1] < 2 * batch + 16 * epochs
+    assert steps != [sorted(step) for step in steps]  # shuffled
+    assert plan_steps(rows, batch=batch, epochs=epochs, seed=1) == steps
+    assert plan_steps(rows, batch=batch, epochs=epochs, seed=2)[0] != steps[0]
+
+
+def test_items_longer_than_a_step_leave_none_empty():
+    steps = plan_steps([100, 5, 100, 5], batch=10, epochs=1, seed=0)
+    assert sorted(item for step in steps for item in step) == [0, 1, 2, 3] and all(steps)
+
+
+def test_groups_stay_neighbours():
+    groups = [0, 0, 0, 1, 2, 2, 3, 4, 4, 4]
+    steps = plan_steps([2] * 10, groups, batch=2, epochs=2, seed=0)
+    stream = [groups[item] for step in steps for item in step]
+    for epoch in (stream[:10], stream[10:]):
+        assert sum(a != b for a, b in itertools.pairwise(epoch)) == 4
+    assert stream[:10] != stream[10:]  # every epoch has an order of its own
+
+
+def test_dealing_is_even_and_passes_fit():
+    rows = [5, 1, 1, 9, 4, 4, 2, 2]
+    parts = deal(range(8), rows, 4)
+    assert sorted(i for part in parts for i in part) == list(range(8))
+    assert max(sum(rows[i] for i in part) for part in parts) <= 28 / 4 + 9
+    assert deal([0], [3], 3) == [[0], [], []]
+    for size in (3, 9, 100):
+        passes = split_passes(range(8), rows, size)
+        assert sorted(i for part in passes for i in part) == list(range(8))
+        assert all(len(p) == 1 or len(p) * max(rows[i] for i in p) <= size for p in passes)
+    assert split_passes([], rows, 9) == []

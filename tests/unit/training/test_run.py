@@ -1,0 +1,157 @@
+"""Checkpoint and log are of the same step after any cut, and other folders are left alone."""
+
+from pickle import PicklingError
+
+import pytest
+import torch
+
+from vllm_medusa.files import FileRefused, aside, read_json
+from vllm_medusa.training.run import Run, Stage
+
+
+def begun(output, settings, **options) -> tuple[Run, Stage]:
+    run = Run(output, settings, **options)
+    run.begin()
+    return run, Stage(run)
+
+
+def steps(stage: Stage) -> list[int]:
+    return [entry["step"] for entry in stage.entries()]
+
+
+def test_log_and_checkpoint_are_of_the_same_step(tmp_path):
+    output = tmp_path / "heads"
+    run, stage = begun(output, {"a": 1})
+    assert stage.load() is None
+    for step in range(5):
+        stage.log({"step": step})
+        if step == 2:
+            stage.save({"step": 3, "weight": torch.arange(3.0)})
+    run.close()
+    with (output / "training/log.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "lo')  # cut short by a kill
+    aside(output / "training" / "work" / "state.pt").write_bytes(b"cut short as well")
+    run, stage = begun(output, {"a": 1})
+    state = stage.load()
+    assert state is not None and state["step"] == 3
+    assert torch.equal(state["weight"], torch.arange(3.0))
+    assert steps(stage) == [0, 1, 2]
+    stage.log({"step": 3})
+    assert steps(stage) == [0, 1, 2, 3]
+    run.close()
+    run, stage = begun(output, {"a": 1})  # no checkpoint since
+    stage.load()
+    assert steps(stage) == [0, 1, 2]
+    run.close()
+
+
+def test_a_checkpoint_that_can_not_be_written_leaves_the_one_before(tmp_path):
+    run, stage = begun(tmp_path / "heads", {})
+    stage.load()
+    stage.save({"step": 1})
+    with pytest.raises((AttributeError, PicklingError)):
+        stage.save({"step": 2, "weight": torch.zeros(9), "rate": lambda: 0})
+    assert Stage(run).load() == {"step": 1}
+    run.close()
+
+
+def test_other_settings_are_refused_once_the_run_has_begun(tmp_path):
+    output = tmp_path / "heads"
+    Run(output, {"x": 0}).close()  # the target could not be loaded, say
+    for same in ((1, 2), [1, 2]):
+        begun(output, {"recipe": {"epochs": 3, "seed": 0}, "x": same})[0].close()
+    other = {"recipe": {"epochs": 4, "seed": 0}, "x": [1, 2]}
+    with pytest.raises(FileRefused, match=r"recipe\.epochs was 3 and is now 4.*--overwrite"):
+        Run(output, other)
+
+
+def test_overwrite_removes_heads_checkpoint_and_caches(tmp_path):
+    output = tmp_path / "heads"
+    run, stage = begun(output, {"a": 1})
+    stage.load()
+    stage.save({"step": 1})
+    (run.work / "hidden-x").mkdir()
+    (run.folder / "last_good").mkdir()
+    (output / "config.json").write_text("{}")
+    (output / "mine.txt").write_text("kept")
+    run.close()
+    run, stage = begun(output, {"a": 2}, overwrite=True)
+    assert not run.complete and stage.load() is None
+    assert sorted(p.name for p in output.iterdir()) == ["mine.txt", "training"]
+    assert list(run.work.iterdir()) == [] and not (run.folder / "last_good").exists()
+    run.close()
+
+
+def test_overwriting_that_is_killed_continues_no_old_checkpoint(tmp_path, monkeypatch):
+    output = tmp_path / "heads"
+    run, stage = begun(output, {"a": 1})
+    stage.load()
+    stage.save({"step": 1})
+    (run.folder / "last_good").mkdir()
+    run.close()
+    remove = __import__("shutil").rmtree
+
+    def die(path, **options):
+        if path.name != "work":
+            raise KeyboardInterrupt
+        remove(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            Run(output, {"a": 2}, overwrite=True)
+    assert not list(output.rglob("state.pt"))
+    with pytest.raises(FileRefused, match=r"a was 1 and is now 2"):
+        Run(output, {"a": 2})
+    for settings, overwrite in (({"a": 1}, False), ({"a": 2}, True), ({"a": 2}, False)):
+        run, stage = begun(output, settings, overwrite=overwrite)
+        assert stage.load() is None
+        run.close()
+
+
+def test_a_complete_run_has_nothing_to_do(tmp_path):
+    output = tmp_path / "heads"
+    run, _ = begun(output, {})
+    assert not run.complete
+    (output / "config.json").write_text("{}")
+    run.finish()
+    assert not (output / "training/work").exists()
+    with Run(output, {}) as run:
+        assert run.complete
+
+
+def test_one_process_at_a_time(tmp_path):
+    with (
+        Run(tmp_path / "heads", {}),
+        pytest.raises(FileRefused, match="another process is training"),
+    ):
+        Run(tmp_path / "heads", {})
+
+
+def test_other_folders_are_left_alone(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/thesis.tex").write_text("x")
+    (tmp_path / "file").write_text("x")
+    project = tmp_path / "project"
+    (project / "training" / "work").mkdir(parents=True)
+    (project / "training" / "notes.txt").touch()
+    for name, reason in (
+        ("full", "not a training run"),
+        ("file", "is a file"),
+        ("missing/heads", "no folder"),
+        ("project", "not a training run"),
+    ):
+        with pytest.raises(FileRefused, match=reason):
+            Run(tmp_path / name, {}, overwrite=True)
+    assert (tmp_path / "full/thesis.tex").exists() and not (tmp_path / "full/training").exists()
+    (project / "training" / "notes.txt").unlink()
+    (project / "training" / ".run.json.part").touch()  # killed before run.json was there
+    begun(project, {"lr": 1})[0].close()
+    assert read_json(project / "training" / "run.json") == {"lr": 1}
+
+
+def test_other_processes_do_not_check_what_the_main_one_is_making(tmp_path):
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "new").touch()
+    with Run(tmp_path / "heads", {}, main=False) as run:
+        assert not run.complete

@@ -1,0 +1,185 @@
+"""What a method of training is: batches of pieces, losses, accuracy on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vllm_medusa.offline.records import Record
+from vllm_medusa.training.accuracy import Measurement
+from vllm_medusa.training.hidden_cache import HiddenStates
+from vllm_medusa.training.losses import IGNORED, AnyHeads, LMHead, head_losses, head_weights
+from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.rows import Piece, labels_at, split_passes, tokens_after
+from vllm_medusa.training.workers import Workers
+
+Groups = list[tuple[Iterable[nn.Parameter], float]]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Records, their hidden states (built), and the pieces of them that are read."""
+
+    records: Sequence[Record]
+    pieces: Sequence[Piece]
+    states: HiddenStates | None = None  # None: computed in each step
+
+
+class Batch(NamedTuple):
+    """Rows of some pieces, concatenated."""
+
+    texts: Texts
+    wanted: list[tuple[int, int, int]]  # (record, start, stop) of each piece
+    labels: Tensor  # int64 [N, M], see `losses.head_labels`
+    counts: Tensor  # int64 [M], labels that have a loss
+    temperatures: Tensor  # fp32 [N]
+
+    def tokens_after(self, num_heads: int) -> list[Tensor]:
+        """The K tokens after each row: int64 [n, K] of each piece."""
+        records = self.texts.records
+        return [tokens_after(records[r], a, b, num_heads) for r, a, b in self.wanted]
+
+
+class Inputs(NamedTuple):
+    """What `head_losses` takes of a batch."""
+
+    last: Tensor  # [N, H], what the target's LM head sees
+    path: Tensor | None = None  # int64 [N, K], for Hydra heads
+    x: Tensor | None = None  # [N, K, H], the heads' states, where they don't follow from `last`
+
+
+class Method:
+    """What a method of training defines; the rest is `loop.Loop`'s.
+
+    Attributes:
+        heads: what is trained, fp32, in place.
+        lengths: rows of each piece that is trained on.
+        groups: pieces of one group stay neighbours; None: each is its own.
+        lm_head: over the draft vocabulary, for heads that store none.
+        teacher: the target's LM head over the whole vocabulary, for soft labels.
+
+    """
+
+    pass_rows = 4096  # at most, padding included
+    own = False  # whether labels have a column for the target's own next token
+    measures_ends = False  # before the first step and after the last, too
+    groups: Sequence[int] | None = None
+    lm_head: LMHead | None = None
+    teacher: LMHead
+
+    def __init__(
+        self,
+        heads: AnyHeads,
+        train: Texts,
+        heldout: Texts | None,  # this process's share
+        settings: StepOptions,  # complete, see `recipe.complete`
+        workers: Workers,
+        bf16: bool = False,  # autocast; weights and sums stay fp32
+    ) -> None:
+        self.heads = heads.to(workers.device).requires_grad_(True)
+        self.texts, self.heldout, self.settings = train, heldout, settings
+        self.workers, self.bf16 = workers, bf16
+        self.soft = self.read_on = settings.labels == "soft"
+        self.decay = head_weights(heads.num_heads, settings.decay).to(workers.device)  # [K]
+        self.lengths = [piece.num_rows for piece in train.pieces]
+        if train.states is not None:
+            self.groups = train.states.groups(train.pieces)
+
+    def parameters(self) -> Groups:
+        """What is given to the optimizer, and the factor of its learning rate."""
+        return [(self.heads.parameters(), 1.0)]
+
+    def state(self) -> dict[str, Any]:
+        """Weights to keep in a checkpoint."""
+        return {"heads": self.heads.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore what `state` gave."""
+        self.heads.load_state_dict(state["heads"])
+
+    def weights(self, step: int, steps: int) -> Tensor:
+        """The factor of each mean loss at a step: fp32 [M]."""
+        return self.decay
+
+    def autocast(self) -> torch.autocast:
+        """Compute in bfloat16 if asked to."""
+        kind = self.workers.device.type
+        return torch.autocast(kind, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
+
+    def dropout(self, seed: int) -> AbstractContextManager[None]:
+        """Around a pass and its gradient: dropout, drawn from ``seed``; by default none."""
+        return nullcontext()
+
+    def collate(self, items: Sequence[int], texts: Texts | None = None) -> Batch:
+        """A batch of some pieces; ``texts``: others than those to train on."""
+        texts = texts or self.texts
+        count, wanted, labels, temperatures = self.heads.num_heads, [], [], []
+        for number, start, own_stop, limit in (texts.pieces[item] for item in items):
+            record = texts.records[number]
+            stop = min(own_stop + count, limit) if self.read_on else own_stop
+            found = labels_at(record, start, stop, count, own=self.own)
+            if own_stop < limit - 1:  # else what follows has no head's label
+                found[own_stop - start :] = IGNORED
+            heat = 1.0 if record.temperature is None else record.temperature
+            temperatures.append(torch.full((stop - start,), heat))
+            wanted.append((number, start, stop))
+            labels.append(found)
+        whole = torch.cat(labels)
+        counted = whole != IGNORED
+        if self.heads.token_map is not None and not self.soft:
+            drafted = torch.isin(whole, self.heads.token_map.cpu())
+            drafted[:, : int(self.own)] = True
+            counted &= drafted
+        device = self.workers.device
+        heats = torch.cat(temperatures).to(device)
+        return Batch(texts, wanted, whole.to(device), counted.sum(0), heats)
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """States of a batch, from those that are kept."""
+        assert batch.texts.states is not None
+        return Inputs(batch.texts.states.read(batch.wanted).to(self.workers.device))
+
+    def loss(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted sum of a batch's losses, and each one's sum in nats, detached [M]."""
+        inputs = self.inputs(batch)
+        found = head_losses(
+            self.heads,
+            inputs.last,
+            batch.labels,
+            weights,
+            self.lm_head,
+            temperatures=batch.temperatures if self.soft else None,
+            teacher_lm_head=self.teacher,
+            path=inputs.path,
+            x=inputs.x,
+        )
+        return found.loss, found.sums
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Any] | None:
+        """Loss and top-1 ... top-10 accuracy of every head on held-out text, plain JSON."""
+        if self.heldout is None:
+            return None
+        total = Measurement(self.heads.num_heads)
+        lengths = [piece.num_rows for piece in self.heldout.pieces]
+        for part in split_passes(range(len(lengths)), lengths, self.pass_rows):
+            batch = self.collate(part, self.heldout)
+            with self.autocast():
+                last, path, x = self.inputs(batch)
+                total.measure(self.heads, last, batch.labels, self.lm_head, path, x)
+        total.sums = self.workers.add_up(total.sums).cpu()
+        return {"heldout": total.summary()}
+
+    def entry(self, means: Tensor, weights: Tensor) -> dict[str, Any]:
+        """What the log says of a step's mean losses [M]."""
+        return {"losses": [round(value, 5) for value in means.tolist()]}
+
+    def lines(self, items: Sequence[int]) -> list[int]:
+        """Lines of the data that pieces come from, ascending."""
+        pieces = [self.texts.pieces[item] for item in items]
+        return sorted({self.texts.records[piece.record].line for piece in pieces})
