@@ -4,7 +4,7 @@ A node's survival is the chance that it is accepted, as the drafter sees it. It 
 what survivals of requests of its kind were worth so far, and counted in a histogram that forgets.
 A batch is expected to have as many nodes of each survival per request as the histogram has.
 
-A step drafts a limited number of nodes for a request and tells nothing of those beyond. So there
+A step drafts a limited number of nodes for a request and shows nothing of those beyond. So there
 is a histogram for each range of places (best, second, third and fourth, ...). Nodes copied from a
 request's own text, or forced by its grammar, need no heads: they have one of their own.
 """
@@ -97,6 +97,10 @@ class Acceptance:
             inside &= ~marks
             self._correct(values[inside].clip(0.0, 1.0), kind[inside], accepted, kinds)
 
+    def no_copies(self, requests: int) -> None:
+        """Learn that for so many requests there was nothing to copy."""
+        self._count_nodes(np.zeros(0), None, requests, 0)
+
     def forget(self, requests: int) -> None:
         """Trust less what was learned before so many steps of requests without drafts."""
         weight = np.where(self._steps > _KEPT, math.exp(-requests / (8 * _WINDOW)), 1.0)
@@ -105,18 +109,18 @@ class Acceptance:
     def _count_nodes(self, worth: Floats, places: Ints | None, requests: int, ranges: int) -> None:
         """Add nodes to the histograms of the first ``ranges``; without places to the copied one."""
         if places is None:
-            place, told = np.full(len(worth), _COPIED), np.arange(1 + _COPIED) == _COPIED
+            place, covered = np.full(len(worth), _COPIED), np.arange(1 + _COPIED) == _COPIED
         else:
             place = np.searchsorted(RANGE_ENDS, places, side="right")
-            told = np.arange(1 + _COPIED) < ranges
-        kept = told[place]
+            covered = np.arange(1 + _COPIED) < ranges
+        kept = covered[place]
         place, worth = place[kept], worth[kept]
         bins = place * _BINS + np.minimum(np.sqrt(worth) * _BINS, _BINS - 1).astype(np.int64)
-        self._scale(np.where(told, math.exp(-requests / _WINDOW), 1.0))
+        self._scale(np.where(covered, math.exp(-requests / _WINDOW), 1.0))
         shape = self._count.shape
         self._count += np.bincount(bins, minlength=self._count.size).reshape(shape)
         self._worth += np.bincount(bins, worth, self._count.size).reshape(shape)
-        self._steps[told] += requests
+        self._steps[covered] += requests
 
     def _scale(self, weight: Floats) -> None:
         self._count *= weight[:, None]
@@ -144,10 +148,10 @@ class Acceptance:
             limit: nodes that are drafted for a request at most; 0: only copied ones.
 
         """
-        told = [*range(_num_ranges(limit)), _COPIED]
-        scale = self._steps[told].clip(1e-9)[:, None]
-        count = (self._count[told] / scale).sum(0)[::-1]
-        worth = (self._worth[told] / scale).sum(0)[::-1]
+        covered = [*range(_num_ranges(limit)), _COPIED]
+        scale = self._steps[covered].clip(1e-9)[:, None]
+        count = (self._count[covered] / scale).sum(0)[::-1]
+        worth = (self._worth[covered] / scale).sum(0)[::-1]
         return np.interp(
             nodes,
             np.concatenate([[0.0], count.cumsum()]),
@@ -156,8 +160,8 @@ class Acceptance:
 
     def even_gain(self, limit: int) -> float:
         """The same where every request has its own best ``limit`` nodes."""
-        told = range(_num_ranges(limit))
-        return float((self._worth[told].sum(1) / self._steps[told].clip(1e-9)).sum())
+        covered = range(_num_ranges(limit))
+        return float((self._worth[covered].sum(1) / self._steps[covered].clip(1e-9)).sum())
 
     @property
     def copies(self) -> bool:

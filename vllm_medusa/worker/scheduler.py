@@ -144,6 +144,8 @@ class TreeScheduler(Scheduler):
                 if request is not None and request.spec_token_ids:
                     request.spec_token_ids = []
             self._report.chosen = 0
+            if isinstance(self.policy, Auto) and self._looks_for_copies:
+                self.policy.acceptance.no_copies(len(draft_token_ids.req_ids))
             return
         drafts = self._received(draft_token_ids)
         counts = [len(draft.token_ids) for draft in drafts.values()]
@@ -172,8 +174,8 @@ class TreeScheduler(Scheduler):
             parents[req_id] = draft.parents
             scheduler_output.num_invalid_spec_tokens[req_id] = count - len(draft.token_ids)
             self.pending[req_id] = draft
-        told: Any = scheduler_output
-        told.tree_parents = parents
+        extended: Any = scheduler_output
+        extended.tree_parents = parents
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Each node's mask is the grammar's state after its own path."""
@@ -247,13 +249,13 @@ class TreeScheduler(Scheduler):
     @property
     def _looks_for_copies(self) -> bool:
         """Whether a request without copied drafts tells something."""
-        return self.options.lookup or (
-            isinstance(self.policy, Auto) and self.policy.acceptance.copies
+        return isinstance(self.policy, Auto) and (
+            self.options.lookup or self.policy.acceptance.copies
         )
 
     def _needs_no_heads(self, message: DraftTokenIds) -> bool:
         """Whether there can be drafts although no head drafted."""
-        if getattr(message, "candidates", None) or self._looks_for_copies:
+        if getattr(message, "candidates", None):
             return True
         return self.drafts_forced and any(r.use_structured_output for r in self.running)
 
@@ -283,9 +285,9 @@ class TreeScheduler(Scheduler):
                     request.spec_token_ids = []
                     continue  # what could have been drafted is unknown
             else:
-                draft = Draft(request, tokens, values)
-                if copies:
-                    draft.sources = sources.get(req_id, [0] * len(values))
+                draft = Draft(request, tokens, values, sources=sources.get(req_id))
+                if copies and draft.sources is None:
+                    draft.sources = [0] * len(values)
             draft.limit = self._last_limit
             found[req_id] = draft
         return found
@@ -381,7 +383,7 @@ class TreeScheduler(Scheduler):
                 seen.append((draft, nodes, accepted))
         if not isinstance(self.policy, Auto):
             return
-        for key, group in itertools.groupby(seen, lambda one: _told_by(one[0])):
+        for key, group in itertools.groupby(seen, lambda one: _conditions(one[0])):
             limit, looked = key
             drafts, nodes, accepted = zip(*group, strict=True)
             self.policy.acceptance.observe(
@@ -403,11 +405,11 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
         """Take what the step's drafts were worth, which comes with its output."""
-        told = getattr(model_runner_output, "tree_survival", None)
-        if told is not None:
-            copies = getattr(model_runner_output, "tree_copies", None)
-            for place, values in enumerate(survival_of(told[1])):
-                self._take_worth(told[0][place], values, copies, place)
+        names, log_survival = getattr(model_runner_output, "tree_survival", None) or ([], None)
+        copies = getattr(model_runner_output, "tree_copies", None)
+        for place, name in enumerate(names):
+            (values,) = survival_of(log_survival[place : place + 1])
+            self._take_worth(name, values, copies, place)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _take_worth(self, req_id: str, values: list[float], copies: Any, place: int) -> None:
@@ -472,7 +474,7 @@ def cost_key(config: Any) -> dict[str, str]:
     return found | {"lookup": "True"} if options.lookup else found
 
 
-def _told_by(draft: Draft) -> tuple[int, bool]:
+def _conditions(draft: Draft) -> tuple[int, bool]:
     """What drafts have in common whose survivals are learned together."""
     return draft.limit, draft.sources is not None
 

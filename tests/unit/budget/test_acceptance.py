@@ -100,6 +100,8 @@ def test_copies_come_with_any_limit_and_take_no_place():
     nodes = np.array([1.0, 9.0])
     assert acceptance.gain(nodes, 0) == pytest.approx([0.85, 0.85], rel=0.02)
     assert acceptance.gain(nodes, 1)[1] == pytest.approx(1.25, rel=0.02)
+    acceptance.no_copies(10_000)
+    assert not acceptance.copies
 
 
 def test_nonsense_does_no_harm():
