@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from vllm import LLM
 
-from vllm_medusa.budget.policy import Auto, Batch, best
+from vllm_medusa.budget.acceptance import Drafted, Nodes
+from vllm_medusa.budget.policy import Auto, best
 
 
 def scheduler_of(llm: LLM) -> Any:
@@ -27,9 +28,9 @@ def policy_of(llm: LLM) -> Auto:
 def verify_all(patch: pytest.MonkeyPatch, policy: Auto, per_request: int = 255) -> None:
     """Draft as much as there can be, and verify as much as there is room for."""
 
-    def counts(drafts: Batch, requests: int, room: int) -> list[int]:
-        sizes = [len(values) for values in drafts.survival]
-        return best(np.concatenate(drafts.survival), sizes, min(room, per_request * requests))
+    def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
+        nodes = Nodes.of(drafts)
+        return best(nodes, nodes.survival, min(room, per_request * requests))
 
     patch.setattr(policy, "counts", counts)
     patch.setattr(policy, "limit", lambda *_: policy.max_drafts)
@@ -51,11 +52,11 @@ def fickle(
     if preempting:
         patch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
 
-    def counts(drafts: Batch, requests: int, room: int) -> list[int]:
-        sizes = [len(values) for values in drafts.survival]
-        most = max(0, min(sum(sizes), room, most_each * requests))
+    def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
+        nodes = Nodes.of(drafts)
+        most = max(0, min(len(nodes.survival), room, most_each * requests))
         taken.append(int(generator.integers(0, most + 1)))
-        return best(np.concatenate(drafts.survival), sizes, taken[-1])
+        return best(nodes, nodes.survival, taken[-1])
 
     patch.setattr(policy, "counts", counts)
     most = policy.max_drafts

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_medusa.budget.acceptance import Acceptance
+from vllm_medusa.budget.acceptance import Acceptance, Drafted
 from vllm_medusa.budget.cost import StepCost
-from vllm_medusa.budget.policy import Auto, Batch, best
+from vllm_medusa.budget.policy import Auto, Fixed
 
 NODES, HEADS = 12, 5  # candidates of a request
 CPU = (
@@ -99,16 +99,16 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
             survival = survival[:requests]  # who just came has none
         counts, expected = np.zeros(0, int), np.zeros(0)
         if survival is not None:
-            sizes = [survival.shape[1]] * len(survival)
+            limited = limit if limit < NODES else None
+            offered = [Drafted(values, limit=limited) for values in survival]
             if policy and not policy.even:
-                counts = np.array(policy.counts(Batch(survival, [0] * len(sizes)), requests, room))
-            elif policy:
-                counts = np.array(sizes)
+                counts = np.array(policy.counts(offered, requests, room))
             else:
-                counts = np.array(best(survival.ravel(), sizes, min(arm * requests, survival.size)))
+                most = survival.size if policy else int(arm) * requests
+                counts = np.array(Fixed(NODES).counts(offered, requests, most))
             kept = np.arange(survival.shape[1])[None, :] < counts[:, None]
             expected = (survival * kept).sum(1) * server.right
-        nodes, before = int(counts.sum()), limit
+        nodes = int(counts.sum())
         limit = policy.limit(requests, room) if policy else arm
         share = min(limit / HEADS, 1.0)
         true = server.ms(requests + nodes, requests, share, step)
@@ -120,9 +120,7 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
             tokens = requests + accepted.sum()
             policy.observe(requests + nodes, requests, share, told, tokens)
             if survival is not None:
-                kinds = [0] * len(counts)
-                limited = before if before < NODES else None
-                policy.acceptance.observe(survival, counts, accepted, kinds, limited)
+                policy.acceptance.observe(offered, counts, accepted)
         record.nodes.append(nodes)
         record.drafting.append(policy.drafting if policy else limit > 0)
         record.tokens.append(requests + float(expected.sum()))

@@ -187,14 +187,12 @@ def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     policy, seen = policy_of(llm), []
     observe = policy.acceptance.observe
 
-    def spy(
-        survival: Any, verified: Any, accepted: Any, kinds: Any, limit: int | None, copied: Any
-    ) -> None:
-        assert all(values and values == sorted(values, reverse=True) for values in survival)
+    def spy(drafts: Any, verified: Any, accepted: Any) -> None:
+        for draft in drafts:
+            assert draft.survival and draft.survival == sorted(draft.survival, reverse=True)
+            assert (draft.kind, draft.limit, draft.copied) == (0, None, None)  # greedy, all heads
         seen.extend(zip(verified, accepted, strict=True))
-        assert not any(kinds)  # all are greedy
-        assert limit is None
-        observe(survival, verified, accepted, kinds, limit, copied)
+        observe(drafts, verified, accepted)
 
     scheduler_of(llm).pending.clear()  # of other tests' requests
     monkeypatch.setattr(policy.acceptance, "observe", spy)

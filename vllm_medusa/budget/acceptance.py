@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +35,47 @@ _PRIOR_STEPS, _PRIOR_TOKENS = 4, 4.0  # weight of what is believed at first
 _RATIOS = (0.2, 2.0)  # bounds of the correction
 
 
+@dataclass
+class Drafted:
+    """Drafts of a request.
+
+    Attributes:
+        survival: of each, best first.
+        kind: of the request, below `KINDS`.
+        limit: nodes that heads could draft for it at most; None: as many as there can be.
+        copied: of each, nonzero where no head was needed; None: copies were not looked for.
+
+    """
+
+    survival: Sequence[float]
+    kind: int = 0
+    limit: int | None = None
+    copied: Sequence[int] | None = None
+
+
+@dataclass
+class Nodes:
+    """Drafts of several requests, one after the other: [n] each."""
+
+    requests: int
+    owner: Ints  # request's index
+    place: Ints  # from 0, in its request
+    survival: Floats
+    kind: Ints
+    copied: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, drafts: Sequence[Drafted]) -> Nodes:
+        """Put drafts together."""
+        sizes = np.array([len(draft.survival) for draft in drafts])
+        owner = np.repeat(np.arange(len(drafts)), sizes)
+        survival = np.concatenate([np.asarray(draft.survival, np.float64) for draft in drafts])
+        copied = np.concatenate([draft.copied or [0] * len(draft.survival) for draft in drafts])
+        kind = np.array([draft.kind for draft in drafts])[owner]
+        place = np.arange(len(owner)) - (sizes.cumsum() - sizes)[owner]
+        return cls(len(drafts), owner, place, survival, kind, copied > 0)
+
+
 class Acceptance:
     """Expected accepted tokens by number of draft nodes."""
 
@@ -44,83 +87,63 @@ class Acceptance:
         self._predicted = np.zeros(KINDS)
         self.ratio = np.ones(KINDS)  # what a survival of each kind is worth
         first = np.minimum.accumulate(np.diff([1.0, *taus]).clip(0.0, 1.0))
+        ranges = np.searchsorted(RANGE_ENDS, np.arange(len(first)), side="right")
         for _ in range(_PRIOR_STEPS):
-            self._count_nodes(first, np.arange(len(first)), 1, _COPIED)
+            self._count_nodes(first, ranges, _covered(Drafted(first)).astype(int))
 
-    def believed(self, survival: Floats, kinds: Ints, copied: npt.NDArray[np.bool_]) -> Floats:
+    def believed(self, nodes: Nodes) -> Floats:
         """Survivals [n] corrected by kind; copied ones were measured and stay as they are."""
-        ratio = np.where(copied, 1.0, self.ratio[kinds])
-        return np.nan_to_num(survival * ratio).clip(0.0, 1.0)
+        ratio = np.where(nodes.copied, 1.0, self.ratio[nodes.kind])
+        return np.nan_to_num(nodes.survival * ratio).clip(0.0, 1.0)
 
     def observe(
-        self,
-        survival: Sequence[Sequence[float]],
-        verified: Sequence[int],
-        accepted: Sequence[int],
-        kinds: Sequence[int],
-        limit: int | None = None,
-        copied: Sequence[Sequence[int]] | None = None,
+        self, drafts: Sequence[Drafted], verified: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Learn from a step of B requests.
+        """Learn from a step.
 
         Args:
-            survival: [B][drafts] of each request's drafts, best first, verified or not.
+            drafts: [B] of the requests, all that was drafted.
             verified: [B] how many were verified; the best.
             accepted: [B] how many were accepted, copied ones not counted.
-            kinds: [B] of the requests, below `KINDS`.
-            limit: nodes that were drafted for a request at most; None: as many as there can be.
-            copied: [B][drafts], nonzero where a draft was copied; None: copies were not looked for.
 
         """
-        sizes = np.array([len(values) for values in survival])
-        requests = len(sizes)
-        if not requests:
+        if not drafts:
             return
-        owner = np.repeat(np.arange(requests), sizes)
-        kind = np.asarray(kinds)[owner]
-        values = np.concatenate([np.asarray(row, np.float64) for row in survival])
-        places = np.arange(len(values)) - (sizes.cumsum() - sizes)[owner]
-        marks = np.zeros(len(values), np.bool_)
-        if copied is not None:
-            marks = np.concatenate([np.asarray(row, np.int64) for row in copied]) > 0
-            drafted = (~marks).cumsum()
-            before = np.concatenate([[0], drafted])[sizes.cumsum() - sizes]
-            places = drafted - before[owner] - 1  # copies take no place
-        believed, ranges = self.believed(values, kind, marks), _num_ranges(limit)
-        self._count_nodes(believed[~marks], places[~marks], requests, ranges)
-        if copied is not None:
-            self._count_nodes(believed[marks], None, requests, 0)
+        nodes = Nodes.of(drafts)
+        believed, drafted = self.believed(nodes), ~nodes.copied
+        before = drafted.cumsum() - drafted  # drafted nodes, which alone take places
+        first = np.searchsorted(nodes.owner, np.arange(len(drafts)))
+        place = before - np.append(before, 0)[first][nodes.owner]
+        ranges = np.searchsorted(RANGE_ENDS, place, side="right")
+        ranges[nodes.copied] = _COPIED
+        covered = np.array([_covered(draft) for draft in drafts])
+        kept = covered[nodes.owner, ranges]
+        self._count_nodes(believed[kept], ranges[kept], covered.sum(0))
         if any(verified):
-            inside = (np.arange(len(values)) - (sizes.cumsum() - sizes)[owner]) < np.asarray(
-                verified
-            )[owner]
-            inside &= ~marks
-            self._correct(values[inside].clip(0.0, 1.0), kind[inside], accepted, kinds)
+            inside = drafted & (nodes.place < np.asarray(verified)[nodes.owner])
+            kinds = [draft.kind for draft in drafts]
+            survival = np.nan_to_num(nodes.survival[inside]).clip(0.0, 1.0)
+            self._correct(survival, nodes.kind[inside], accepted, kinds)
 
     def no_copies(self, requests: int) -> None:
         """Learn that for so many requests there was nothing to copy."""
-        self._count_nodes(np.zeros(0), None, requests, 0)
+        steps = np.zeros(1 + _COPIED)
+        steps[_COPIED] = requests
+        self._count_nodes(np.zeros(0), np.zeros(0, np.int64), steps)
 
     def forget(self, requests: int) -> None:
         """Trust less what was learned before so many steps of requests without drafts."""
         weight = np.where(self._steps > _KEPT, math.exp(-requests / (8 * _WINDOW)), 1.0)
         self._scale(weight)
 
-    def _count_nodes(self, worth: Floats, places: Ints | None, requests: int, ranges: int) -> None:
-        """Add nodes to the histograms of the first ``ranges``; without places to the copied one."""
-        if places is None:
-            place, covered = np.full(len(worth), _COPIED), np.arange(1 + _COPIED) == _COPIED
-        else:
-            place = np.searchsorted(RANGE_ENDS, places, side="right")
-            covered = np.arange(1 + _COPIED) < ranges
-        kept = covered[place]
-        place, worth = place[kept], worth[kept]
-        bins = place * _BINS + np.minimum(np.sqrt(worth) * _BINS, _BINS - 1).astype(np.int64)
-        self._scale(np.where(covered, math.exp(-requests / _WINDOW), 1.0))
+    def _count_nodes(self, worth: Floats, ranges: Ints, requests: Any) -> None:
+        """Add nodes [n] to the histograms, and to each the steps of so many requests."""
+        bins = ranges * _BINS + np.minimum(np.sqrt(worth) * _BINS, _BINS - 1).astype(np.int64)
+        self._scale(np.exp(-requests / _WINDOW))
         shape = self._count.shape
         self._count += np.bincount(bins, minlength=self._count.size).reshape(shape)
         self._worth += np.bincount(bins, worth, self._count.size).reshape(shape)
-        self._steps[covered] += requests
+        self._steps += requests
 
     def _scale(self, weight: Floats) -> None:
         self._count *= weight[:, None]
@@ -174,3 +197,10 @@ def _num_ranges(limit: int | None) -> int:
     if limit is None or limit > RANGE_ENDS[-1]:
         return _COPIED
     return sum(end <= limit for end in RANGE_ENDS)
+
+
+def _covered(draft: Drafted) -> npt.NDArray[np.bool_]:
+    """Of which ranges the drafts of a request tell; the last are the copied ones."""
+    covered = np.arange(1 + _COPIED) < _num_ranges(draft.limit)
+    covered[_COPIED] = draft.copied is not None
+    return covered

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_medusa.budget.acceptance import RANGE_ENDS, Acceptance
+from vllm_medusa.budget.acceptance import RANGE_ENDS, Acceptance, Drafted, Nodes
 from vllm_medusa.budget.cost import Floats, StepCost
 
 START, STOP = 1.03, 1.0  # expected speed against plain steps at which drafting begins and ends
@@ -29,22 +29,6 @@ _MEASURED_STEPS, _MEASURED_LEAST = 128, 0.97  # window, and speed below which dr
 _REST_MS = (4e3, 60e3)  # then no head runs for so long, doubling
 
 
-@dataclass
-class Batch:
-    """Drafts that wait to be verified.
-
-    Attributes:
-        survival: [B][drafts] of each request, best first.
-        kinds: [B] of the requests, see `Acceptance`.
-        copied: [B][drafts], nonzero where no head was needed; None: nowhere.
-
-    """
-
-    survival: Sequence[Sequence[float]]
-    kinds: Sequence[int]
-    copied: Sequence[Sequence[int]] | None = None
-
-
 class Fixed:
     """So many nodes for every request while there is room."""
 
@@ -55,12 +39,10 @@ class Fixed:
         """All that there can be."""
         return self.max_drafts
 
-    def counts(self, drafts: Batch, requests: int, room: int) -> list[int]:
-        """All; if there is not enough room, the surest."""
-        sizes = [len(values) for values in drafts.survival]
-        if sum(sizes) <= room:
-            return sizes
-        return best(np.concatenate([np.asarray(row) for row in drafts.survival]), sizes, room)
+    def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
+        """How many of each request's drafts to verify: all, or the surest if room is short."""
+        nodes = Nodes.of(drafts)
+        return best(nodes, nodes.survival, room)
 
 
 @dataclass(frozen=True)
@@ -177,26 +159,21 @@ class Auto:
                 return self._trial[0]
         return plan.limit if self.drafting else 0
 
-    def counts(self, drafts: Batch, requests: int, room: int) -> list[int]:
-        """Verify as many as are worth their time."""
-        sizes = [len(values) for values in drafts.survival]
-        if requests < 1 or room < 1 or not any(sizes):
-            return [0] * len(sizes)
-        values = np.concatenate([np.asarray(row, np.float64) for row in drafts.survival])
-        kinds = np.repeat(np.asarray(drafts.kinds), sizes)
-        copied = np.zeros(len(values), np.bool_)
-        if drafts.copied is not None:
-            copied = np.concatenate([np.asarray(row, np.int64) for row in drafts.copied]) > 0
-        believed = self.acceptance.believed(values, kinds, copied)
+    def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
+        """How many of each request's drafts to verify: as many as are worth their time."""
+        nodes = Nodes.of(drafts)
+        believed = self.acceptance.believed(nodes)
         gain = np.sort(believed)[::-1].cumsum()
-        return best(believed, sizes, self.total(gain, requests, room))
+        return best(nodes, believed, self.total(gain, requests, room))
 
     def total(self, gain: Floats, requests: int, room: int) -> int:
         """Nodes to verify in all, by the gain [K] of the best 1, 2, .. of them.
 
         A node is worth its chance less its time, at the rate that the best plan makes of time.
         """
-        gain = gain[:room]
+        gain = gain[: max(room, 0)]
+        if requests < 1 or not len(gain):
+            return 0
         if self._trial_left and self._trial[0]:
             return min(self._trial[1], len(gain))
         plan = self.plan(requests, room)
@@ -347,11 +324,10 @@ class Auto:
         return int(arms[place, 0]), int(arms[place, 1]), float(arms[place, 2])
 
 
-def best(survival: Floats, sizes: Sequence[int], total: int) -> list[int]:
-    """How many drafts each request keeps if the best ``total`` of all [n] are kept.
+def best(nodes: Nodes, survival: Floats, total: int) -> list[int]:
+    """How many drafts each request keeps if the best ``total`` of all are kept.
 
     What is kept of each is a prefix; ties go to the first.
     """
-    owners = np.repeat(np.arange(len(sizes)), sizes)
-    kept = np.argsort(-survival, kind="stable")[:total]
-    return np.bincount(owners[kept], minlength=len(sizes)).tolist()  # type: ignore[no-any-return]
+    kept = np.argsort(-survival, kind="stable")[: max(total, 0)]
+    return np.bincount(nodes.owner[kept], minlength=nodes.requests).tolist()  # type: ignore[no-any-return]

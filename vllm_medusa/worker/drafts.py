@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
+from vllm_medusa.budget.acceptance import Drafted
 from vllm_medusa.worker.grammar import Candidates
 from vllm_medusa.worker.requests import GREEDY_BELOW, follows_grammar
 
@@ -28,37 +29,28 @@ class TreeDrafts(DraftTokenIds):
 
 
 @dataclass
-class Draft:
+class Draft(Drafted):
     """Drafts of a request, from when they come in until the step that could verify them ends.
 
     Attributes:
         request: theirs; another one may have its name by then.
         token_ids: of all that was drafted, best first; empty if the host does not know them.
-        survival: of each, if trees are dynamic.
-        limit: nodes that heads could draft for the request.
-        sources: of each, nonzero where no head was needed, see `lookup.merge` and
-            `Candidates.forced`; None: such drafts were not looked for.
         parents: of each, if the request follows a grammar: its parent's node.
         constrained: the grammar has begun.
         run: tokens and kinds of those that the grammar forces.
 
     """
 
-    request: Request
-    token_ids: list[int]
-    survival: Sequence[float] = ()
-    limit: int = 0
-    sources: Sequence[int] | None = None
+    request: Request = field(kw_only=True)
+    token_ids: list[int] = field(default_factory=list)
     parents: list[int] | None = None
     constrained: bool = False
     run: list[tuple[int, int]] = field(default_factory=list)
 
-    @property
-    def kind(self) -> int:
-        """Of the request, see `Acceptance`: greedy or sampled, with a grammar or without."""
+    def __post_init__(self) -> None:
         params = self.request.sampling_params
         sampled = params is None or params.temperature >= GREEDY_BELOW
-        return int(sampled) + 2 * follows_grammar(params)
+        self.kind = int(sampled) + 2 * follows_grammar(params)
 
 
 def tree_parents(scheduler_output: SchedulerOutput) -> Mapping[str, list[int]]:

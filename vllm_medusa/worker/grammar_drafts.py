@@ -9,7 +9,6 @@ vLLM's at every root and follow the grammar down the tree from there.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -32,9 +31,6 @@ from vllm_medusa.worker.grammar import (
 )
 from vllm_medusa.worker.requests import GREEDY_BELOW
 
-_MASK_SHARE = 0.1  # of a step's time that its drafts' masks may take
-_NEWS = 0.1  # weight of the latest time in the mean
-
 
 class GrammarDrafts:
     """What grammars say of drafts; see the module."""
@@ -54,23 +50,10 @@ class GrammarDrafts:
         """
         self.manager, self.vocab_size, self.max_model_len = manager, vocab_size, max_model_len
         self.depth, self.run_depth = depth, run_depth
-        self.step_seconds = 0.0  # mean, of steps with structured outputs
-        self._mask_seconds = 0.0  # mean, of a node
         self._chances = Chance(), Chance()  # of greedy requests, and of others
         self._masks: Tensor | None = None  # int32 [rows of a step or more, ceil(V / 32)]
 
-    def timed_step(self, seconds: float) -> None:
-        """Take a step's time, against which masks are weighed."""
-        self.step_seconds = _mean(self.step_seconds, seconds)
-
-    def affordable(self, num_requests: int, most: int) -> int:
-        """Drafts of each of so many requests whose masks take a small part of a step."""
-        cost = num_requests * self._mask_seconds
-        if cost * most <= _MASK_SHARE * self.step_seconds or not self.step_seconds:
-            return most
-        return max(1, int(_MASK_SHARE * self.step_seconds / cost))
-
-    def chosen(self, request: Request, candidates: Candidates, most: int) -> Draft:
+    def chosen(self, request: Request, candidates: Candidates, max_drafts: int) -> Draft:
         """The best of what the grammar allows of a request's candidates, and what it forces."""
         constrained = request.use_structured_output and self._is_constrained(request)
         drafts = candidates  # no grammar was given after all
@@ -79,7 +62,7 @@ class GrammarDrafts:
         elif request.use_structured_output:
             drafts = self._within_reasoning(request, candidates)
         run = _run_of(drafts)
-        return _draft(request, drafts.first(most), constrained=constrained, run=run)
+        return _draft(request, drafts.first(max_drafts), constrained=constrained, run=run)
 
     def forced(self, request: Request) -> Draft | None:
         """What the grammar all but forces of a request for which no head drafted."""
@@ -167,10 +150,7 @@ class GrammarDrafts:
         if not draft.constrained:
             rows[:] = -1
         else:
-            begun = time.perf_counter()
             fill_masks(_grammar(draft.request), masks, root, tokens, parents)
-            seconds = (time.perf_counter() - begun) / max(len(tokens), 1)
-            self._mask_seconds = _mean(self._mask_seconds, seconds)
 
     def _buffer(self, rows: int) -> Tensor:
         if self._masks is None or len(self._masks) < rows:
@@ -247,12 +227,11 @@ def _draft(
     constrained: bool,
     run: list[tuple[int, int]] | None = None,
 ) -> Draft:
-    sources = drafts.forced or [0] * len(drafts.token_ids)
     return Draft(
-        request,
-        drafts.token_ids,
         drafts.survival,
-        sources=sources,
+        copied=drafts.forced or [0] * len(drafts.survival),
+        request=request,
+        token_ids=drafts.token_ids,
         parents=drafts.parents,
         constrained=constrained,
         run=run or [],
@@ -275,8 +254,3 @@ def _grammar(request: Request) -> StructuredOutputGrammar:
     grammar = structured.grammar
     assert isinstance(grammar, StructuredOutputGrammar)
     return grammar
-
-
-def _mean(known: float, value: float) -> float:
-    """A running mean; 0: nothing is known."""
-    return known + _NEWS * (value - known) if known else value

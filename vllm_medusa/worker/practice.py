@@ -11,10 +11,10 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 from vllm.distributed import get_tp_group
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
@@ -22,8 +22,8 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_medusa.budget.acceptance import Acceptance
-from vllm_medusa.budget.policy import Auto, Batch, best
+from vllm_medusa.budget.acceptance import Acceptance, Drafted, Nodes
+from vllm_medusa.budget.policy import Auto, best
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.drafts import Draft
 from vllm_medusa.worker.options import EngineOptions
@@ -60,10 +60,9 @@ class _Script(Auto):
     def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
         return min(self.nodes, self.max_drafts)
 
-    def counts(self, drafts: Batch, requests: int, room: int) -> list[int]:
-        sizes = [len(values) for values in drafts.survival]
-        survival = np.concatenate([np.asarray(values) for values in drafts.survival])
-        return best(survival, sizes, min(self.nodes * requests, room))
+    def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
+        nodes = Nodes.of(drafts)
+        return best(nodes, nodes.survival, min(self.nodes * requests, room))
 
     def observe(
         self, rows: int, requests: int, heads: float, ms: float, tokens: float = 0.0
@@ -92,7 +91,8 @@ class _Practice(TreeScheduler):
         nodes = min(self.policy.nodes, self._room() // max(len(self.running), 1))
         for request in map(self.requests.get, draft_token_ids.req_ids):
             if request is not None and not request.is_prefill_chunk:
-                draft = Draft(request, [0] * nodes, parents=list(range(nodes)))
+                draft = Draft([], request=request, token_ids=[0] * nodes)
+                draft.parents = list(range(nodes))
                 self.pending[request.request_id] = draft
                 request.spec_token_ids = draft.token_ids
 

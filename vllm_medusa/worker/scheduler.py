@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_medusa.budget.acceptance import USUAL_TAUS, Acceptance
-from vllm_medusa.budget.policy import Auto, Batch, Fixed
+from vllm_medusa.budget.policy import Auto, Fixed
 from vllm_medusa.budget.store import CostStore
 from vllm_medusa.lookup.merge import BY_CHAIN
 from vllm_medusa.plugin import installed_vllm
@@ -78,7 +78,8 @@ class TreeScheduler(Scheduler):
         if self.policy is not None:  # vLLM then asks for drafts of no request by itself
             self.dynamic_sd_lookup = [0] * (1 + self.max_num_running_reqs)
         self._report = StepReport()
-        self._last_limit = self.max_drafts  # of the step whose output came last
+        # nodes that heads could draft at the end of the step whose output came last; None: all
+        self._limit_of_last: int | None = None
         self._prefills = 0.0  # share of recent steps with a prefill
         self._requests_wait = False  # although there were rows for them
         self._has_sessions = False  # there was a request that takes more input later
@@ -150,7 +151,7 @@ class TreeScheduler(Scheduler):
         drafts = self._received(draft_token_ids)
         counts = [len(draft.token_ids) for draft in drafts.values()]
         if any(counts) and self.policy is not None:
-            counts = self._counts(list(drafts.values()))
+            counts = self.policy.counts([*drafts.values()], len(self.running), self._room())
         self._report.chosen = sum(counts)
         for draft, count in zip(drafts.values(), counts, strict=True):
             draft.request.spec_token_ids = draft.token_ids[:count]
@@ -191,12 +192,10 @@ class TreeScheduler(Scheduler):
         if step is None or not step.requests:
             return result
         step.tokens = sum(map(len, model_runner_output.sampled_token_ids))
-        if scheduler_output.has_structured_output_requests:
-            self.grammar.timed_step(time.perf_counter() - step.started)
         drafted = step.limit > 0 and self.options.tree.max_depth > 0
         nodes = sum(step.nodes.values())
         self._report.add(step.requests, nodes, prefill=step.prefill, drafted=drafted)
-        self._last_limit = step.limit
+        self._limit_of_last = step.limit if step.limit < self.max_drafts else None
         more = self.has_unfinished_requests()
         self._learn_time(self.clock.end(step, more=more))
         self.save_costs(_SAVE_SECONDS if more else _SAVE_IDLE_SECONDS)
@@ -265,7 +264,6 @@ class TreeScheduler(Scheduler):
         sources = getattr(message, "proposed_by", {})
         candidates = getattr(message, "candidates", {})
         copies = self._looks_for_copies
-        affordable = self.grammar.affordable(len(candidates), self.num_spec_tokens)
         found, forced_for = {}, self._forced_for(message, candidates)
         for req_id, tokens, values in zip(
             message.req_ids, message.draft_token_ids, survival, strict=False
@@ -278,17 +276,16 @@ class TreeScheduler(Scheduler):
                 continue
             if req_id in candidates:
                 draft: Draft | None
-                draft = self.grammar.chosen(request, candidates[req_id], affordable)
+                draft = self.grammar.chosen(request, candidates[req_id], self.max_drafts)
             elif request.use_structured_output and self.drafts_forced:
                 draft = self.grammar.forced(request) if req_id in forced_for else None
                 if draft is None:
                     request.spec_token_ids = []
                     continue  # what could have been drafted is unknown
             else:
-                draft = Draft(request, tokens, values, sources=sources.get(req_id))
-                if copies and draft.sources is None:
-                    draft.sources = [0] * len(values)
-            draft.limit = self._last_limit
+                draft = Draft(values, request=request, token_ids=tokens)
+                draft.copied = sources.get(req_id, [0] * len(values) if copies else None)
+            draft.limit = self._limit_of_last
             found[req_id] = draft
         return found
 
@@ -311,16 +308,6 @@ class TreeScheduler(Scheduler):
         self._forced_turn += 1
         turn, rest = divmod(self._forced_turn, _FORCED_EVERY)
         return () if rest else (followers[turn % len(followers)],)
-
-    def _counts(self, drafts: list[Draft]) -> list[int]:
-        """How many of each request's drafts the next step verifies."""
-        assert self.policy is not None
-        batch = Batch(
-            [draft.survival for draft in drafts],
-            [draft.kind for draft in drafts],
-            [draft.sources or [0] * len(draft.survival) for draft in drafts],
-        )
-        return self.policy.counts(batch, len(self.running), self._room())
 
     def _room(self) -> int:
         """Rows of the next step that are left for drafts by what requests need."""
@@ -375,25 +362,16 @@ class TreeScheduler(Scheduler):
             if draft.run:
                 self.grammar.learn(draft, sampled)
             nodes, accepted = len(verified.get(req_id, ())), len(sampled) - 1
-            if draft.sources and any(draft.sources):
+            if draft.copied and any(draft.copied):
                 path = _accepted_copies(draft, nodes, sampled[:-1])
                 self._report.copied += path.count(BY_CHAIN)
                 accepted -= 0 if self.ahead else len(path)
-            if len(draft.survival) or draft.sources is not None:
+            if self.ahead:  # places are all that counts
+                draft.copied = None
+            if len(draft.survival) or draft.copied is not None:
                 seen.append((draft, nodes, accepted))
-        if not isinstance(self.policy, Auto):
-            return
-        for key, group in itertools.groupby(seen, lambda one: _conditions(one[0])):
-            limit, looked = key
-            drafts, nodes, accepted = zip(*group, strict=True)
-            self.policy.acceptance.observe(
-                [draft.survival for draft in drafts],
-                nodes,
-                accepted,
-                [draft.kind for draft in drafts],
-                limit if limit < self.max_drafts else None,
-                [draft.sources for draft in drafts] if looked and not self.ahead else None,
-            )
+        if seen and isinstance(self.policy, Auto):
+            self.policy.acceptance.observe(*zip(*seen, strict=True))
 
 
 class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
@@ -416,12 +394,12 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         request = self.requests.get(req_id)
         if request is None:
             return
-        draft = self.pending[req_id] = self._draft_of(req_id) or Draft(request, [])
-        draft.survival, draft.limit = values, self._last_limit
+        draft = self.pending[req_id] = self._draft_of(req_id) or Draft([], request=request)
+        draft.survival, draft.limit = values, self._limit_of_last
         if copies is not None:
             tokens, sources = copies[0][place], copies[1][place]
             draft.token_ids = tokens[: len(values)].tolist()
-            draft.sources = sources[: len(values)].tolist()
+            draft.copied = sources[: len(values)].tolist()
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
@@ -474,14 +452,9 @@ def cost_key(config: Any) -> dict[str, str]:
     return found | {"lookup": "True"} if options.lookup else found
 
 
-def _conditions(draft: Draft) -> tuple[int, bool]:
-    """What drafts have in common whose survivals are learned together."""
-    return draft.limit, draft.sources is not None
-
-
 def _accepted_copies(draft: Draft, nodes: int, accepted: list[int]) -> list[int]:
     """Who proposed the accepted tokens of the chain that needed no heads."""
-    proposed = zip(draft.token_ids[:nodes], draft.sources or (), strict=False)
+    proposed = zip(draft.token_ids[:nodes], draft.copied or (), strict=False)
     chain = [(token, source) for token, source in proposed if source]
     pairs = zip(chain, accepted, strict=False)
     path = itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_medusa.budget.acceptance import Acceptance
+from vllm_medusa.budget.acceptance import Acceptance, Drafted, Nodes
 
 
 def drafts(rng: np.random.Generator, requests: int, nodes: int = 8) -> np.ndarray:
@@ -18,7 +18,7 @@ def taught(steps: int, factor: float = 1.0, kind: int = 0, verified: int = 8) ->
         survival = drafts(rng, 8)
         chances = (factor * survival[:, :verified]).clip(0, 1)
         accepted = (rng.random((8, verified)) < chances).sum(1)
-        acceptance.observe(survival, [verified] * 8, accepted, [kind] * 8)
+        acceptance.observe([Drafted(row, kind) for row in survival], [verified] * 8, accepted)
     return acceptance
 
 
@@ -52,19 +52,19 @@ def test_even_shares_bring_less_than_the_pool():
 @pytest.mark.parametrize("verified", [2, 8])
 def test_confidence_is_corrected_by_what_was_verified(factor, verified):
     acceptance = taught(400, factor, verified=verified)
-    survival = np.array([0.1, 0.3, 0.6])
-    found = acceptance.believed(survival, np.zeros(3, int), np.array([False, False, True]))
-    assert found[:2] == pytest.approx(factor * survival[:2], rel=0.12)
+    survival = [0.1, 0.3, 0.6]
+    of_two_kinds = [Drafted(survival, copied=[0, 0, 1]), Drafted(survival, kind=1)]
+    found = acceptance.believed(Nodes.of(of_two_kinds))
+    assert found[:2] == pytest.approx(factor * np.array(survival[:2]), rel=0.12)
     assert found[2] == 0.6  # copied: measured where it was found
-    other = acceptance.believed(survival, np.ones(3, int), np.zeros(3, bool))
-    assert other == pytest.approx(survival)  # another kind of requests
+    assert found[3:] == pytest.approx(survival)  # another kind of requests
 
 
 def test_traffic_that_changes_is_followed():
     acceptance = taught(300)
     before = float(acceptance.gain(np.array([2.0]), None)[0])
     for _ in range(400):
-        acceptance.observe([[0.02] * 8] * 8, [0] * 8, [0] * 8, [0] * 8)
+        acceptance.observe([Drafted([0.02] * 8)] * 8, [0] * 8, [0] * 8)
     assert float(acceptance.gain(np.array([2.0]), None)[0]) < 0.1 < before
 
 
@@ -76,7 +76,7 @@ def test_what_is_long_ago_counts_less():
         acceptance.forget(idle)
         assert acceptance.gain(np.arange(9.0), None) == pytest.approx(before)  # older, not other
         for _ in range(20):
-            acceptance.observe([[0.02] * 8] * 8, [0] * 8, [0] * 8, [0] * 8)
+            acceptance.observe([Drafted([0.02] * 8)] * 8, [0] * 8, [0] * 8)
         gains.append(float(acceptance.gain(np.array([2.0]), None)[0]))
     assert gains[1] < 0.8 * gains[0]
 
@@ -85,7 +85,7 @@ def test_a_limit_tells_nothing_of_what_lies_beyond():
     acceptance = taught(300)
     whole, four = float(acceptance.gain(np.array([8.0]), None)[0]), acceptance.even_gain(4)
     for _ in range(300):
-        acceptance.observe([[0.9] * 2] * 8, [0] * 8, [0] * 8, [0] * 8, 2)
+        acceptance.observe([Drafted([0.9] * 2, limit=2)] * 8, [0] * 8, [0] * 8)
     assert acceptance.even_gain(2) == pytest.approx(1.8, rel=0.05)
     assert float(acceptance.gain(np.array([8.0]), None)[0]) > whole
     assert acceptance.even_gain(4) > four
@@ -95,7 +95,8 @@ def test_copies_come_with_any_limit_and_take_no_place():
     acceptance = Acceptance([1.5])
     assert not acceptance.copies
     for _ in range(300):
-        acceptance.observe([[0.9, 0.8, 0.4], [0.4]], [0, 0], [0, 0], [0, 0], 1, [[2, 2, 0], [0]])
+        both = [Drafted([0.9, 0.8, 0.4], 0, 1, [2, 2, 0]), Drafted([0.4], 0, 1, [0])]
+        acceptance.observe(both, [0, 0], [0, 0])
     assert acceptance.copies
     nodes = np.array([1.0, 9.0])
     assert acceptance.gain(nodes, 0) == pytest.approx([0.85, 0.85], rel=0.02)
@@ -106,8 +107,8 @@ def test_copies_come_with_any_limit_and_take_no_place():
 
 def test_nonsense_does_no_harm():
     acceptance = Acceptance()
-    acceptance.observe([], [], [], [])
-    acceptance.observe([[], []], [0, 0], [0, 0], [0, 0])
-    acceptance.observe([[float("nan"), 3.0, -1.0]], [3], [5], [0])
-    acceptance.observe([[0.0] * 4] * 2, [4, 4], [0, 0], [0, 0])
+    acceptance.observe([], [], [])
+    acceptance.observe([Drafted([]), Drafted([])], [0, 0], [0, 0])
+    acceptance.observe([Drafted([float("nan"), 3.0, -1.0])], [3], [5])
+    acceptance.observe([Drafted([0.0] * 4)] * 2, [4, 4], [0, 0])
     assert np.isfinite(acceptance.gain(np.arange(20.0), None)).all()

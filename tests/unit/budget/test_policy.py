@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.serving import CPU, NODES, Record, Server, new_policy, serve
 
-from vllm_medusa.budget.acceptance import Acceptance
+from vllm_medusa.budget.acceptance import Acceptance, Drafted
 from vllm_medusa.budget.cost import StepCost
-from vllm_medusa.budget.policy import Auto, Batch, Fixed, best
+from vllm_medusa.budget.policy import Auto, Fixed
 
 STEPS = 1200
 FIXED = (0, 1, 2, 4, 8, 12)
@@ -104,7 +104,7 @@ def test_drafting_ends_where_it_is_slower_than_expected():
     """Whatever costs and acceptance say: here acceptance is far overestimated."""
     server = Server(cpu, batch(4), lambda step: 0.9, 0.05)
     policy = new_policy()
-    policy.acceptance.believed = lambda survival, *_: survival  # type: ignore[method-assign]
+    policy.acceptance.believed = lambda nodes: nodes.survival  # type: ignore[method-assign]
     record, plain = serve(server, 2 * STEPS, policy), serve(server, 2 * STEPS, 0)
     assert 0 < np.mean(record.drafting) < 0.3
     assert record.speed(STEPS) >= 0.97 * plain.speed(STEPS)
@@ -150,7 +150,7 @@ def policy_at(per_row: float) -> Auto:
     return policy
 
 
-DRAFTS = Batch([[0.5, 0.2, 0.1, 0.05]], [0])
+DRAFTS = [Drafted([0.5, 0.2, 0.1, 0.05])]
 
 
 @pytest.mark.parametrize(("per_row", "nodes"), [(2.0, [0]), (0.1, [1, 2, 3]), (0.001, [4])])
@@ -162,7 +162,7 @@ def test_a_node_is_verified_if_it_is_worth_its_time(per_row, nodes):
 
 def test_surer_requests_get_more():
     policy = policy_at(0.1)
-    unsure, sure = policy.counts(Batch([[0.02] * 4, [0.9] * 4], [0, 0]), 2, 64)
+    unsure, sure = policy.counts([Drafted([0.02] * 4), Drafted([0.9] * 4)], 2, 64)
     assert unsure == 0 and sure == 4
 
 
@@ -175,8 +175,8 @@ def test_no_more_than_there_is_room_for(room):
 
 def test_nobody_and_nothing():
     policy = policy_at(0.001)
-    assert policy.limit(0, 64) == 0 and policy.counts(Batch([[]], [0]), 1, 64) == [0]
-    assert policy.counts(Batch([], []), 0, 64) == []
+    assert policy.limit(0, 64) == 0 and policy.counts([Drafted([])], 1, 64) == [0]
+    assert policy.counts(DRAFTS, 0, 64) == [0]
 
 
 def test_heads_do_not_run_for_drafts_that_stay_unused():
@@ -195,9 +195,9 @@ def test_copied_drafts_pay_without_heads():
     for _ in range(50):
         policy.observe(5, 1, 0.0, 11.0, 4.0)
         policy.observe(1, 1, 0.0, 10.0, 1.0)
-        policy.acceptance.observe([[0.9] * 4], [4], [0], [0], 0, [[2] * 4])
+        policy.acceptance.observe([Drafted([0.9] * 4, 0, 0, [2] * 4)], [4], [0])
     assert policy.limit(1, 8) == 0
-    assert policy.counts(Batch([[0.9] * 4], [0], [[2] * 4]), 1, 8) == [4]
+    assert policy.counts([Drafted([0.9] * 4, 0, 0, [2] * 4)], 1, 8) == [4]
     assert policy.forced_pay
 
 
@@ -205,7 +205,5 @@ def test_copied_drafts_pay_without_heads():
     ("total", "expected"), [(0, [0, 0, 0]), (1, [1, 0, 0]), (3, [2, 0, 1]), (9, [2, 1, 2])]
 )
 def test_the_best_are_kept_and_ties_go_to_the_first(total, expected):
-    survival = np.array([0.9, 0.5, 0.3, 0.5, 0.1])
-    assert best(survival, [2, 1, 2], total) == expected
-    batch = Batch([[0.9, 0.5], [0.3], [0.5, 0.1]], [0, 0, 0])
-    assert Fixed(2).counts(batch, 3, total) == expected
+    drafts = [Drafted([0.9, 0.5]), Drafted([0.3]), Drafted([0.5, 0.1])]
+    assert Fixed(2).counts(drafts, 3, total) == expected

@@ -19,7 +19,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_medusa.budget.policy import Auto, Batch
+from vllm_medusa.budget.acceptance import Drafted
+from vllm_medusa.budget.policy import Auto
 from vllm_medusa.worker.drafts import TreeDrafts, tree_parents
 from vllm_medusa.worker.grammar import Candidates, allows
 from vllm_medusa.worker.scheduler import TreeScheduler, tree_scheduler
@@ -97,13 +98,12 @@ def test_every_request_follows_its_grammar(scheduler: TreeScheduler, drafts: str
     policy: Any = scheduler.policy
     assert isinstance(policy, Auto) and scheduler.drafts_forced
 
-    def everything(batch: Batch, requests: int, room: int) -> list[int]:
-        assert all(
-            list(values) == sorted(values, reverse=True) and len(values) == len(sources)
-            for values, sources in zip(batch.survival, batch.copied or (), strict=True)
-        )
-        assert set(batch.kinds) <= {2}  # greedy, with a grammar
-        return [len(values) for values in batch.survival]
+    def everything(drafts: list[Drafted], requests: int, room: int) -> list[int]:
+        for draft in drafts:
+            assert list(draft.survival) == sorted(draft.survival, reverse=True)
+            assert draft.kind == 2  # greedy, with a grammar
+            assert draft.copied is not None and len(draft.copied) == len(draft.survival)
+        return [len(draft.survival) for draft in drafts]
 
     policy.counts = everything
     policy._plan = policy.plan(1, 9)

@@ -126,7 +126,7 @@ def test_an_automatic_budget_learns_from_what_it_sees(make: Make, ahead: bool) -
     policy = scheduler.policy
     assert isinstance(policy, Auto) and policy.even == ahead
     policy.limit = lambda *_: len(SURVIVAL)  # type: ignore[method-assign]
-    policy.counts = lambda drafts, *_: [4] * len(drafts.survival)  # type: ignore[method-assign]
+    policy.counts = lambda drafts, *_: [4] * len(drafts)  # type: ignore[method-assign]
     worker = run(scheduler, 3, 30)
     assert all(set(nodes.values()) == {len(SURVIVAL) if ahead else 4} for nodes in worker.nodes[2:])
     assert policy.cost.steps > 20
