@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import ROOT, Case, Plot
-from vllm_medusa.offline.machine import describe_machine, machine_in_words
+from vllm_medusa.offline.machine import describe_machine, format_machine
 
 _SHOWN_REASON = 200  # characters; the JSON file has all of it
 
@@ -44,7 +44,7 @@ def markdown(document: Mapping[str, Any], cases: Mapping[str, Case]) -> str:
     machine = document["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "vllm") if machine[name])
     lines = [f"    {document['command']}", ""]
-    lines += [f"{machine_in_words(machine)}; {versions}; commit {machine['commit']}."]
+    lines += [f"{format_machine(machine)}; {versions}; commit {machine['commit']}."]
     for name, found in document["cases"].items():
         lines += ["", f"## {name}", "", *table(found["rows"], cases[name].columns)]
         if text := cases[name].text(found["rows"]):

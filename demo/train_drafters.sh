@@ -16,7 +16,7 @@ readonly CONVERSATIONS="${CONVERSATIONS:-2500}" KINDS="${KINDS:-hydra medusa eag
 
 mkdir -p "$WORK"
 "$BIN/vllm-medusa" distill "$TARGET" --self-talk --conversations "$CONVERSATIONS" --turns 2 \
-    --temperature 0.7,0.7,0 --samples 3 --max-tokens 400 --max-model-len 2048 --batch 96 \
+    --temperature 0.7 0.7 0 --samples 3 --max-tokens 400 --max-model-len 2048 --batch 96 \
     -o "$WORK/texts.jsonl"
 
 train() { # KIND, more options

@@ -13,8 +13,9 @@ mkdir -p "$out"
 
 $medusa distill "$target" --prompts "$prompts" --output "$out/records.jsonl" \
     --temperature 0.8 --samples 4 --max-tokens 96 --engine-args '{"enforce_eager": true}'
-$medusa calibrate "$target" "$out/heads" --data "$out/records.jsonl" --plot "$out/heads.png"
+$medusa calibrate "$target" "$out/heads" --data "$out/records.jsonl"
 $medusa tree "$out/heads" --num-draft-tokens 16 --draw "$out/tree.png"
 
 # Beside plain vLLM, by the size of the tree. (Here on the calibration's prompts; use others.)
-$medusa compare "$target" "$out/heads" --data "$out/records.jsonl" --budgets 4 8 16 --limit 4
+$medusa compare "$target" "$out/heads" --prompts "$out/records.jsonl" --temperature 0.8 \
+    --budgets 4 8 16 --limit 4

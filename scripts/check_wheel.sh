@@ -59,7 +59,8 @@ vllm-medusa inspect tgi --target target >/dev/null
 
 step "adapt: distill, train, calibrate, tree and compare"
 vllm-medusa adapt target --prompts few.jsonl --output mine --dtype float32 --samples 4 \
-    --max-tokens 32 --epochs 1 --budgets 4 --measure-tokens 16 --rounds 1 --engine-args "$SMALL"
+    --max-tokens 32 --epochs 1 --budgets 4 --measure-tokens 16 --measure-seconds 10 \
+    --engine-args "$SMALL"
 [[ -s mine/report.md && -s mine/model.safetensors ]]
 
 step "serve"

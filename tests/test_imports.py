@@ -38,12 +38,11 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "training": CORE | BASE | {"decode", "offline"},
     "calibration": CORE | BASE | {"decode", "offline", "training"},  # its records, its target
     "adapt": CORE | BASE | {"offline", "training", "calibration"},
-    "explain": BASE | {"budget", "calibration", "config", "heads", "offline", "tree"},
     "worker": CORE | {"budget", "lookup", "plugin", "kernels"},
     "plugin": set(),  # names the worker by string
     "cli": CORE
     | BASE
-    | {"adapt", "budget", "decode", "offline", "convert", "training", "calibration", "explain"}
+    | {"adapt", "decode", "offline", "convert", "training", "calibration"}
     | {"plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }

@@ -389,18 +389,20 @@ def _check_fits(tree: TokenTree, num_heads: int | None, vocab_size: int | None) 
         )
 
 
+def use_hub_cache() -> None:
+    """Have this process and those it starts take models of the hub from its cache alone."""
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+
+
 def run_engines_in_this_process() -> None:
     """Have vLLM keep its engine core inside the calling process, unless the user said otherwise.
 
     A core in a process of its own outlives a caller that is killed, and keeps its memory.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-
-def vllm_cache() -> Path:
-    """Where vLLM keeps what it may keep between starts, by vLLM's own rule."""
-    everyones = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("VLLM_CACHE_ROOT", f"{everyones}/vllm")).expanduser()
 
 
 def _explained(kind: type[_Options], error: ValidationError) -> str:

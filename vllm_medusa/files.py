@@ -1,7 +1,7 @@
-"""New files and folders, locks, digests; may this be replaced, are these other settings.
+"""New files and folders, locks, digests, resumable runs; may this be replaced, are settings equal.
 
 What is written here is the old or the whole new one for every reader, after a crash too: it is
-written aside, synced, and then given its name.
+written aside, synced, and then renamed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 _END_BYTES = 1 << 16
 _LARGEST_JSON = 1 << 24  # bytes; what is written here is far smaller, and a model is not read
@@ -25,18 +25,90 @@ class FileRefused(ValueError):
     """A file or folder that is not read, written or replaced; the message has the remedy."""
 
 
+class Run:
+    """A locked folder of resumable work, which belongs to the settings it was begun with.
+
+    ``run.json`` in it is written first and holds ``settings``, all that the result depends on.
+    ``resumed`` says whether the folder was begun before with the same settings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],  # plain JSON
+        *,
+        of: Path,  # the output that users know, for messages
+        restart: bool = False,  # throw away what was begun with other settings
+        overwrite: bool = False,  # throw away what was begun
+        clear: Path | None = None,  # a file that is emptied before new settings are written
+        remedy: str = "Name another output, or pass --overwrite to throw it away.",
+        **notes: Any,  # kept beside the settings; nothing depends on them
+    ) -> None:
+        """Make or resume the folder, whose parent exists.
+
+        Raises:
+            FileRefused: it was begun with other settings, is in use, or can't be made.
+
+        """
+        self.folder, settings = folder, json.loads(json.dumps(settings))
+        try:
+            folder.mkdir(exist_ok=True)
+            self._lock = take_lock(
+                folder / "lock",
+                f"{of}: another process is writing it. Wait for that one to end, or name another.",
+            )
+        except OSError as error:
+            raise FileRefused(f"{folder} can't be made: {error.strerror}. Name another.") from None
+        begun = folder / "run.json"
+        before: Any = None
+        try:
+            if begun.exists() and not overwrite:
+                with suppress(FileRefused):
+                    before = read_json(begun).get("settings")
+                if before != settings and not restart:
+                    refuse_other_settings(of, before or {}, settings, "results", remedy)
+            self.resumed = before == settings
+            if not self.resumed:
+                known = ("lock", begun.name, aside(begun).name)
+                others = [path for path in folder.iterdir() if path.name not in known]
+                if others and not begun.exists():
+                    raise FileRefused(f"{folder} holds {others[0].name}, not ours. Name another.")
+                for path in others:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                if clear is not None and clear.exists():
+                    os.truncate(clear, 0)
+                write_json(begun, {"settings": settings, **notes})
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the folder; the run can be resumed."""
+        self._lock.close()
+
+    def remove(self) -> None:
+        """Delete the folder, after its result is safe or where there is none."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.close()
+
+
 def aside(path: Path, tag: str = "part") -> Path:
-    """Return where ``path`` is written before it gets its name; nobody else's file is there."""
+    """Where ``path`` is written before it gets its name; nobody else's file is there."""
     return path.with_name(f".{path.name}.{tag}")
 
 
 @contextmanager
 def new_path(path: Path, tag: str = "part") -> Iterator[Path]:
-    """A path to write, by whatever writes paths; it becomes ``path`` when the block ends well.
+    """A path to write, which becomes ``path`` when the block ends well; its folder must exist.
 
-    The file gets the permissions of any new file, not its writer's own.
-
-    Its folder must exist. Processes that may write one path at a time need tags of their own.
+    The file gets the permissions of any new file, not its writer's own. Processes that may write
+    one path at a time need tags of their own.
     """
     part = aside(path, tag)
     part.unlink(missing_ok=True)  # it may be a link to a file that somebody keeps
@@ -55,14 +127,9 @@ def new_path(path: Path, tag: str = "part") -> Iterator[Path]:
 
 @contextmanager
 def new_file(path: Path, mode: str = "w", tag: str = "part") -> Iterator[IO[Any]]:
-    """An open file that becomes ``path`` when the block ends well; see `new_path`.
-
-    ``mode`` is "w" (UTF-8) or "wb".
-    """
-    with (
-        new_path(path, tag) as part,
-        part.open(mode, encoding=None if "b" in mode else "utf-8") as file,
-    ):
+    """An open file, "w" (UTF-8) or "wb", that becomes ``path``; see `new_path`."""
+    encoding = None if "b" in mode else "utf-8"
+    with new_path(path, tag) as part, part.open(mode, encoding=encoding) as file:
         yield file
 
 
@@ -92,10 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes ``path`` when the block ends well and else vanishes.
-
-    Killed inside the block, ``path`` is what it was; a rest of it lies beside as ``.NAME.part``,
-    and the next try takes it away. A folder that is replaced is never half one, half the other.
+    """A folder to fill, which becomes ``path`` when the block ends well and is removed otherwise.
 
     Raises:
         FileRefused: without ``overwrite``, something is at ``path``, even if only since the start;
@@ -140,10 +204,7 @@ def sync(path: Path) -> None:
 
 
 def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
-    """Lock an open file until it is closed; False if another process holds it.
-
-    A shared lock goes with other shared ones, an exclusive one with none.
-    """
+    """Lock an open file until it is closed; False if another process holds it."""
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -153,19 +214,18 @@ def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
 
 
 def take_lock(path: Path, busy: str) -> IO[bytes]:
-    """Open and lock a file, which is made if it isn't there; closing it gives the lock back.
-
-    Nothing is written to it. ``busy`` is the message if another process holds it, with the remedy.
+    """Open and lock a file, which is made if needed; closing it releases the lock.
 
     Raises:
-        FileRefused: another process holds it.
+        FileRefused: another process holds it; ``busy`` is the message, with the remedy.
 
     """
     file = path.open("ab")
-    if not try_lock(file):
-        file.close()
-        raise FileRefused(busy)
-    return file
+    with suppress(FileNotFoundError):  # removed by the process that held it
+        if try_lock(file) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    file.close()
+    raise FileRefused(busy)
 
 
 def digest(path: Path) -> str:
@@ -183,7 +243,7 @@ def ends_of(path: Path) -> bytes:
     """Name, size and both ends of a file: tells checkpoints apart without reading gigabytes.
 
     A safetensors file begins with its header and ends with weights, one of pickles ends with the
-    checksums of all its tensors: weights that were trained on are told from what they were.
+    checksums of all its tensors.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -234,21 +294,19 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
     )
 
 
-def strangers(folder: Path, ours: Sequence[str]) -> list[str]:
-    """Names in a folder that match none of the patterns, in order; "NAME/" matches a folder."""
-    entries = sorted(folder.iterdir())
-    names = {e.name: f"{e.name}/" if e.is_dir() and not e.is_symlink() else e.name for e in entries}
-    return [name for name, full in names.items() if not any(fnmatch(full, p) for p in ours)]
-
-
 def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
-    """Refuse to overwrite a folder that holds more than this command writes.
+    """Refuse to overwrite a folder that holds more than what ``ours`` match; "NAME/" is a folder.
 
     Raises:
         FileRefused: naming some of what would be deleted.
 
     """
-    if others := strangers(folder, ours):
+    others = []
+    for entry in sorted(folder.iterdir()):
+        name = f"{entry.name}/" if entry.is_dir() and not entry.is_symlink() else entry.name
+        if not any(fnmatch(name, pattern) for pattern in ours):
+            others.append(entry.name)
+    if others:
         raise FileRefused(
             f"{folder} also holds {', '.join(others[:4])}, which --overwrite would delete. Name "
             "another output, or move them away."

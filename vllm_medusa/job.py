@@ -1,4 +1,4 @@
-"""The contract between a job and whoever runs it.
+"""The contract between a job and what runs it.
 
 A job is a function of typed options and a `Progress`; it returns a result and knows no console. It
 raises ValueError or OSError for what it was given, `JobFailed` for what went wrong on the way. Its
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class JobFailed(RuntimeError):
-    """A job that broke off through no fault of its input; started again, it goes on from there.
+    """A job that broke off through no fault of its input; started again, it resumes.
 
     Attributes:
         status: the exit status of a command that ran it.
@@ -20,24 +20,27 @@ class JobFailed(RuntimeError):
 
 
 class Progress:
-    """Told by a job how it goes; this one keeps it to itself."""
+    """What a job reports to; this one ignores it."""
 
     def note(self, text: str) -> None:
-        """Say what whoever waits wants to know."""
+        """Take a line that the user wants to know."""
 
     def warn(self, text: str) -> None:
-        """Say what may be other than it was meant."""
+        """Take a line about what may not be as intended."""
 
     def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
-        """Say how much of a part of the job is done.
+        """Take how much of a part of the job is done.
 
         Args:
             what: the part, such as "hidden states"; another one begins a new count.
             done: units that are done; all of them end the part.
             total: units in all, where that is known.
-            text: how it goes, such as "812 tok/s, tau 1.91".
+            text: more, such as "812 tok/s, tau 1.91".
 
         """
+
+
+SILENT = Progress()
 
 
 def duration(seconds: float) -> str:
@@ -47,20 +50,6 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-class Pace:
-    """How long a part of a job still takes, from the first count that is told on."""
-
-    def __init__(self) -> None:
-        self._began = self._first = 0.0
-        self._total: float | None = -1.0
-
-    def left(self, now: float, done: float, total: float | None) -> float | None:
-        """Seconds; None where nothing says how many. Another ``total`` begins a new count."""
-        if total != self._total:
-            self._began, self._first, self._total = now, done, total
-        if total is None or done <= self._first:
-            return None
-        return (now - self._began) / (done - self._first) * max(0.0, total - done)
-
-
-SILENT = Progress()
+def plural(count: int, noun: str) -> str:
+    """Such as "1 prompt" or "3 prompts"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

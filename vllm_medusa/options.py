@@ -5,17 +5,17 @@
 
     Texts(samples=0)   ValueError: samples is 0; use a whole number from 1
 
-A command line is made of the same fields (`vllm_medusa.cli.flags`), so the two can't drift apart.
-Options that belong together are a dataclass of their own, a field of the larger one: a function
-takes what it needs and no more.
+A command line is made of the same fields (`vllm_medusa.cli.flags`). Options that several commands
+share are a base class with a ``title``, under which the help lists them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from inspect import get_annotations
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -24,23 +24,18 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    TypedDict,
     TypeVar,
     Union,
-    Unpack,
     dataclass_transform,
     get_args,
     get_origin,
-    overload,
+    get_type_hints,
 )
-from typing import get_type_hints as hints_of
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Number:
-    """Numbers from ``low`` to ``high``; ``above`` and ``below`` leave the end itself out."""
+    """Finite numbers from ``low`` to ``high``; ``above`` and ``below`` exclude the end itself."""
 
     kind: type[int] | type[float]
     low: float = -math.inf
@@ -49,30 +44,29 @@ class Number:
     below: bool = False
 
     def allows(self, value: Any) -> bool:
-        """Whether a value is such a number; infinities and NaN never are."""
+        """Whether a value is such a number."""
         kinds = int if self.kind is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds):
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
             return False
         over = value > self.low if self.above else value >= self.low
-        under = value < self.high if self.below else value <= self.high
-        return math.isfinite(value) and over and under
+        return over and (value < self.high if self.below else value <= self.high)
 
     def __str__(self) -> str:
-        parts = []
+        parts = ["a whole number" if self.kind is int else "a number"]
         if math.isfinite(self.low):
             parts.append(f"{'above' if self.above else 'from'} {self.low:g}")
         if math.isfinite(self.high):
             parts.append(f"{'below' if self.below else 'to'} {self.high:.15g}")
-        return " ".join(["a whole number" if self.kind is int else "a number", *parts])
+        return " ".join(parts)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Texts that name a folder, a file or a model of the hub: what is clearly a path is there."""
+    """A folder, a file or a model of the hub; what is clearly a path has to exist."""
 
     def allows(self, value: Any) -> bool:
         """Whether a value can name anything."""
-        text = str(value).strip()  # a path will do
+        text = str(value).strip()
         return bool(text) and (text[0] not in "/.~" or Path(text).expanduser().exists())
 
     def __str__(self) -> str:
@@ -89,50 +83,19 @@ Share = Annotated[float, Number(float, 0, 1, above=True)]  # (0, 1]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True)
-class Flag:
-    """What a command line needs to know of a field beside its type and default."""
-
-    help: str = ""  # a few words; the default is added by itself
-    names: tuple[str, ...] = ()  # others, such as "-o"; one with "--" replaces the field's own
-    metavar: str | None = None  # what stands for the value in the help
-    parse: Callable[[str], Any] | None = None  # text to value; raises ValueError
-    shown: str | None = None  # the default in words, where the value says too little; "" shows none
-    positional: bool = False  # an argument without a name
-    repeat: bool = False  # of a tuple, "--stop A --stop B" instead of "--stop A B"
-    joined: str = ""  # of a tuple, what stands between its values in one word, as "," in "0.3,0.7"
-
-
-class _More(TypedDict, total=False):
-    """Attributes of `Flag` that an option may give by name."""
-
-    metavar: str
-    parse: Callable[[str], Any]
-    shown: str
-    positional: bool
-    repeat: bool
-    joined: str
-
-
-@overload
-def option(help: str = ..., *names: str, default: T, **more: Unpack[_More]) -> T: ...
-@overload
-def option(help: str = ..., *names: str, **more: Unpack[_More]) -> Any: ...
 def option(help: str = "", *names: str, default: Any = MISSING, **more: Any) -> Any:
-    """A field with a `Flag`; without a default it is required.
+    """A field of `Options`; without a default it is required.
 
-    A default stands here alone; a list or dict is copied for each object. All else is `Flag`'s.
+    ``help`` is followed by the default, or by ``shown`` in its place. ``names`` are further names
+    on the command line, such as "-o"; one with "--" replaces the field's own. ``metavar`` is the
+    value in the help, ``positional`` an argument without a name.
     """
-    flag = {"flag": Flag(help, names, **more)}
+    metadata = {"flag": {"help": help, "names": names, **more}}
     if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=flag)
-    return field(default=default, metadata=flag)
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-@overload
-def group(title: str = ..., *, factory: Callable[[], T]) -> T: ...
-@overload
-def group(title: str = ...) -> Any: ...
 def group(title: str = "", *, factory: Any = MISSING) -> Any:
     """A field that holds options of their own, under a title in the help.
 
@@ -145,6 +108,7 @@ def group(title: str = "", *, factory: Any = MISSING) -> Any:
 class Options:
     """Base of all options: a frozen dataclass, given by name, whose values are checked."""
 
+    title: ClassVar[str] = ""  # in the help, above the options that a class defines itself
     if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -153,7 +117,6 @@ class Options:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Refuse a value outside its bounds, then let the class check what goes together."""
         for each in described(type(self)):
             if problem := each.problem(getattr(self, each.name)):
                 raise ValueError(f"{each.name} is {problem}")
@@ -168,18 +131,23 @@ class Options:
         """
 
 
+T = TypeVar("T", bound=Options)
+
+
 @dataclass(frozen=True)
 class Described:
-    """A field with its type taken apart."""
+    """An option, its type taken apart."""
 
     name: str
+    flag: str  # its name on the command line, such as "--max-tokens"
+    title: str  # of its class
     kind: Any  # its type, without None, bounds and a tuple around it
-    bounds: Number | Place | None  # which of its values are allowed; None: all
+    bounds: Number | Place | None
     choices: tuple[Any, ...]  # of a `Literal`
-    many: bool  # it is a tuple of such values
+    many: bool  # a tuple of such values
     optional: bool  # None is allowed
-    flag: Flag  # for the command line
     default: Any  # `MISSING` for required ones
+    more: dict[str, Any]  # what `option` was given
 
     def problem(self, value: Any) -> str:
         """What is wrong with a value, in words that follow "is"; empty: nothing."""
@@ -193,45 +161,51 @@ class Described:
         return ""
 
 
-def described(options: type[Options]) -> tuple[Described, ...]:
+def described(options: type[Options]) -> Iterator[Described]:
     """All options of a class but those in its groups."""
-    hints = hints_of(options, include_extras=True)
-    return tuple(
-        _describe(each.name, hints[each.name], each.metadata["flag"], _default_of(each))
-        for each in fields(options)  # type: ignore[arg-type]
-        if "flag" in each.metadata
-    )
+    hints = get_type_hints(options, include_extras=True)
+    for each in fields(options):  # type: ignore[arg-type]
+        if "flag" not in each.metadata:
+            continue
+        more, hint = each.metadata["flag"], hints[each.name]
+        own = [name for name in more["names"] if name.startswith("--")]
+        owner = next(c for c in options.__mro__ if each.name in get_annotations(c))
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        bounds, many, optional, choices = None, False, False, ()
+        while origin := get_origin(hint):
+            args = get_args(hint)
+            if origin in (Union, UnionType):
+                optional = True
+                (hint,) = (one for one in args if one is not NoneType)
+            elif origin is Annotated:
+                bounds = next((note for note in args[1:] if isinstance(note, Number | Place)), None)
+                hint = args[0]
+            elif origin is tuple:
+                many, hint = True, args[0]
+            elif origin is Literal:
+                choices, hint = args, type(args[0])
+            else:  # dict[str, Any]
+                hint = origin
+        yield Described(
+            name=each.name,
+            flag=own[0] if own else f"--{each.name.replace('_', '-')}",
+            title=owner.__dict__.get("title", ""),
+            kind=hint,
+            bounds=bounds,
+            choices=choices,
+            many=many,
+            optional=optional,
+            default=default,
+            more=more,
+        )
 
 
 def groups(options: type[Options]) -> Iterator[tuple[str, str, type[Options]]]:
     """(name, title, class) of the options that are fields of a class."""
-    hints = hints_of(options)
+    hints = get_type_hints(options)
     for each in fields(options):  # type: ignore[arg-type]
         if is_dataclass(hints[each.name]) and "group" in each.metadata:
             yield each.name, each.metadata["group"], hints[each.name]
-
-
-def _default_of(each: Any) -> Any:
-    return each.default if each.default_factory is MISSING else each.default_factory()
-
-
-def _describe(name: str, hint: Any, flag: Flag, default: Any) -> Described:
-    bounds, many, optional, choices = None, False, False, ()
-    while True:
-        origin, args = get_origin(hint), get_args(hint)
-        if origin in (Union, UnionType):
-            optional = True
-            (hint,) = (one for one in args if one is not NoneType)
-        elif origin is Annotated:
-            bounds = next((note for note in args[1:] if isinstance(note, Number | Place)), None)
-            hint = args[0]
-        elif origin is tuple:
-            many, hint = True, args[0]
-        elif origin is Literal:
-            choices, hint = args, type(args[0])
-        else:
-            kind = origin or hint  # dict[str, Any] is dict
-            return Described(name, kind, bounds, choices, many, optional, flag, default)
 
 
 def values_of(options: Options) -> dict[str, Any]:
@@ -242,34 +216,23 @@ def values_of(options: Options) -> dict[str, Any]:
     return values
 
 
+def taken(kind: type[T], options: Options, **own: Any) -> T:
+    """Options of a kind, with the values that others have under the same name, but for ``own``."""
+    known = {each.name for each in described(kind)}
+    return kind(**{n: v for n, v in values_of(options).items() if n in known} | own)
+
+
 def command_line(options: Options) -> list[str]:
     """The words of a command that would be given these options; those at their default left out."""
     words: list[str] = []
     for each in described(type(options)):
         value = getattr(options, each.name)
-        if each.flag.positional:
+        if each.more.get("positional"):
             words.append(str(value))
         elif value != each.default:
-            words += _words(each, value)
+            values = () if each.kind is bool else value if each.many else (value,)
+            words.append(each.flag)
+            words += (json.dumps(one) if isinstance(one, dict) else str(one) for one in values)
     for name, _, _ in groups(type(options)):
         words += command_line(getattr(options, name))
     return words
-
-
-def flag_name(each: Described) -> str:
-    """The long name of an option: of ``max_tokens`` "--max-tokens", unless it has its own."""
-    own = [name for name in each.flag.names if name.startswith("--")]
-    return own[0] if own else f"--{each.name.replace('_', '-')}"
-
-
-def _words(each: Described, value: Any) -> list[str]:
-    name = flag_name(each)
-    if each.kind is bool:
-        return [name]
-    values = value if each.many else (value,)
-    texts = [json.dumps(one) if isinstance(one, dict) else str(one) for one in values]
-    if each.many and each.flag.joined:
-        return [name, each.flag.joined.join(texts)]
-    if each.many and each.flag.repeat:
-        return [word for text in texts for word in (name, text)]
-    return [name, *texts]

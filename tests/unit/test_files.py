@@ -138,8 +138,7 @@ def test_strangers(tmp_path):
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "notes.txt").touch()
     (tmp_path / "training").mkdir()
-    assert files.strangers(tmp_path, ["*.safetensors"]) == ["notes.txt", "training"]
-    assert files.strangers(tmp_path, ["*.safetensors", "training/", "*.txt"]) == []
+    files.refuse_strangers(tmp_path, ["*.safetensors", "training/", "*.txt"])
     with pytest.raises(FileRefused, match=r"also holds notes\.txt, training, .*--overwrite"):
         files.refuse_strangers(tmp_path, ["*.safetensors"])
 
@@ -150,3 +149,29 @@ def test_other_settings_are_named():
     with pytest.raises(FileRefused) as refused:
         files.refuse_other_settings("X", before, {"a": {"b": 2, "c": [1]}}, "a run", "Do Y.")
     assert str(refused.value) == "X holds a run of other settings: a.b was 1 and is now 2. Do Y."
+
+
+def test_a_run_belongs_to_its_settings(tmp_path):
+    folder, out = tmp_path / "out.run", tmp_path / "out"
+    with files.Run(folder, {"a": 1}, of=out, origin="x") as run:
+        assert not run.resumed
+        (folder / "part").touch()
+        with pytest.raises(FileRefused, match="another process"):
+            files.Run(folder, {"a": 1}, of=out)
+    assert files.read_json(folder / "run.json") == {"settings": {"a": 1}, "origin": "x"}
+    with files.Run(folder, {"a": 1}, of=out) as run:
+        assert run.resumed and (folder / "part").exists()
+    with pytest.raises(FileRefused, match=r"out holds results of other settings: a was 1 and is"):
+        files.Run(folder, {"a": 2}, of=out)
+    assert (folder / "part").exists()
+    out.write_text("results")
+    with files.Run(folder, {"a": 2}, of=out, restart=True, clear=out) as run:
+        assert not run.resumed and not (folder / "part").exists() and out.read_text() == ""
+        run.remove()
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "mine").touch()
+    for how in ({}, {"overwrite": True}, {"restart": True}):
+        with pytest.raises(FileRefused, match="holds mine, not ours"):
+            files.Run(folder, {}, of=out, **how)
+    assert (folder / "mine").exists()

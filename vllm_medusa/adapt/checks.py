@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.adapt.amounts import Amounts
-from vllm_medusa.adapt.needs import announced, check_disk, measure, with_dtype
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.files import (
-    digest,
-    digest_json,
-    read_json,
-    refuse_strangers,
-    require_parent,
-)
-from vllm_medusa.job import Progress
-from vllm_medusa.offline.defaults import EnginePlan, TargetSizes, plan_engine
-from vllm_medusa.offline.options import BatchOptions
-from vllm_medusa.offline.prompts import load_prompts
-from vllm_medusa.options import values_of
+from vllm_medusa.adapt.plan import Amounts, Plan, disk_bytes, expected_seconds
+from vllm_medusa.files import digest, free_bytes, read_json, refuse_strangers, require_parent
+from vllm_medusa.job import Progress, plural
+from vllm_medusa.offline.defaults import Length, TargetSizes, has_template, measure, plan_engine
+from vllm_medusa.offline.machine import fast_bfloat16
+from vllm_medusa.offline.options import EngineOptions
+from vllm_medusa.offline.prompts import Prompt, load_prompts, partition, settle_bad_lines
+from vllm_medusa.options import Dtype
 from vllm_medusa.training.options import TrainOptions
 
 REPORT = "report.json"
 # What adapt writes, so what it may replace.
 OURS = (
     *("config.json", "model.safetensors", "calibration.safetensors", "target/"),
-    *("accuracy.png", "budgets.png", "calibration.png", "curves.png", "tree.png"),
+    *("budgets.png", "curves.png", "tree.png"),
     *("report.md", REPORT),
 )
 _EXTRAS = {
@@ -39,29 +34,7 @@ _EXTRAS = {
     "peft": "train",
     "accelerate": "train",
 }
-_SMALL = 10**12  # tokens times bytes of weights: less is done before a trial would be
-
-
-@dataclass(frozen=True)
-class Plan:
-    """An adapt that can begin: what is asked for, and what the checks found out."""
-
-    options: AdaptOptions
-    training: TrainOptions
-    target: dict[str, Any]  # its fingerprint
-    different: int  # prompts that differ in more than their names
-    prompts_digest: str
-    amounts: Amounts
-    engine: EnginePlan  # of the texts
-    small: bool = True  # done in minutes, so nothing is measured beforehand
-
-    @property
-    def key(self) -> str:
-        """A digest of everything that the result depends on."""
-        places = dict.fromkeys(("target", "prompts", "output", "overwrite", "work"))
-        trained = values_of(self.training) | dict.fromkeys(("model", "data", "heldout", "output"))
-        asked = [values_of(self.options) | places, trained]
-        return digest_json([asked, self.target, self.prompts_digest])[:12]
+_RESERVE = 1 << 30  # bytes that stay free
 
 
 def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> Plan:
@@ -71,35 +44,54 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
         ValueError: something has to be changed; the message says what.
 
     """
-    _require_extras()
+    missing = [name for name in _EXTRAS if find_spec(name) is None]
+    if missing:
+        extras = ",".join(sorted({_EXTRAS[name] for name in missing}))
+        raise ValueError(
+            f"adapt needs {', '.join(missing)}, not installed: pip install 'vllm-medusa[{extras}]'"
+        )
     _check_output(options)
-    files = options.files
-    prompts = load_prompts(files.prompts, files.format, files.column, files.on_bad_line, progress)
+    prompts = load_prompts(
+        options.prompts, options.format, options.column, options.on_bad_line, progress
+    )
     different = len({(p.text, p.turns, json.dumps(p.history)) for p in prompts})
     if different < 2:
         raise ValueError(
-            f"{files.prompts}: {different} different prompts; at least 2 are needed, one to train "
-            "on and one held out, and a few hundred for heads worth having."
+            f"{options.prompts}: {plural(different, 'different prompt')}; at least 2 are needed, "
+            "one to train on and one held out, and a few hundred for heads worth having."
         )
     target = _read_target(options.target)
-    options, training, why = with_dtype(options, training)
+    options, training, why = _with_dtype(options, training)
     sizes = TargetSizes.of(options.target, options.dtype)
-    lengths = measure(prompts, options, sizes.positions, progress)
-    texts = options.texts
-    room = sizes.positions or max(length.positions(texts.max_tokens) for length in lengths)
-    amounts = Amounts.of(lengths, texts.samples, texts.max_tokens, room)
+    lengths = _measure(prompts, options, sizes.positions, progress)
+    positions = [length.positions(options.max_tokens) for length in lengths]
+    room = sizes.positions or max(positions)
+    amounts = Amounts.of(lengths, options.samples, options.max_tokens, room)
     engine = plan_engine(
         options.target,
-        [n.positions(texts.max_tokens) for n in lengths for _ in range(texts.samples)],
-        texts.batch or BatchOptions.batch,
-        options.engine_args.get("max_model_len"),
+        [n for n in positions for _ in range(options.samples)],
+        options.batch or EngineOptions.batch,
+        options.max_model_len or options.engine_args.get("max_model_len"),
         dtype=options.dtype,
         tokens=amounts.written,
     )
-    disk = check_disk(options, training, amounts, target, sizes)
-    progress.note(announced(options, why, amounts, engine, disk))
-    small = (amounts.prompt_tokens + amounts.written) * sizes.weights < _SMALL
-    return Plan(options, training, target, different, digest(files.prompts), amounts, engine, small)
+    files, states = disk_bytes(amounts, training, target, sizes)
+    _check_disk(options, training, files, states)
+    seconds = expected_seconds(amounts, options, training, target, sizes, engine)
+    plan = Plan(
+        options,
+        training,
+        target,
+        different,
+        digest(options.prompts),
+        amounts,
+        engine,
+        why,
+        files + states,
+        seconds,
+    )
+    progress.note(plan.table())
+    return plan
 
 
 def written_by_adapt(folder: Path) -> str | None:
@@ -110,19 +102,9 @@ def written_by_adapt(folder: Path) -> str | None:
         return None
 
 
-def _require_extras() -> None:
-    missing = [name for name in _EXTRAS if find_spec(name) is None]
-    if missing:
-        extras = ",".join(sorted({_EXTRAS[name] for name in missing}))
-        raise ValueError(
-            f"adapt needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-            f"installed: pip install 'vllm-medusa[{extras}]'"
-        )
-
-
 def _check_output(options: AdaptOptions) -> None:
     """Refuse an output that can't be made, or that others need."""
-    output, work = options.files.output, options.work_folder
+    output, work = options.output, options.work_folder
     place = output.resolve()  # a link stays, and what it leads to is replaced
     if Path.cwd().is_relative_to(place):
         raise ValueError(
@@ -143,18 +125,19 @@ def _check_output(options: AdaptOptions) -> None:
             f"{output} holds something that adapt did not write. Name another --output, or remove "
             "it yourself."
         )
-    for source in (Path(options.target), options.files.prompts):
+    for source in (Path(options.target), options.prompts):
         if source.exists() and source.resolve().is_relative_to(place):
             raise ValueError(
                 f"{source}, which is read, is in --output {output}, which is replaced as a whole. "
                 "Name another --output."
             )
-    if options.files.overwrite and place.is_dir():
+    if options.overwrite and place.is_dir():
         refuse_strangers(output, OURS)
 
 
 def _read_target(target: str) -> dict[str, Any]:
     """Return the target's fingerprint; its config and tokenizer have to be readable too."""
+    from huggingface_hub import snapshot_download
     from transformers import AutoConfig, AutoTokenizer
 
     from vllm_medusa.heads.fingerprint import target_fingerprint
@@ -167,10 +150,12 @@ def _read_target(target: str) -> dict[str, Any]:
             "made from, or save it as such a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
             "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
         )
-    if not folder.exists():
-        _download(target)
-    what = "config.json"
+    what = "files"
     try:
+        if not folder.exists():
+            kinds = ["*.safetensors", "*.json", "*.model", "*.jinja"]
+            snapshot_download(target, allow_patterns=kinds)
+        what = "config.json"
         config = AutoConfig.from_pretrained(target)
         what = "tokenizer"
         AutoTokenizer.from_pretrained(target)
@@ -184,16 +169,68 @@ def _read_target(target: str) -> dict[str, Any]:
     return target_fingerprint(target)
 
 
-def _download(name: str) -> None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+def _with_dtype(
+    options: AdaptOptions, training: TrainOptions
+) -> tuple[AdaptOptions, TrainOptions, str]:
+    """On a CPU, one dtype for all stages where a bfloat16 target leaves it open; and why that."""
+    import torch
+    from transformers import AutoConfig
 
-    try:
-        snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.model", "*.jinja"])
-    except HFValidationError:
-        raise ValueError(f"{name}: no such folder, and not a name of the hub either.") from None
-    except Exception as error:  # of the network, of the hub, of its access rules
+    own = str(getattr(AutoConfig.from_pretrained(options.target).get_text_config(), "dtype", None))
+    on_cpu = not torch.accelerator.is_available() and training.machine.device in ("auto", "cpu")
+    if options.dtype != "auto" or own != "torch.bfloat16" or not on_cpu:
+        return options, training, ""
+    dtype: Dtype = "bfloat16"
+    why = "the target's own, which this CPU multiplies natively"
+    if not fast_bfloat16():
+        dtype, why = "float32", "this CPU has no instructions for the target's bfloat16"
+    machine = replace(training.machine, dtype=dtype)
+    return replace(options, dtype=dtype), replace(training, machine=machine), why
+
+
+def _measure(
+    prompts: Sequence[Prompt], options: AdaptOptions, limit: int | None, progress: Progress
+) -> list[Length]:
+    """How long the prompts are; those that the target can't answer are bad lines."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    conversations = sum(bool(prompt.turns) for prompt in prompts)
+    if conversations and not has_template(tokenizer):
+        progress.warn(
+            f"{options.target} has no chat template, so {plural(conversations, 'conversation')} "
+            "among the prompts will be plain text, turn after turn. If the target is served with a "
+            "template, put that into its folder as chat_template.jinja first."
+        )
+    room = None if limit is None else limit - options.num_heads - 2
+    good, bad = partition(measure(prompts, tokenizer, room))
+    settle_bad_lines(options.prompts, bad, options.on_bad_line, progress)
+    if len(good) < 2:
         raise ValueError(
-            f"{name}: no such folder, and from the hub it can't be had: "
-            f"{str(error).splitlines()[0]}"
-        ) from None
+            f"{options.prompts}: {plural(len(good), 'prompt')} left; at least 2 are needed. Give "
+            "shorter ones."
+        )
+    cut = sum(limit is not None and n.positions(options.max_tokens) > limit for n in good)
+    if cut:
+        progress.note(
+            f"{plural(cut, 'answer')} may be cut short: with {options.max_tokens} tokens they "
+            f"would not fit into the target's {limit} positions behind their prompts"
+        )
+    return good
+
+
+def _check_disk(options: AdaptOptions, training: TrainOptions, files: int, states: int) -> None:
+    """Refuse a disk on which the longest texts and their hidden states would not fit."""
+    cache, work = training.cache.cache, options.work_folder
+    places = {work: files + states} if cache is None else {work: files, cache: states}
+    for place, needed in places.items():
+        there = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+        free = free_bytes(place)
+        if free + there < needed + _RESERVE:
+            raise ValueError(
+                f"the disk of {place} has {free / 1e9:.1f} GB free, and up to "
+                f"{needed / 1e9:.1f} GB may be needed, {states / 1e9:.1f} GB of them for the "
+                "target's hidden states. Free some, name a --work folder on another disk, lower "
+                "--samples or --max-tokens, or keep fewer states (slower): "
+                "--train-args='--cache-gb GB'."
+            )

@@ -1,21 +1,18 @@
-"""What `adapt` is asked for, and what it asks of training."""
+"""Options of `adapt`, and what it passes to training."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from vllm_medusa.offline.options import PromptFile, TreeSize
+from vllm_medusa.offline.options import EngineOptions, PromptFile, TreeSize
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
-    Dtype,
     Number,
-    Options,
     Positive,
     Seed,
     Source,
-    group,
     option,
     values_of,
 )
@@ -33,33 +30,27 @@ _GIVEN_TO_ADAPT = (
     *("num_heads", "num_layers", "epochs", "learning_rate"),
 )
 _SET_BY_ADAPT = ("data", "heldout", "output", "overwrite", "save")
+_MIN_VOCABULARY = 16  # tokens; the guesses of a head are about as many
 
 
-class AdaptFiles(PromptFile):
-    """What is read and written."""
+class AdaptOptions(EngineOptions, PromptFile):
+    """Options of `vllm_medusa.adapt.pipeline.adapt` and of `vllm-medusa adapt`."""
 
+    target: Source = option("a folder or a hub name", positional=True)
     output: Path = option("folder for the heads and their report", "-o")
-
-
-class TextsOptions(Options):
-    """What the target writes."""
-
-    samples: Positive = option("of each prompt", default=1)
-    max_tokens: Positive = option("of each answer", default=512)
-    temperature: AtLeastZero = option("also of the final measure", default=0.7)
-    batch: Positive | None = option(
+    work: Path | None = option("folder for records, logs...", default=None, shown="OUTPUT.work")
+    seed: Seed = option(default=0)
+    batch: Positive | None = option(  # type: ignore[assignment]
         "prompts at a time", default=None, shown="64, fewer where memory is short"
     )
+    samples: Positive = option("texts of each prompt", default=1)
+    max_tokens: Positive = option("of each answer", default=512)
+    temperature: AtLeastZero = option("also of the final measurement", default=0.7)
     heldout_share: Annotated[float, Number(float, 0, 0.5, above=True)] = option(
         "of the prompts; half to calibrate, half to measure",
         default=0.1,
         shown="0.1, at least 8 prompts",
     )
-
-
-class TrainingOptions(Options):
-    """How heads are trained, as far as it is not left to `train`."""
-
     drafter: Literal["medusa", "hydra", "eagle3"] = option(
         "heads that don't see each other, heads that do, or a drafter with a decoder layer",
         default="medusa",
@@ -71,75 +62,69 @@ class TrainingOptions(Options):
     num_layers: Positive = option("residual layers of each head", default=HeadOptions.num_layers)
     epochs: Positive = option("passes over the texts", default=StepOptions.epochs)
     learning_rate: Above | None = option("the heads' peak", default=None)
-
-
-class MeasuringOptions(Options):
-    """The tree, and how it is measured."""
-
+    train_args: str = option(
+        "more of train's options, as in --train-args='--labels tokens'", default="", metavar="TEXT"
+    )
     num_draft_tokens: TreeSize | None = option(
         "the tree's size; absent: fastest", default=None, metavar="N"
     )
     budgets: tuple[TreeSize, ...] = option(
         "sizes tried, beside automatic trees", default=(4, 16), metavar="N"
     )
-    positions: Positive = option(
-        "generated tokens to calibrate on, at most about", default=16_384, metavar="N"
-    )
-    measure_tokens: Positive = option("of an answer", default=128)
+    measure_tokens: Positive = option("of an answer, in the final measurement", default=128)
     measure_prompts: Positive = option("at most", default=32)
-    rounds: Positive = option("of the measurement, at most", default=3)
     measure_seconds: Above = option(
         "about so long: fewer rounds and prompts where they take longer", default=300.0, metavar="S"
-    )
-
-
-class AdaptOptions(Options):
-    """Options of `vllm_medusa.adapt.pipeline.adapt` and of `vllm-medusa adapt`."""
-
-    target: Source = option("a folder or a hub name", positional=True)
-    files: AdaptFiles = group("files")
-    texts: TextsOptions = group("texts (distill)", factory=TextsOptions)
-    training: TrainingOptions = group("training (train)", factory=TrainingOptions)
-    measuring: MeasuringOptions = group(
-        "tree and measuring (tree, compare)", factory=MeasuringOptions
-    )
-    work: Path | None = option("folder for records, logs...", default=None, shown="OUTPUT.work")
-    seed: Seed = option(default=0)
-    dtype: Dtype = option("of the target, in all stages", default="auto")
-    engine_args: dict[str, Any] = option(
-        "more LLM arguments, for distill and compare", default={}, metavar="JSON"
     )
 
     @property
     def work_folder(self) -> Path:
         """Where stages leave what they make."""
-        output = self.files.output
-        return self.work or output.parent / f"{output.name}.work"
+        return self.work or self.output.parent / f"{self.output.name}.work"
 
     def check(self) -> None:
-        """Refuse answers that are too short for heads to learn from."""
-        least = self.training.num_heads + 2
-        lengths = {
-            "max-tokens": self.texts.max_tokens,
-            "measure-tokens": self.measuring.measure_tokens,
-        }
-        for name, length in lengths.items():
-            if length < least:
+        """See `Options.check`."""
+        for name, length in (
+            ("max-tokens", self.max_tokens),
+            ("measure-tokens", self.measure_tokens),
+        ):
+            if length < self.num_heads + 2:
                 raise ValueError(
-                    f"--{name} is {length}; {self.training.num_heads} heads need answers of at "
-                    f"least {least} tokens."
+                    f"--{name} is {length}; {self.num_heads} heads need answers of at least "
+                    f"{self.num_heads + 2} tokens."
                 )
+        if self.method == "medusa-2" and self.drafter != "medusa":
+            raise ValueError(
+                f"--method medusa-2 trains Medusa heads together with their target; --drafter is "
+                f"{self.drafter}. Leave one of them out."
+            )
+        if self.drafter != "eagle3":
+            return
+        if self.num_draft_tokens is not None:
+            raise ValueError(
+                f"--num-draft-tokens {self.num_draft_tokens} is the size of the heads' own tree; "
+                "an EAGLE-3 drafter has none and builds one in each step. Leave it out; --budgets "
+                f"{self.num_draft_tokens} measures trees of that size."
+            )
+        if self.num_layers != 1:
+            raise ValueError(
+                f"--num-layers {self.num_layers} is for Medusa and Hydra heads: EAGLE-3 has one "
+                "decoder layer. Leave it out."
+            )
 
 
 def training_of(options: AdaptOptions) -> TrainOptions:
-    """What adapt asks of training; files are put in their places when it comes to that."""
-    own = options.training
+    """What adapt asks of training; the files are filled in by the stage."""
     return TrainOptions(
         model=options.target,
-        method=own.method,
+        method=options.method,
         files=TextFiles(data=Path("data"), heldout=Path("heldout"), output=Path("output")),
-        heads=HeadOptions(kind=own.drafter, num_heads=own.num_heads, num_layers=own.num_layers),
-        training=StepOptions(epochs=own.epochs, learning_rate=own.learning_rate, seed=options.seed),
+        heads=HeadOptions(
+            kind=options.drafter, num_heads=options.num_heads, num_layers=options.num_layers
+        ),
+        training=StepOptions(
+            epochs=options.epochs, learning_rate=options.learning_rate, seed=options.seed
+        ),
         machine=TrainMachine(dtype=options.dtype),
     )
 
@@ -160,3 +145,8 @@ def check_training(options: AdaptOptions, training: TrainOptions) -> None:
             raise ValueError(
                 f"--train-args has --{name.replace('_', '-')}, which adapt decides: {remedy}."
             )
+    if 0 < (size := given["draft_vocab"] or 0) < _MIN_VOCABULARY:
+        raise ValueError(
+            f"--train-args has --draft-vocab {size}; a drafter that knows fewer than "
+            f"{_MIN_VOCABULARY} tokens drafts nothing. Give thousands, or 0 for all tokens."
+        )

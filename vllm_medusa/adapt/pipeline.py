@@ -1,6 +1,6 @@
-"""The stages of adapt, each reading what earlier ones left: eight, and a trial of longer jobs.
+"""The adapt job: stages one after another, each reading what earlier ones left.
 
-An EAGLE-3 drafter grows its trees by itself: it is compared as it was trained.
+An EAGLE-3 drafter builds its trees itself: it is compared as it was trained.
 """
 
 from __future__ import annotations
@@ -8,85 +8,137 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from vllm_medusa.adapt.amounts import Amounts, Rates, batch_rows, expected_seconds
-from vllm_medusa.adapt.checks import Plan
-from vllm_medusa.adapt.report import FIGURES
-from vllm_medusa.adapt.served import ServedOptions, check_served
-from vllm_medusa.adapt.split import COUNTS, SplitOptions, split_texts
+from vllm_medusa.adapt.checks import REPORT, check, written_by_adapt
+from vllm_medusa.adapt.options import AdaptOptions, check_training, training_of
+from vllm_medusa.adapt.plan import CALIBRATED_TOKENS, ROUNDS, Plan
 from vllm_medusa.adapt.stages import Stage, WorkFolder
-from vllm_medusa.adapt.trial import RATES, TrialOptions, try_machine
-from vllm_medusa.calibration.calibrate import calibrate
-from vllm_medusa.calibration.choose import choose_tree
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
-from vllm_medusa.files import digest, read_json
+from vllm_medusa.files import FileRefused, digest, read_json, write_json
 from vllm_medusa.job import SILENT, JobFailed, Progress
-from vllm_medusa.offline.comparison import compare
-from vllm_medusa.offline.options import BatchOptions, CompareOptions, EngineOptions
-from vllm_medusa.training.distill import distill
-from vllm_medusa.training.heldout import FILES
-from vllm_medusa.training.options import (
-    DistillOptions,
-    MachineOptions,
-    RecordFiles,
-    TextOptions,
-    TrainOptions,
-)
-from vllm_medusa.training.train import train
+from vllm_medusa.offline.options import CompareOptions, DistillOptions
+from vllm_medusa.offline.prompts import settle_bad_lines
+from vllm_medusa.options import taken
+from vllm_medusa.training.heldout import FILES, split_records
+from vllm_medusa.training.options import MachineOptions, TrainOptions
 
-_STAGES, _DRAFTER_STAGES = 8, 5
-RECORDS, RELIABILITY, PICTURE = "records.jsonl", "calibration.png", "tree.png"
+RECORDS, PICTURE = "records.jsonl", "tree.png"
+FIGURES, COUNTS = "compare.json", "counts.json"
 HEADS = ("config.json", "model.safetensors")
 CALIBRATED = (*HEADS, "calibration.safetensors")
 
 
-def count_stages(plan: Plan) -> int:
+@dataclass(frozen=True)
+class Adapted:
+    """Heads for a target."""
+
+    output: Path
+    document: dict[str, Any]  # of report.json
+    made: bool  # False if the output had them already
+
+
+def adapt(
+    options: AdaptOptions,
+    training: TrainOptions | None = None,
+    progress: Progress = SILENT,
+    command: Sequence[str] = (),
+) -> Adapted:
+    """Make heads for a target; killed at any point, the same call resumes.
+
+    ``training`` has more of train's options than ``options``; files are adapt's own.
+
+    Raises:
+        ValueError, OSError: something has to be changed first; nothing has been begun.
+        StageFailed: a stage broke off.
+
+    """
+    if training is None:
+        training = training_of(options)
+    check_training(options, training)
+    plan = check(options, training, progress)
+    output = options.output
+    existing = written_by_adapt(output)
+    if existing == plan.key and not options.overwrite:
+        return Adapted(output, read_json(output / REPORT), made=False)
+    if existing is not None and not options.overwrite:
+        raise FileRefused(
+            f"{output} holds heads of another adapt: other options, prompts or weights. Pass "
+            "--overwrite to replace them, or name another --output."
+        )
+    from vllm_medusa.adapt.report import collect, publish  # needs what was just checked
+
+    with WorkFolder(options.work_folder, count_stages(options), progress) as work:
+        run_stages(plan, work)
+        document = collect(plan, work.finished, command)
+        publish(plan, document, work.finished)
+    return Adapted(output, document, made=True)
+
+
+def count_stages(options: AdaptOptions) -> int:
     """How many there are."""
-    usual = _DRAFTER_STAGES if plan.training.heads.kind == "eagle3" else _STAGES
-    return usual + (not plan.small)
+    return 5 if options.drafter == "eagle3" else 8
 
 
 def run_stages(plan: Plan, work: WorkFolder) -> None:
     """Bring every stage to its end."""
-    options, training = plan.options, plan.training
-    dtype, texts, measuring = options.dtype, options.texts, options.measuring
-    joint = training.method == "medusa-2"
-    weights = {"target": plan.target["sha256"]}
-    kind = training.heads.kind
-    served = ServedOptions(
-        target=options.target, dtype=dtype, drafter=kind, aux_layers=training.heads.aux_layers
-    )
+    from vllm_medusa.calibration.calibrate import calibrate
+    from vllm_medusa.calibration.choose import choose_tree
+    from vllm_medusa.offline.comparison import compare
+    from vllm_medusa.training.distill import distill
+
+    options, training, run = plan.options, plan.training, work.run
+    joint, weights = options.method == "medusa-2", {"target": plan.target["sha256"]}
+    asked = options.num_draft_tokens
+    budgets = (asked,) if asked else tuple(sorted(set(options.budgets)))
+    serving = {
+        "target": options.target,
+        "dtype": options.dtype,
+        "drafter": options.drafter,
+        "aux_layers": training.heads.aux_layers,
+    }
     what = "will vLLM serve the target with such heads"
-    work.run(Stage("check", check_served, lambda here: served, weights, what=what))
-    rates = None
-    if not plan.small:
-        tried = work.run(_trying(plan))
-        rates = Rates(**read_json(tried / RATES))
-        work.expected, work.at_most = _expected(plan, rates, plan.amounts), True
-    written = work.run(_distilling(plan))
-    split = work.run(
+    run(Stage("check", check_served, lambda here: serving, weights, what=what))
+    written = run(
+        Stage(
+            "distill",
+            distill,
+            lambda here: taken(
+                DistillOptions,
+                options,
+                model=options.target,
+                output=here / RECORDS,
+                overwrite=False,
+                temperature=(options.temperature,),
+                batch=plan.engine.batch,
+                engine_args=plan.engine.arguments | options.engine_args,
+            ),
+            weights | {"prompts": plan.prompts_digest},
+            [RECORDS],
+            "distill",
+        )
+    )
+    split = run(
         Stage(
             "split",
             split_texts,
-            lambda here: SplitOptions(
-                data=written / RECORDS,
-                output=here,
-                heldout_share=texts.heldout_share,
-                on_bad_line=options.files.on_bad_line,
-            ),
+            lambda here: {
+                "data": written / RECORDS,
+                "output": here,
+                "heldout_share": options.heldout_share,
+                "on_bad_line": options.on_bad_line,
+            },
             {"records": digest(written / RECORDS)},
             [*FILES, COUNTS],
             what="which texts are to train, to calibrate and to measure on",
         )
     )
-    if rates is not None:  # now it is known how long the answers are
-        tokens = sum(read_json(split / COUNTS)["tokens"])
-        amounts = replace(plan.amounts, written=tokens)
-        work.expected, work.at_most = _expected(plan, rates, amounts), False
-    trained = work.run(
+    to_train, to_calibrate, to_measure = (split / name for name in FILES)
+    trained = run(
         Stage(
             "train",
             train_unharmed,
@@ -94,10 +146,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
                 training,
                 model=options.target,
                 files=replace(
-                    training.files,
-                    data=split / FILES[0],
-                    heldout=split / FILES[1],
-                    output=here / "heads",
+                    training.files, data=to_train, heldout=to_calibrate, output=here / "heads"
                 ),
             ),
             weights | {"texts": split.name},
@@ -106,49 +155,46 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
         )
     )
     target = str(trained / "heads" / "target") if joint else options.target
-    asked = measuring.num_draft_tokens
-    budgets = (asked,) if asked else tuple(sorted(set(measuring.budgets)))
 
-    def comparison(of: Path) -> Stage:
+    def comparison(heads: Path) -> Stage:
         return Stage(
             "compare",
             compare,
-            lambda here: CompareOptions(
+            lambda here: taken(
+                CompareOptions,
+                options,
                 target=target,
-                heads=str(of / "heads"),
-                data=split / FILES[2],
+                heads=str(heads / "heads"),
+                prompts=to_measure,
                 budgets=budgets,
-                temperature=texts.temperature,
-                max_tokens=measuring.measure_tokens,
-                limit=measuring.measure_prompts,
-                rounds=measuring.rounds,
-                seconds=measuring.measure_seconds,
-                seed=options.seed,
-                engine=EngineOptions(dtype=dtype, engine_args=options.engine_args),
+                batch=1,
+                max_tokens=options.measure_tokens,
+                limit=options.measure_prompts,
+                rounds=ROUNDS,
+                seconds=options.measure_seconds,
                 output=here / FIGURES,
             ),
-            {"heads": of.name, "target": trained.name, "texts": split.name},
+            {"heads": heads.name, "target": trained.name, "texts": split.name},
             [FIGURES],
             "compare",
         )
 
-    if kind == "eagle3":
-        work.run(comparison(trained))
+    if options.drafter == "eagle3":
+        run(comparison(trained))
         return
-    calibrated = work.run(
+    calibrated = run(
         Stage(
             "calibrate",
             calibrate,
             lambda here: CalibrateOptions(
                 model=target,
                 heads=here / "heads",
-                data=split / FILES[1],
-                positions=measuring.positions,
-                plot=here / RELIABILITY,
-                machine=MachineOptions(dtype=dtype),
+                data=to_calibrate,
+                positions=CALIBRATED_TOKENS,
+                machine=MachineOptions(dtype=options.dtype),
             ),
             {"heads": trained.name, "texts": split.name},
-            [*_in_heads(CALIBRATED), RELIABILITY],
+            _in_heads(CALIBRATED),
             "calibrate",
             partial(_copy, trained, HEADS),
         )
@@ -167,79 +213,81 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             partial(_copy, calibrated, CALIBRATED),
         )
 
-    grown = work.run(tree("tree", max(budgets)))
-    measured = work.run(comparison(grown))
-    work.run(tree("final-tree", asked or read_json(measured / FIGURES)["fastest"]))
+    measured = run(comparison(run(tree("tree", max(budgets)))))
+    run(tree("final-tree", asked or read_json(measured / FIGURES)["fastest"]))
+
+
+def check_served(
+    target: str, dtype: str, drafter: str, aux_layers: Sequence[int], progress: Progress = SILENT
+) -> None:
+    """Run vLLM's start-up checks on a target with untrained heads, without loading weights.
+
+    The plugin refuses there what it can't serve; finding that out after training takes hours.
+
+    Raises:
+        ValueError: it would be refused, with the reason.
+
+    """
+    import torch
+    from transformers import AutoConfig
+    from vllm import EngineArgs
+
+    from vllm_medusa.heads import HydraHeads, MedusaHeads, save_heads
+    from vllm_medusa.heads.checkpoint import save_drafter
+    from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, choose_layers
+
+    config = AutoConfig.from_pretrained(target).get_text_config()
+    hidden, vocab, bf16 = config.hidden_size, config.vocab_size, torch.bfloat16
+    with TemporaryDirectory(prefix="vllm-medusa-") as temporary:
+        folder = Path(temporary) / "heads"
+        speculation = {"method": "medusa", "model": str(folder), "tree": [[0]]}
+        if drafter == "eagle3":
+            layers = choose_layers(tuple(aux_layers), config.num_hidden_layers)
+            shape = EagleShape.of(config, layers, hidden, vocab)
+            save_drafter(folder, EagleDrafter(shape, 1, torch.arange(min(64, vocab))).to(bf16))
+            speculation |= {"method": "eagle3", "tree": "dynamic"}
+        elif drafter == "hydra":
+            save_heads(folder, HydraHeads(1, 1, hidden, vocab, num_lm_heads=0, dtype=bf16))
+        else:
+            save_heads(folder, MedusaHeads(1, 1, hidden, vocab, shared_lm_head=True, dtype=bf16))
+        try:
+            EngineArgs(
+                model=target, dtype=dtype, speculative_config=speculation
+            ).create_engine_config()
+        except (ValueError, OSError) as error:
+            raise ValueError(f"vLLM would not serve {target} with heads: {error}") from None
+
+
+def split_texts(
+    data: Path, output: Path, heldout_share: float, on_bad_line: str, progress: Progress = SILENT
+) -> None:
+    """Write the records to train, to calibrate and to measure on, and counts of them.
+
+    Raises:
+        ValueError: too few prompts, or a bad line that is not to be skipped.
+
+    """
+    counts, tokens, bad, disjoint = split_records(data, output, heldout_share)
+    settle_bad_lines(data, bad, on_bad_line, progress)
+    document = {"prompts": counts, "tokens": tokens, "left_out": len(bad), "disjoint": disjoint}
+    write_json(output / COUNTS, document)
+    progress.note("  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts))
 
 
 def train_unharmed(
     options: TrainOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Train heads; a target that lost too much by it is none to go on with.
+    """Train heads.
 
     Raises:
-        JobFailed: saying what it lost.
+        JobFailed: the target lost too much quality to be used, and what.
 
     """
+    from vllm_medusa.training.train import train
+
     trained = train(options, progress, command)
     if trained.degraded:
         raise JobFailed(f"the new target is degraded: {trained.degradation}")
-
-
-def _trying(plan: Plan) -> Stage:
-    training = plan.training
-    return Stage(
-        "trial",
-        try_machine,
-        lambda here: TrialOptions(
-            training=replace(
-                training,
-                model=plan.options.target,
-                files=replace(training.files, output=here / "heads"),
-            ),
-            batch=min(plan.engine.batch, plan.amounts.texts),
-            rows=batch_rows(training, plan.amounts),
-        ),
-        {"target": plan.target["sha256"]},
-        [RATES],
-        what="a few steps on random text, to see how long the rest takes",
-    )
-
-
-def _expected(plan: Plan, rates: Rates, amounts: Amounts) -> dict[str, float]:
-    compiled = plan.engine.compiled
-    return expected_seconds(amounts, rates, plan.options, plan.training, compiled=compiled)
-
-
-def _distilling(plan: Plan) -> Stage:
-    options = plan.options
-    files, texts = options.files, options.texts
-
-    def asked(here: Path) -> DistillOptions:
-        return DistillOptions(
-            model=options.target,
-            files=RecordFiles(
-                prompts=files.prompts,
-                output=here / RECORDS,
-                format=files.format,
-                column=files.column,
-                on_bad_line=files.on_bad_line,
-            ),
-            sampling=TextOptions(
-                samples=texts.samples,
-                max_tokens=texts.max_tokens,
-                temperature=(texts.temperature,),
-                seed=options.seed,
-            ),
-            engine=BatchOptions(
-                dtype=options.dtype,
-                batch=plan.engine.batch,
-                engine_args=plan.engine.arguments | options.engine_args,
-            ),
-        )
-
-    inputs = {"target": plan.target["sha256"], "prompts": plan.prompts_digest}
-    return Stage("distill", distill, asked, inputs, [RECORDS], "distill")
 
 
 def _in_heads(files: Iterable[str]) -> list[str]:

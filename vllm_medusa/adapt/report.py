@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.adapt.checks import REPORT, Plan
+from vllm_medusa.adapt.checks import REPORT
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.adapt.pictures import draw_accuracies, draw_budgets
-from vllm_medusa.adapt.split import COUNTS
+from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, PICTURE
+from vllm_medusa.adapt.plan import Plan
 from vllm_medusa.adapt.stages import Finished
 from vllm_medusa.files import new_folder, read_json, write_json
+from vllm_medusa.job import plural
 from vllm_medusa.offline import comparison
-from vllm_medusa.offline.machine import machine_in_words
+from vllm_medusa.offline.machine import format_machine
 
-PAGE, FIGURES = "report.md", "compare.json"
-FORMAT_VERSION = 1
-_HEADS = ("config.json", "model.safetensors", "calibration.safetensors")
+PAGE = "report.md"
 _NAMES = {"medusa": "Medusa heads", "hydra": "Hydra heads", "eagle3": "An EAGLE-3 drafter"}
 _WEAK_TAU = 1.5
-_CALIBRATION = "![calibration](calibration.png)\n"
 _TWO_TARGETS = """\
 The texts to train and calibrate on, from which the tree and the expected tau come, were written \
 by the original target, not by the one trained with these heads, which was measured and is served.
@@ -37,38 +35,36 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
     medusa = read_json(_final(stages) / "config.json")["medusa"]
     measured = read_json(stages["compare"].folder / FIGURES)
     counts = read_json(stages["split"].folder / COUNTS)
-    asked = options.measuring.num_draft_tokens
+    parts = dict(zip(("trained", "calibrated", "measured"), counts["prompts"], strict=True))
     return {
-        "format_version": FORMAT_VERSION,
         "key": plan.key,
         "target": {"name": options.target, **plan.target},
-        "drafter": options.training.drafter,
-        "method": options.training.method,
+        "drafter": options.drafter,
+        "method": options.method,
         "prompts": {
-            "file": options.files.prompts.name,
+            "file": options.prompts.name,
             "sha256": plan.prompts_digest,
             "different": plan.different,
-            **dict(zip(("trained", "calibrated", "measured"), counts["prompts"], strict=True)),
             "left_out_records": counts["left_out"],
             "trained_tokens": counts["tokens"][0],
             "disjoint": counts["disjoint"],
+            **parts,
         },
         "seed": options.seed,
         "dtype": options.dtype,
-        "temperature": options.texts.temperature,
+        "temperature": options.temperature,
         "training": medusa.get("training"),
         "calibration": medusa.get("calibration"),
         "tree": medusa.get("tree"),
         "expected": _expected(stages, measured),
         "num_draft_tokens": len(medusa["tree"]) if "tree" in medusa else measured["fastest"],
-        "num_draft_tokens_fixed": asked is not None,
-        "num_draft_tokens_asked": asked,
+        "num_draft_tokens_asked": options.num_draft_tokens,
         "measured": measured,
         "stages": [
             {"stage": name, "command": stage.command, "seconds": round(stage.seconds, 1)}
             for name, stage in stages.items()
         ],
-        "provenance": provenance(list(command), [options.files.prompts]),
+        "provenance": provenance(list(command), [options.prompts]),
     }
 
 
@@ -79,8 +75,8 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
     final, trained = _final(stages), stages["train"].folder / "heads"
     figures = document["measured"]
     names = ("dtype", "temperature", "batch", "machine", "fastest", "rows", "automatic")
-    with new_folder(plan.options.files.output, overwrite=True) as part:
-        for name in _HEADS:
+    with new_folder(plan.options.output, overwrite=True) as part:
+        for name in CALIBRATED:
             if (final / name).is_file():  # drafters are not calibrated
                 shutil.copyfile(final / name, part / name)
         update_config(
@@ -90,11 +86,10 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
         )
         if (trained / "target").is_dir():
             shutil.copytree(trained / "target", part / "target")
-        draw_accuracies(document, part / "accuracy.png")
         draw_budgets(document, part / "budgets.png")
         pictures = [trained / "training" / "curves.png"]
         if "calibrate" in stages:
-            pictures += [final.parent / "tree.png", stages["calibrate"].folder / "calibration.png"]
+            pictures.append(final.parent / PICTURE)
         for picture in pictures:
             shutil.copyfile(picture, part / picture.name)
         (part / PAGE).write_text(markdown(plan.options, document), encoding="utf-8")
@@ -105,18 +100,11 @@ def conclusion(document: dict[str, Any]) -> str:
     """What was measured and what follows, in a few sentences."""
     nodes, asked = document["num_draft_tokens"], document["num_draft_tokens_asked"]
     if document["tree"] is None:
-        tree = f'The drafter grows its trees itself; "budget": {nodes} holds them to that size.'
-    elif asked is None:
-        tree = f"The first {nodes} nodes of the tree became the heads' own."
-    elif nodes < asked:
-        tree = (
-            f"The heads' tree has {nodes} draft nodes: {asked} were asked for, and it can have no "
-            "more."
-        )
+        tree = f'The drafter builds its trees itself; "budget": {nodes} limits them to that size.'
     else:
-        tree = f"The heads' tree has the {nodes} draft nodes that were asked for."
-    if document["tree"] is not None:
-        tree += ' "tree": "heads" serves it; without that, trees are dynamic.'
+        more = "" if asked in (None, nodes) else f" ({asked} were asked for: it can have no more)"
+        tree = f'The heads\' own tree has {plural(nodes, "draft node")}{more}; "tree": "heads" '
+        tree += "serves it. Without that, trees are dynamic."
     said = [comparison.conclusion(document["measured"]), tree]
     best = max(row["tau"] or 1 for row in document["measured"]["rows"])
     if best < _WEAK_TAU:
@@ -131,11 +119,8 @@ def conclusion(document: dict[str, Any]) -> str:
 def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
     """The page."""
     measured, prompts, target = document["measured"], document["prompts"], document["target"]
-    provenance, output = document["provenance"], options.files.output
-    joint = document["method"] == "medusa-2"
-    served = f"{output}/target" if joint else options.target
-    grown = document["tree"] is not None
-    kind = document["drafter"]
+    provenance, output, kind = document["provenance"], options.output, document["drafter"]
+    joint, grown = document["method"] == "medusa-2", document["tree"] is not None
     how = document["method"].capitalize() if kind == "medusa" else _NAMES[kind]
     unseen = (
         "neither trained nor calibrated on"
@@ -143,25 +128,28 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
         else "not trained on, but calibrated on: there were too few"
     )
     eager = bool(measured["engine_args"].get("enforce_eager"))
-    stages = _lines(
-        f"| {stage['stage']} | {stage['seconds']:.0f} | {_code(stage['command'])} |"
-        for stage in document["stages"]
+    rows = [(s["stage"], s["seconds"], s["command"]) for s in document["stages"]]
+    stages = "\n".join(
+        f"| {name} | {seconds:.0f} | {f'`{did}`' if did.startswith('vllm-medusa ') else did} |"
+        for name, seconds, did in rows
     )
     versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
+    if git := provenance["git"]:
+        versions.append(f"commit {git['revision'][:12]}{' with changes' * git['changed']}")
     return f"""\
-# {_NAMES[document["drafter"]]} for {target["name"]}
+# {_NAMES[kind]} for {target["name"]}
 
 {conclusion(document)}
 
 ```
-vllm-medusa serve {served} --speculative-model {output}
+vllm-medusa serve {f"{output}/target" if joint else options.target} --speculative-model {output}
 ```
 
 ## Beside plain vLLM
 
 {comparison.setting(measured)} These prompts were {unseen}.
 
-{_lines(comparison.markdown(measured))}
+{chr(10).join(comparison.markdown(measured))}
 
 {_expectations(document)}\
 tau: tokens per verification step. Ratio: throughput over plain vLLM's, the median of the rounds; \
@@ -174,8 +162,8 @@ both engines took turns on the same machine.{" Both ran eagerly, without torch.c
 
 {_accuracies(document)}
 
-![held-out accuracy](accuracy.png) ![training](curves.png)
-{_CALIBRATION * grown}
+![training](curves.png)
+
 ## How they were made
 
 {how}, seed {document["seed"]}, {measured["dtype"]}; \
@@ -187,25 +175,10 @@ both engines took turns on the same machine.{" Both ran eagerly, without torch.c
 |---|---|---|
 {stages}
 
-{machine_in_words(measured["machine"])}; {", ".join(versions)}{_commit(provenance["git"])}.
+{format_machine(measured["machine"])}; {", ".join(versions)}.
 
 Command: `{" ".join(provenance["command"])}`
 """
-
-
-def _lines(lines: Iterable[str]) -> str:
-    return "\n".join(lines)
-
-
-def _code(command: str) -> str:
-    """As code, unless it only says in words what was done."""
-    return f"`{command}`" if command.startswith("vllm-medusa ") else command
-
-
-def _commit(git: dict[str, Any] | None) -> str:
-    if not git:
-        return ""
-    return f"; commit {git['revision'][:12]}{' with changes' if git['changed'] else ''}"
 
 
 def _expectations(document: dict[str, Any]) -> str:
@@ -216,7 +189,7 @@ def _expectations(document: dict[str, Any]) -> str:
         if expected is not None and row["tau"]:
             error = 100 * (expected / row["tau"] - 1)
             found.append(
-                f"{row['num_draft_tokens']} nodes {expected:.2f} "
+                f"{plural(row['num_draft_tokens'], 'node')} {expected:.2f} "
                 f"({abs(error):.0f} % {'above' if error >= 0 else 'below'} the measured)"
             )
     return f"Expected tau, from calibration: {'; '.join(found)}.\n\n" if found else ""
@@ -231,9 +204,8 @@ def _accuracies(document: dict[str, Any]) -> str:
     for head, top in enumerate(heldout["top"]):
         at = [f"{top[min(rank, len(top)) - 1]:.3f}" for rank in (1, 5, 10)]
         lines.append(f"| {head} | t + {head + 2} | {' | '.join(at)} |")
-    return _lines(
-        [*lines, "", f"Shares of {heldout['labels']} generated tokens of the calibration prompts."]
-    )
+    lines += ["", f"Shares of {heldout['labels']} generated tokens of the calibration prompts."]
+    return "\n".join(lines)
 
 
 def _final(stages: Mapping[str, Finished]) -> Path:
@@ -255,3 +227,30 @@ def _expected(stages: Mapping[str, Finished], measured: dict[str, Any]) -> dict[
         of = [taus[size - 1] for taus in (heldout, walked) if len(taus) >= size]
         found[str(size)] = next((tau for tau in of if tau is not None), None)
     return found
+
+
+def draw_budgets(document: dict[str, Any], path: Path) -> None:
+    """Ratio of throughputs (its bar from the worst to the best round) and tau by tree size."""
+    rows = document["measured"]["rows"]
+    sizes = [row["num_draft_tokens"] for row in rows]
+    ratios = [row["ratio"] for row in rows]
+    errors = [
+        [row["ratio"] - min(row["ratios"]) for row in rows],
+        [max(row["ratios"]) - row["ratio"] for row in rows],
+    ]
+    from matplotlib.figure import Figure  # no pyplot: nothing global, no display
+
+    figure = Figure(figsize=(5.5, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(alpha=0.3)
+    axes.errorbar(sizes, ratios, yerr=errors, fmt="s-", capsize=3, label="throughput / plain's")
+    axes.plot(sizes, [row["tau"] or 1 for row in rows], "o-", label="tau, measured")
+    expected = [(size, document["expected"][str(size)]) for size in sizes]
+    if known := [pair for pair in expected if pair[1] is not None]:
+        axes.plot(*zip(*known, strict=True), "x", color="0.3", label="tau, expected")
+    axes.axhline(1, color="0.5", linewidth=1)
+    if automatic := document["measured"].get("automatic"):
+        axes.axhline(automatic["ratio"], color="C3", linestyle="--", label="throughput, automatic")
+    axes.set(xlabel="draft nodes", title=f"beside plain vLLM, {document['measured']['dtype']}")
+    axes.legend()
+    figure.savefig(path, format="png", dpi=110)

@@ -1,10 +1,9 @@
-"""Jobs run one after another, each finished once: what `vllm_medusa.adapt` is made of.
+"""Jobs run one after another, each finished once.
 
 Every stage has a folder of its own, named by a digest of its options and of the contents of all it
-reads. What a folder holds is therefore of these inputs and no others: another option means another
-folder, nothing is thrown away, and going back to the first option finds its folder finished. A
-stage is finished when ``done.json`` stands there, written last and whole, and its outputs are as
-noted in it. An unfinished folder is handed to the same job again, which goes on in it.
+reads: other options use another folder, and nothing is thrown away. A stage is finished when
+``done.json`` is there, written last, and its outputs are as noted in it. An unfinished folder is
+handed to the same job again, which resumes in it.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.files import FileRefused, digest, digest_json, read_json, take_lock, write_json
+from vllm_medusa.files import Run, digest, digest_json, read_json, write_json
 from vllm_medusa.job import JobFailed, Progress, duration
 from vllm_medusa.offline.children import run_in_process
 from vllm_medusa.offline.engine import without_memory
 from vllm_medusa.options import Options, command_line, values_of
 
 DONE, LOG = "done.json", "log.txt"
-# Options that say where something is: no difference, since what is there stands in `inputs`.
-PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output", "plot", "draw"}
+# Options that say where something is: no difference, since what is there is in `inputs`.
+PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output", "draw"}
 MACHINE = {"batch"}  # follows from the memory that is available, as engines' `MEMORY_OPTIONS` do
 
 
@@ -38,7 +37,7 @@ class Stage:
 
     name: str  # of the stage, as in the folder's name
     job: Callable[..., Any]  # a function of a module; it runs in a process of its own
-    options: Callable[[Path], Options]  # what it is asked for, given the stage's folder
+    options: Callable[[Path], Options | dict[str, Any]]  # of the job, given the stage's folder
     inputs: Mapping[str, str]  # what its result depends on beside the options, as digests by name
     outputs: Sequence[str] = ()  # files that it leaves in its folder
     command: str = ""  # of `vllm-medusa`, that does the same; "": there is none
@@ -49,11 +48,21 @@ class Stage:
     @property
     def key(self) -> str:
         """The digest in the folder's name, wherever the folders are and however they are named."""
-        values = values_of(self.options(Path()))
+        options = self.options(Path())
+        values = options if isinstance(options, dict) else values_of(options)
         settings = {name: value for name, value in values.items() if name not in PLACES | MACHINE}
         if engine := settings.get("engine_args"):
             settings["engine_args"] = without_memory(engine)
         return digest_json([settings, self.inputs])[:12]
+
+    def seconds(self, here: Path) -> float | None:
+        """What it took; None if it is not finished, or its results were changed since."""
+        try:
+            done = read_json(here / DONE)
+            outputs = {name: digest(here / name) for name in self.outputs}
+            return float(done["seconds"]) if done["outputs"] == outputs else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -65,33 +74,15 @@ class Finished:
     seconds: float
 
 
-class WorkFolder:
+class WorkFolder(Run):
     """The folder of all stages, locked; use it as a context manager."""
 
     def __init__(self, folder: Path, count: int, progress: Progress):
-        """Take the folder.
-
-        The folder is made if it isn't there; ``count`` stages will be run.
-        """
-        self.folder, self.count, self.progress = folder, count, progress
+        """Take or make the folder; ``count`` stages will be run."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder, {}, of=folder)
+        self.count, self.progress = count, progress
         self.finished: dict[str, Finished] = {}  # by the stages' names
-        # seconds of the stages that take long, as far as they are known; whether at most
-        self.expected: dict[str, float] = {}
-        self.at_most = False
-
-    def __enter__(self) -> WorkFolder:
-        busy = f"{self.folder}: another adapt is working in it. Wait for it, or name another folder"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self.folder / "lock", f"{busy} by --work.")
-        except OSError as error:
-            raise FileRefused(
-                f"{self.folder} can't be the work folder: {error.strerror}. Name another by --work."
-            ) from None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.close()
 
     def run(self, stage: Stage) -> Path:
         """Bring a stage to its end, unless it is there already; returns its folder.
@@ -102,27 +93,21 @@ class WorkFolder:
         """
         here = self.folder / f"{stage.name}-{stage.key}"
         options = stage.options(here)
-        words = ["vllm-medusa", stage.command, *command_line(options)] if stage.command else []
+        words: list[str] = []
+        if stage.command and isinstance(options, Options):
+            words = ["vllm-medusa", stage.command, *command_line(options)]
         command = shlex.join(words) or stage.what
         head = f"{len(self.finished) + 1}/{self.count} {stage.name}"
-        seconds = _seconds_of(stage, here)
+        seconds = stage.seconds(here)
         if seconds is not None:
             self.progress.note(f"{head}: done before ({duration(seconds)})")
         else:
-            self.progress.note(f"{head}: {command}{self._expectation(stage.name)}")
+            self.progress.note(f"{head}: {command}")
             seconds = self._attempt(stage, here, options, words)
         self.finished[stage.name] = Finished(here, command, seconds)
         return here
 
-    def _expectation(self, name: str) -> str:
-        if name not in self.expected:
-            return ""
-        left = {n: seconds for n, seconds in self.expected.items() if n not in self.finished}
-        parts = ", ".join(f"{n} {duration(seconds)}" for n, seconds in left.items())
-        bound = "at most about" if self.at_most else "about"
-        return f"\n  {bound} {duration(sum(left.values()))} from here: {parts}"
-
-    def _attempt(self, stage: Stage, here: Path, options: Options, words: list[str]) -> float:
+    def _attempt(self, stage: Stage, here: Path, options: Any, words: list[str]) -> float:
         """Run the job and note that it is finished; returns the seconds that it took."""
         start = time.monotonic()
         more = {"command": words} if words else {}
@@ -134,8 +119,8 @@ class WorkFolder:
                 raise JobFailed(f"it left no {missing[0]}")
         except (ValueError, OSError, JobFailed) as error:
             failure = StageFailed(
-                f"{stage.name}: {error}\nAll that it said is in {here / LOG}. Once that is mended, "
-                "the same command goes on from there."
+                f"{stage.name}: {error}\nIts log is {here / LOG}. Once the cause is removed, "
+                "the same command resumes from there."
             )
             failure.status = error.status if isinstance(error, JobFailed) else 2
             raise failure from None
@@ -146,17 +131,10 @@ class WorkFolder:
         return seconds
 
 
-def _run(asked: tuple[Callable[..., Any], Options], progress: Progress, **more: Any) -> None:
+def _run(asked: tuple[Callable[..., Any], Any], progress: Progress, **more: Any) -> None:
     """Run a job in its process; the result stays there: what it leaves is in the folder."""
     job, options = asked
-    job(options, progress, **more)
-
-
-def _seconds_of(stage: Stage, here: Path) -> float | None:
-    """What a finished stage took; None if it is not finished, or was changed since."""
-    try:
-        done = read_json(here / DONE)
-        outputs = {name: digest(here / name) for name in stage.outputs}
-        return float(done["seconds"]) if done["outputs"] == outputs else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    if isinstance(options, dict):
+        job(**options, progress=progress)
+    else:
+        job(options, progress, **more)

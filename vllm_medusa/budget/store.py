@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_medusa.budget.cost import StepCost
@@ -67,25 +66,3 @@ class CostStore:
         except (OSError, FileRefused) as error:
             return f"{self.path} can't be written: {error}"
         return ""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Costs on disk."""
-
-    of: Mapping[str, str]
-    cost: StepCost
-    written: float  # seconds since 1970
-
-
-def kept_costs(place: Path) -> list[Kept]:
-    """All costs that can be read in a folder, or in a file; the latest first."""
-    found = []
-    for path in sorted(place.glob("step-cost-*.json")) if place.is_dir() else [place]:
-        try:
-            document = read_json(path)
-            if document.get("format") == _FORMAT and isinstance(of := document.get("of"), dict):
-                found.append(Kept(of, StepCost.from_dict(document), path.stat().st_mtime))
-        except (OSError, ValueError, RecursionError):
-            continue  # an engine would measure it again
-    return sorted(found, key=lambda kept: -kept.written)

@@ -1,32 +1,45 @@
-"""One calibration: records to what was seen of the heads, saved beside them."""
+"""Measure heads on records; what was seen is saved beside them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
 
 from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.accuracy import Accuracy, measure_accuracy
-from vllm_medusa.calibration.collect import collect, remove_work
-from vllm_medusa.calibration.confidence import Fit
-from vllm_medusa.calibration.loading import check_folder, load
-from vllm_medusa.calibration.observations import Observations
+from vllm_medusa.calibration.collect import FOLDER, collect
+from vllm_medusa.calibration.confidence import Fit, calibration_error
+from vllm_medusa.calibration.observations import EAGLE, FILE, NO_LABEL, Observations
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.calibration.pictures import check_picture, draw_calibration
 from vllm_medusa.calibration.search import walked_tree
-from vllm_medusa.calibration.summary import summarise
 from vllm_medusa.calibration.walks import Walks
-from vllm_medusa.config import resolve_tree
-from vllm_medusa.heads import match_target, peek_heads, target_fingerprint, update_config
+from vllm_medusa.files import Run
+from vllm_medusa.heads import (
+    HydraHeads,
+    MedusaHeads,
+    load_heads,
+    match_target,
+    peek_heads,
+    target_fingerprint,
+    update_config,
+)
+from vllm_medusa.heads.eagle import drafter_method
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.offline.records import Record, load_records
 from vllm_medusa.training.inputs import find_tokenizer
+from vllm_medusa.training.job import target_dtype
 from vllm_medusa.training.target import Target
+from vllm_medusa.training.workers import usable
 from vllm_medusa.tree import TokenTree
 
 WALKED_NODES = 63
@@ -47,23 +60,20 @@ class Calibrated:
 def calibrate(
     options: CalibrateOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Calibrated:
-    """Measure heads on texts, and save what was seen beside them.
-
-    Killed, the same call goes on where it stopped.
+    """Measure heads on texts, and save what was seen beside them; killed, the same call resumes.
 
     Raises:
         ValueError: heads, records or a target that can't be used, or that don't go together.
 
     """
     check_folder(options.heads)
-    if options.plot:
-        check_picture(options.plot)
+    if drafter_method(options.heads) is not None:
+        raise CalibrationError(EAGLE.format(options.heads))
     info = peek_heads(options.heads)
-    given = options.tree and resolve_tree(options.tree, None, info.num_heads, info.draft_vocab_size)
     if warning := match_target(info, options.model, heads=options.heads).warning:
         progress.warn(warning)
     records = _read(options, progress)
-    target, heads, dtype = load(options.model, options.heads, options.machine)
+    target, heads, dtype = _load(options)
     _check_ids(records, target, options)
     if options.top_k > heads.draft_vocab_size:
         raise CalibrationError(
@@ -84,36 +94,73 @@ def calibrate(
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": options.machine.quantization,
     }
-    observations, fits = collect(
-        records,
-        heads,
-        target.hidden_states,
-        target.lm_head if heads.shared_lm_head else None,
-        options.heads,
-        num_ranks=options.top_k,
-        end_tokens=target.end_tokens,
-        batch_tokens=options.batch_tokens,
-        depends_on=source
-        | {name: getattr(options, name) for name in ("limit", "positions", "temperature")},
-        progress=progress,
-    )
-    observations.source.update(source)
-    texts = observations.texts()
-    progress.at("walking the texts", 0, 1)
-    tree = given or TokenTree.from_paths(walked_tree(texts, WALKED_NODES, options.top_k))
-    progress.at("walking the texts", 1, 1)
-    accuracy = measure_accuracy(observations, tree.paths)
-    summary = summarise(observations, accuracy, fits, tree)
-    observations.save(options.heads)
-    update_config(options.heads, calibration=summary, provenance=origin)
-    remove_work(options.heads)
-    if options.plot:
-        draw_calibration(options.plot, observations, accuracy)
+    asked = {name: getattr(options, name) for name in ("positions", "temperature", "top_k")}
+    with Run(options.heads / FOLDER, source | asked, of=options.heads, restart=True) as run:
+        observations, fits = collect(
+            records,
+            heads,
+            target.hidden_states,
+            target.lm_head if heads.shared_lm_head else None,
+            run,
+            num_ranks=options.top_k,
+            end_tokens=target.end_tokens,
+            progress=progress,
+        )
+        observations.source.update(source)
+        texts = observations.texts()
+        progress.at("walking the texts", 0, 1)
+        tree = TokenTree.from_paths(walked_tree(texts, WALKED_NODES, options.top_k))
+        progress.at("walking the texts", 1, 1)
+        accuracy = measure_accuracy(observations, tree.paths)
+        summary = _summarise(observations, accuracy, fits, tree)
+        observations.save(options.heads)
+        update_config(options.heads, calibration=summary, provenance=origin)
+        run.remove()
     return Calibrated(observations, accuracy, fits, tree, Walks(texts, tree.paths).tau(), summary)
 
 
+def check_folder(heads: Path) -> None:
+    """Refuse heads that nothing can be saved beside."""
+    if not heads.is_dir():
+        raise CalibrationError(
+            f"{heads} is not a local folder; what is measured is saved beside the heads. Give the "
+            "folder of the heads (download or convert them first)."
+        )
+    if not os.access(heads, os.W_OK):
+        raise CalibrationError(
+            f"{heads} can't be written to, where the results go; copy the heads."
+        )
+
+
+def _load(options: CalibrateOptions) -> tuple[Target, MedusaHeads, torch.dtype]:
+    """The target, its heads, and what they compute in."""
+    machine = options.machine
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    device = usable(auto if machine.device == "auto" else machine.device)
+    own = None
+    if machine.dtype == "auto" and device.type != "cpu":
+        from transformers import AutoConfig
+
+        own = str(AutoConfig.from_pretrained(options.model).get_text_config().dtype)
+        own = own.removeprefix("torch.")
+    dtype = target_dtype(machine.dtype, own, device)
+    target = Target.load(
+        options.model, dtype=dtype, device=device, quantization=machine.quantization
+    )
+    heads, _ = load_heads(
+        options.heads,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        dtype=dtype,
+        device=target.device,
+    )
+    if isinstance(heads, HydraHeads):
+        heads.use_target_embedding(target.embedding_weight)
+    return target, heads, dtype
+
+
 def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
-    """The records asked for; says what is unusual about them."""
+    """The requested records; warns of what is unusual about them."""
     data = options.data
     tokenizer = find_tokenizer(options.model)
     records, bad = load_records(data, tokenizer, max_tokens=options.max_text_tokens)
@@ -126,7 +173,10 @@ def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
             raise CalibrationError(
                 f"{data} has no record of temperature {options.temperature:g}; it has {shown}."
             )
-    records = _first(records[: options.limit], options.positions)
+    if options.positions is not None:
+        before = accumulate((record.num_generated for record in records), initial=0)
+        pairs = zip(records, before, strict=False)
+        records = [record for record, count in pairs if count < options.positions]
     if not records:
         raise CalibrationError(f"{data}: no records in it.")
     if foreign := sum(record.temperature is None for record in records):
@@ -141,14 +191,6 @@ def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
             "--temperature T takes those of one."
         )
     return records
-
-
-def _first(records: list[Record], positions: int | None) -> list[Record]:
-    """The first records, up to the one with which they have so many generated tokens."""
-    if positions is None:
-        return records
-    before = accumulate((record.num_generated for record in records), initial=0)
-    return [record for record, count in zip(records, before, strict=False) if count < positions]
 
 
 def _check_ids(records: Sequence[Record], target: Target, options: CalibrateOptions) -> None:
@@ -177,4 +219,47 @@ def _trained_on(config: Mapping[str, Any]) -> set[str]:
         entry["data"][0]["sha256"]  # further ones are held out
         for entry in (entries if isinstance(entries, list) else [])
         if entry.get("command", [])[1:2] == ["train"] and entry.get("data")
+    }
+
+
+def _summarise(
+    observations: Observations, accuracy: Accuracy, fits: Sequence[Fit | None], tree: TokenTree
+) -> dict[str, Any]:
+    """What the heads' config.json keeps, plain JSON; ``tree`` is what the walks decoded with.
+
+    ``calibration_error`` is the ECE of each head's choices, best first; ``temperature`` of ``fit``
+    is what a head's logits are to be divided by for its confidence to be right.
+    """
+    sampled = ~np.isnan(observations.temperatures)
+    lengths = np.diff(observations.offsets)
+    by_temperature = {
+        f"{value:g}": int(lengths[observations.temperatures == value].sum())
+        for value in np.unique(observations.temperatures[sampled])
+    }
+    if not sampled.all():
+        by_temperature["unknown"] = int(lengths[~sampled].sum())
+    errors: list[list[float | None]] = []
+    for head in range(observations.num_heads):
+        ranks = observations.ranks[:, head]
+        known = ranks != NO_LABEL
+        confidence = observations.confidences[known, head].astype(np.float64)
+        row = [
+            calibration_error(confidence[:, rank], ranks[known] == rank)
+            for rank in range(observations.num_ranks)
+        ]
+        errors.append([None if np.isnan(error) else round(error, 4) for error in row])
+    return {
+        "file": FILE,
+        "positions": len(observations.ranks),
+        "texts": observations.num_texts,
+        "prompts": len(np.unique(observations.prompts)),
+        "positions_by_temperature": by_temperature,
+        "temperature": observations.temperature(),
+        "walked_with": tree.to_lists(),
+        **accuracy.to_dict(),
+        "calibration_error": errors,
+        "fit": [
+            fit and {name: round(value, 4) for name, value in vars(fit).items()} for fit in fits
+        ],
+        "source": observations.source,
     }

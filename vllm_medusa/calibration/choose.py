@@ -1,4 +1,8 @@
-"""The draft tree that suits calibrated heads, written into their config."""
+"""The draft tree that suits calibrated heads, written into their config.
+
+A tree chosen for some texts looks better on them than it is. So besides the tree that is built from
+all texts, one is built from each half of the prompts and walked on the other half.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +10,24 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_medusa.calibration import CalibrationError
-from vllm_medusa.calibration.budgets import ALGORITHMS, Curve, Limits, StepCost, curve
-from vllm_medusa.calibration.loading import check_folder, load
-from vllm_medusa.calibration.measure import Measured, measure, walked_by_prompt
+from vllm_medusa.calibration.calibrate import check_folder
 from vllm_medusa.calibration.observations import FILE, Observations
-from vllm_medusa.calibration.options import MeasureOptions, TreeOptions
+from vllm_medusa.calibration.options import TreeOptions
 from vllm_medusa.calibration.pictures import check_picture, draw_tree
-from vllm_medusa.calibration.prompts import prompt_ids
+from vllm_medusa.calibration.search import walk_taus, walked_tree
 from vllm_medusa.calibration.walks import Walks
 from vllm_medusa.files import new_file, refuse_to_replace
 from vllm_medusa.heads import update_config
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.tree import TokenTree, TreeError, read_tree
+from vllm_medusa.tree import TreeError, read_tree
 from vllm_medusa.tree.topology import Path as TreePath
 
 
@@ -32,23 +35,16 @@ from vllm_medusa.tree.topology import Path as TreePath
 class Chosen:
     """A tree and what is known of it.
 
-    If at these costs no tree is faster than plain decoding, nothing is measured or written.
+    ``walked`` and ``heldout`` are tokens per step with the first 1, 2, .. nodes of the tree: on the
+    texts it was built from, and on other prompts with the tree of that size built without them.
     """
 
     observations: Observations  # the calibration that it follows from
-    curves: dict[str, Curve]  # by algorithm, what trees of all sizes are worth
-    curve: Curve  # of the algorithm asked for; the tree is its first ``size`` paths
-    cost: StepCost | None  # of verification steps, if they chose the size
-    size: int  # draft nodes; 0: plain decoding is faster, and what follows is empty
-    gain: float | None  # tokens per time against plain decoding's, by the costs
-    walked: Measured  # the tree's tokens per step, by prompts
+    paths: list[TreePath]  # best first
+    walked: list[float]
+    heldout: list[float] | None  # None: all texts are of one prompt
+    standard_error: float  # of ``walked[-1]``, from prompt to prompt; NaN for one prompt
     chances: dict[TreePath, float]  # share of the steps that accept each node, the root () included
-    measured: dict[int, Measured]  # by size, tokens per step of real decoding
-
-    @property
-    def paths(self) -> list[TreePath]:
-        """The tree, best first."""
-        return self.curve.paths[: self.size]
 
 
 def choose_tree(
@@ -66,39 +62,29 @@ def choose_tree(
         check_picture(options.draw)
     observations = Observations.load(options.heads)
     _check(options, observations)
-    cost = StepCost.load(options.step_cost) if options.step_cost else None
-    prompts, temperature = _prompts(options.measuring, observations)
-    limits = Limits(
-        options.num_draft_tokens, options.max_rank or observations.num_ranks, options.max_depth
-    )
-    sizes = range(1, limits.num_draft_tokens + 1)
-    curves = {}
-    for done, name in enumerate(ALGORITHMS):
-        progress.at("building trees", done, len(ALGORITHMS))
-        curves[name] = curve(observations, name, limits, sizes)
-    progress.at("building trees", len(ALGORITHMS), len(ALGORITHMS))
-    chosen = curves[options.algorithm]
-    size, gain = len(chosen.paths), None
-    if size < limits.num_draft_tokens:
+    progress.at("building trees", 0, 1)
+    chosen = best_tree(observations, options.num_draft_tokens, options.max_depth)
+    progress.at("building trees", 1, 1)
+    paths = chosen.paths
+    if len(paths) < options.num_draft_tokens:
         progress.warn(
-            f"{limits.num_draft_tokens} nodes were asked for; {chosen.algorithm} finds {size} "
-            f"within depth {options.max_depth or observations.num_heads} and {limits.max_rank} "
-            "choices a head."
+            f"{options.num_draft_tokens} nodes were requested; there are {len(paths)} within depth "
+            f"{options.max_depth or observations.num_heads} and {observations.num_ranks} choices "
+            "per head."
         )
-    if cost is not None:
-        size, gain = cost.best(chosen.sizes, chosen.expected())
-    if size == 0:
-        return Chosen(observations, curves, chosen, cost, 0, gain, Measured((), ()), {}, {})
-    paths = chosen.paths[:size]
-    walks = Walks(observations.texts(), paths)
-    visits = walks.visits()
-    chances = {path: float(n / visits[0]) for path, n in zip(walks.paths, visits, strict=True)}
-    walked = walked_by_prompt(observations, paths)
-    measured = _measure(options, paths, prompts, temperature, progress) if prompts else {}
-    found = Chosen(observations, curves, chosen, cost, size, gain, walked, chances, measured)
     if options.draw:
-        draw_tree(options.draw, paths, chances, _title(options.heads, found))
-    note = _note(found, limits)
+        draw_tree(options.draw, paths, chosen.chances, _title(options.heads, chosen))
+    heldout = chosen.heldout
+    error = chosen.standard_error
+    note = {
+        "algorithm": "walk",
+        "max_depth": options.max_depth,
+        "temperature": observations.temperature(),
+        "positions": len(observations.ranks),
+        "tokens_per_step": [round(tau, 4) for tau in chosen.walked],
+        "standard_error": None if math.isnan(error) else round(error, 4),
+        "tokens_per_step_heldout": heldout and [round(tau, 4) for tau in heldout],
+    }
     tree = [list(path) for path in paths]
     if options.output:
         with new_file(options.output) as file:
@@ -111,7 +97,33 @@ def choose_tree(
             tree_source=note,
             provenance=provenance(command, [options.heads / FILE]),
         )
-    return found
+    return chosen
+
+
+def best_tree(observations: Observations, size: int, max_depth: int | None = None) -> Chosen:
+    """The tree of ``size`` nodes, or fewer if there are no more, and what its prefixes bring."""
+    texts, width = observations.texts(), observations.num_ranks
+    paths = walked_tree(texts, size, width, max_depth)
+    sizes = range(1, len(paths) + 1)
+    heldout = None
+    if halves := observations.halves():
+        first, second = map(observations.texts, halves)
+        there, back = (
+            walk_taus(other, walked_tree(own, size, width, max_depth), sizes)
+            for own, other in ((first, second), (second, first))
+        )
+        heldout = [(a + b) / 2 for a, b in zip(there, back, strict=True)]
+    walks = Walks(texts, paths)
+    visits = walks.visits()
+    chances = {path: float(n / visits[0]) for path, n in zip(walks.paths, visits, strict=True)}
+    return Chosen(
+        observations,
+        paths,
+        walk_taus(texts, paths, sizes),
+        heldout,
+        _standard_error(observations, paths),
+        chances,
+    )
 
 
 def origin(observations: Observations) -> str:
@@ -121,15 +133,30 @@ def origin(observations: Observations) -> str:
     return f"{len(observations.ranks)} positions, {wrote}"
 
 
+def _standard_error(observations: Observations, paths: Sequence[TreePath]) -> float:
+    """Of tau, from prompt to prompt (a ratio of sums); samples of a prompt count together."""
+    accepted, steps = [], []
+    for prompt in np.unique(observations.prompts):
+        own = np.flatnonzero(observations.prompts == prompt).tolist()
+        visits = Walks(observations.texts(own), paths).visits()
+        accepted.append(int(visits[1:].sum()))
+        steps.append(int(visits[0]))
+    count, total = len(steps), sum(steps)
+    if count < 2:
+        return math.nan
+    extra = sum(accepted) / total
+    spread = sum((a - extra * n) ** 2 for a, n in zip(accepted, steps, strict=True))
+    return math.sqrt(count / (count - 1) * spread) / total
+
+
 def _check(options: TreeOptions, observations: Observations) -> None:
     if not options.dry_run:
         check_folder(options.heads)
-    for name, value, most, what in (
-        ("--max-depth", options.max_depth, observations.num_heads, "heads"),
-        ("--max-rank", options.max_rank, observations.num_ranks, "calibrated choices (--top-k)"),
-    ):
-        if value is not None and value > most:
-            raise CalibrationError(f"{name} is {value}; there are {most} {what}. Ask for less.")
+    if (options.max_depth or 0) > observations.num_heads:
+        raise CalibrationError(
+            f"--max-depth is {options.max_depth}; there are {observations.num_heads} heads. Ask "
+            "for less."
+        )
     digest = observations.source.get("heads")
     if digest is not None and digest != digest_heads(find_checkpoint(options.heads)):
         raise CalibrationError(
@@ -138,89 +165,12 @@ def _check(options: TreeOptions, observations: Observations) -> None:
         )
 
 
-def _prompts(how: MeasureOptions, observations: Observations) -> tuple[list[list[int]], float]:
-    """Token ids to decode from, none where nothing is to be measured; and the temperature."""
-    if how.prompts is None:
-        return [], 0.0
-    temperature = observations.temperature() if how.temperature is None else how.temperature
-    if temperature is None:
-        raise CalibrationError(
-            "the calibration's texts don't say at which temperature the target wrote them; say how "
-            "to decode with --temperature."
-        )
-    from transformers import AutoTokenizer  # takes seconds to import
-
-    tokenizer = AutoTokenizer.from_pretrained(how.target)
-    return prompt_ids(how.prompts, tokenizer, how.limit), temperature
-
-
-def _measure(
-    options: TreeOptions,
-    paths: Sequence[TreePath],
-    prompts: list[list[int]],
-    temperature: float,
-    progress: Progress,
-) -> dict[int, Measured]:
-    """Tokens per step of real decoding, for every size asked for."""
-    how = options.measuring
-    target, heads, _ = load(str(how.target), options.heads, how.machine)
-    sizes = sorted({min(size, len(paths)) for size in how.sizes or [len(paths)]})
-    total = len(sizes) * len(prompts) * how.samples
-    done = count(1)
-    return {
-        size: measure(
-            target.model,
-            heads,
-            TokenTree.from_paths(paths[:size]),
-            prompts,
-            max_new_tokens=how.max_tokens,
-            temperature=temperature,
-            seed=how.seed,
-            samples=how.samples,
-            end_tokens=target.end_tokens,
-            progress=lambda: progress.at("texts", next(done), total),
-        )
-        for size in sizes
-    }
-
-
 def _title(heads: Path, chosen: Chosen) -> str:
-    """What is written above the picture."""
-    heldout = chosen.curve.heldout[chosen.size - 1]
-    elsewhere = "" if heldout is None else f" ({heldout:.2f} on prompts held out)"
+    elsewhere = f" ({chosen.heldout[-1]:.2f} on held-out prompts)" if chosen.heldout else ""
     return (
-        f"{heads.resolve().name}: {chosen.size} draft nodes, {chosen.walked.tau:.2f} tokens per "
-        f"step expected{elsewhere}\n{chosen.curve.algorithm}; {origin(chosen.observations)}"
+        f"{heads.resolve().name}: {len(chosen.paths)} draft nodes, {chosen.walked[-1]:.2f} tokens "
+        f"per step expected{elsewhere}\n{origin(chosen.observations)}"
     )
-
-
-def _note(chosen: Chosen, limits: Limits) -> dict[str, Any]:
-    """Where the tree is from, as plain JSON."""
-    by = chosen.curve
-
-    def per_size(values: Sequence[float | None]) -> list[float | None]:
-        return [None if value is None else round(value, 4) for value in values[: chosen.size]]
-
-    return {
-        "algorithm": by.algorithm,
-        "max_depth": limits.max_depth,
-        "max_rank": limits.max_rank,
-        "temperature": chosen.observations.temperature(),
-        "positions": len(chosen.observations.ranks),
-        "tokens_per_step": per_size(by.walked),
-        "standard_error": _number(chosen.walked.standard_error),
-        "tokens_per_step_heldout": per_size(by.heldout),
-        "tokens_per_step_if_independent": per_size(by.independent),
-        "measured": {
-            str(n): {
-                "tokens_per_step": _number(result.tau),
-                "standard_error": _number(result.standard_error),
-                "steps": sum(result.steps),
-                "prompts": len(result.steps),
-            }
-            for n, result in chosen.measured.items()
-        },
-    }
 
 
 def _is_tree(document: dict[str, Any]) -> bool:
@@ -231,7 +181,3 @@ def _is_tree(document: dict[str, Any]) -> bool:
         return False
     note = document.get("source")
     return isinstance(note, dict) and "algorithm" in note
-
-
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 4)

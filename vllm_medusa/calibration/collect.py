@@ -1,18 +1,13 @@
 """Observations of many texts: batched, and resumable after a kill at any moment.
 
-Texts are sorted by length and batched; each batch's observations are one file in a folder beside
-the heads, written aside and renamed. The folder names what they depend on, so that a later run goes
-on only where the same is asked for; it disappears when everything is written.
+Texts are sorted by length and batched; each batch's observations are one file in the folder of a
+`vllm_medusa.files.Run` beside the heads, which belongs to what they depend on.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +19,7 @@ from vllm_medusa.calibration import CalibrationError
 from vllm_medusa.calibration.confidence import Fit, fit_temperature
 from vllm_medusa.calibration.observations import NO_LABEL, Observations, save_arrays
 from vllm_medusa.calibration.observe import Logits, Seen, observe
-from vllm_medusa.files import FileRefused, read_json, write_json
+from vllm_medusa.files import Run
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import Record
@@ -43,12 +38,11 @@ def collect(
     heads: MedusaHeads,  # on the device where ids and masks are put
     hidden_states: HiddenStates,  # the target up to its LM head; texts are padded on the right
     lm_head: Logits | None,  # the target's, for heads that store none
-    folder: Path,  # the heads', where batches are kept until all are done
+    run: Run,  # where batches are kept until all are done
     *,
     num_ranks: int = 10,  # R, choices of each head whose confidence is kept
     end_tokens: Collection[int] = (),  # after which the target writes nothing
     batch_tokens: int = 4096,  # of a pass, padding included (a longer text goes alone)
-    depends_on: Mapping[str, Any] | None = None,  # what else the result depends on, plain JSON
     progress: Progress = SILENT,
 ) -> tuple[Observations, list[Fit | None]]:
     """Observe all texts, and fit each head's temperature.
@@ -64,9 +58,6 @@ def collect(
             f"none of the {len(texts)} records has a generated span of more than "
             f"{heads.num_heads} tokens, as {heads.num_heads} heads need; generate longer texts."
         )
-    work = folder / FOLDER
-    settings = {"num_ranks": num_ranks, "batch_tokens": batch_tokens}
-    _open(work, dict(depends_on or {}) | settings | {"spans": len(spans), "positions": total})
     close = [  # bool [positions] of each span: every so many, from another one on in each
         (torch.arange(stop - start) + number) % max(1, total // CLOSE_POSITIONS) == 0
         for number, (_, start, stop, _) in enumerate(spans)
@@ -79,7 +70,7 @@ def collect(
     done = 0
     for number, batch in enumerate(_batches(texts, list(by_text), batch_tokens)):
         members = [span for text in batch for span in by_text[text]]
-        path = work / f"batch-{number:06}.safetensors"
+        path = run.folder / f"batch-{number:06}.safetensors"
         seen = _load(path)
         if seen is None:
             chosen = [spans[n] for n in members]
@@ -109,11 +100,6 @@ def collect(
         for head in range(heads.num_heads)
     ]
     return _observations(texts, spans, seen), fits
-
-
-def remove_work(folder: Path) -> None:
-    """Remove what `collect` kept, after its result is safe."""
-    shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
 
 def find_spans(
@@ -186,17 +172,6 @@ def _observations(texts: Sequence[Record], spans: Sequence[Span], seen: Seen) ->
         temperatures=np.array([np.nan if t is None else t for t in temperatures], np.float32),
         prompts=np.array(prompts, np.int64),
     )
-
-
-def _open(work: Path, settings: Mapping[str, Any]) -> None:
-    """Make the folder of finished batches; those of other settings go."""
-    manifest = work / "depends_on.json"
-    with suppress(OSError, FileRefused):
-        if read_json(manifest) == json.loads(json.dumps(settings)):
-            return
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    write_json(manifest, settings)
 
 
 def _load(path: Path) -> Seen | None:

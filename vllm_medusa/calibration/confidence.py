@@ -1,4 +1,4 @@
-"""Do the heads know how right they are? Reliability, its error, and the temperature that mends it.
+"""Do the heads know how right they are? Their calibration error and the temperature against it.
 
 A head is calibrated if of the tokens to which it gives probability c a share c is right. The
 expected calibration error (ECE; Guo et al., https://arxiv.org/abs/1706.04599) is the gap between
@@ -20,32 +20,13 @@ NUM_BINS = 15
 Floats = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Reliability:
-    """Bins of equal width over confidence; empty bins have NaN for means."""
-
-    confidence: Floats  # [B] mean confidence
-    right: Floats  # [B] share that was right
-    count: npt.NDArray[np.int64]  # [B] positions
-
-    @property
-    def ece(self) -> float:
-        """Expected calibration error, from 0 to 1; NaN without positions."""
-        total = self.count.sum()
-        gaps = np.abs(self.confidence - self.right)
-        return float(np.nansum(gaps * self.count) / total) if total else float("nan")
-
-
-def reliability(confidence: Floats, right: Floats, bins: int = NUM_BINS) -> Reliability:
-    """How often tokens of some confidence, [n], were right, bool [n]."""
+def calibration_error(confidence: Floats, right: Floats, bins: int = NUM_BINS) -> float:
+    """ECE, from 0 to 1, of confidences [n] and whether the tokens were right [n]; NaN of none."""
+    if not len(confidence):
+        return float("nan")
     place = np.minimum((confidence * bins).astype(np.int64), bins - 1)
-    count = np.bincount(place, minlength=bins)
-    with np.errstate(invalid="ignore"):
-        return Reliability(
-            np.bincount(place, confidence, bins) / count,
-            np.bincount(place, right, bins) / count,
-            count,
-        )
+    gaps = np.bincount(place, confidence - right, bins)  # summed over each bin
+    return float(np.abs(gaps).sum() / len(confidence))
 
 
 @dataclass(frozen=True)
@@ -88,7 +69,7 @@ def fit_temperature(
         share = place - under
         logs = (1 - share) * partition[labelled, under] + share * partition[labelled, under + 1]
         confidence = np.exp(np.minimum(best[labelled] * 2.0**power - logs, 0))
-        return reliability(confidence, first[labelled]).ece
+        return calibration_error(confidence, first[labelled])
 
     plain = len(grid) // 2  # sharpness 1
     return Fit(float(2.0**-at), float(nll[plain]), fitted, ece(0.0), ece(at))

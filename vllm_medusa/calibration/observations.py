@@ -1,9 +1,9 @@
-"""What the heads said at every position that decoding could have stood at.
+"""What the heads predicted at every position that decoding could have reached.
 
 Every generated span is a *text*. Head h (0-based) at position t predicts token t + h + 2, so the
 positions of a span [s, e) run from s - 1, whose own next token is the span's first, on. They end
 where the last head has no label any more; where the span ends with an end token, nothing follows
-that a head could have been right about, and they go on to e - 3, head 0's last label.
+that a head could have been right about, and positions continue to e - 3, head 0's last label.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from vllm_medusa.heads.eagle import drafter_method
 FILE = "calibration.safetensors"  # beside the heads
 NO_LABEL = -1  # a rank: the text ended before
 MISSED = 32767  # a rank: the heads' vocabulary lacks the token
+EAGLE = (
+    "{0} is an EAGLE drafter, which builds a new tree in each step: it has none of its own and is "
+    "not calibrated. Serve it as it is (serve TARGET --speculative-model {0}), or see how much "
+    "faster it is: compare TARGET {0} --prompts FILE."
+)
 _FORMAT = 1
 
 
@@ -94,10 +99,7 @@ class Observations:
         path = folder / FILE
         if not path.is_file():
             if drafter_method(folder) is not None:
-                raise CalibrationError(
-                    f"{folder} is an EAGLE drafter, which grows each tree anew: it has no tree of "
-                    'its own and is not calibrated. Serve it with "tree": "dynamic".'
-                )
+                raise CalibrationError(EAGLE.format(folder))
             raise CalibrationError(
                 f"{folder} holds no {FILE}: run `vllm-medusa calibrate TARGET {folder} --data "
                 "RECORDS` first."

@@ -1,25 +1,15 @@
-"""Pictures of a calibration and of a tree (matplotlib), written as PNG, SVG or PDF by suffix."""
+"""A picture of a tree (matplotlib), written as PNG, SVG or PDF by suffix."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from vllm_medusa.calibration import CalibrationError
-from vllm_medusa.calibration.accuracy import Accuracy
-from vllm_medusa.calibration.confidence import reliability
-from vllm_medusa.calibration.observations import NO_LABEL, Observations
 from vllm_medusa.files import new_path, require_parent
 from vllm_medusa.tree.topology import Path as TreePath
 
 SUFFIXES = (".png", ".svg", ".pdf")
-_STARTS = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml", ".pdf": b"%PDF-"}
-_AUTHOR = b"Matplotlib"  # it signs what it draws
-_LARGEST = 1 << 26  # bytes, far more than a picture drawn here
 _FAINTEST = 1e-3  # chances below look alike
 
 
@@ -39,59 +29,6 @@ def check_picture(path: Path) -> None:
             f"{', '.join(SUFFIXES)}."
         )
     require_parent(path)
-    if os.path.lexists(path) and not _drawn(path):
-        raise CalibrationError(
-            f"{path} exists and is not a {path.suffix} picture drawn by matplotlib, so it is not "
-            "replaced: name another file, or remove it yourself."
-        )
-
-
-def _drawn(path: Path) -> bool:
-    """Whether a file may be drawn anew: a picture that was drawn here, or an empty file."""
-    if not path.is_file() or path.stat().st_size > _LARGEST:
-        return False
-    content = path.read_bytes()
-    return not content or (content.startswith(_STARTS[path.suffix.lower()]) and _AUTHOR in content)
-
-
-def draw_calibration(path: Path, observations: Observations, accuracy: Accuracy) -> None:
-    """Accuracy by rank; the next head on the spine and off it; reliability of the best token."""
-    figure = _figure(16, 5)
-    ranks_axis, branch_axis, reliable_axis = figure.subplots(1, 3)
-    num_heads, width = accuracy.overall.shape
-    for head in range(num_heads):
-        label = f"head {head}"
-        ranks_axis.semilogy(range(width), accuracy.overall[head], "o-", ms=4, label=label)
-        known = observations.ranks[:, head] != NO_LABEL
-        right = observations.ranks[known, head] == 0
-        bins = reliability(observations.confidences[known, head, 0].astype(np.float64), right)
-        enough = bins.count >= max(20, 0.0005 * known.sum())
-        label = f"{label}, ECE {100 * bins.ece:.1f} %"
-        reliable_axis.plot(bins.confidence[enough], bins.right[enough], "o-", ms=4, label=label)
-    ranks_axis.set(
-        title="How often each choice is right", xlabel="choice (0 = best)", ylabel="share"
-    )
-    ranks_axis.set_xticks(range(width))
-    heads = np.arange(1, num_heads)
-    bars = (
-        ("everywhere", accuracy.overall, "0.75"),
-        ("after the best choices", accuracy.walked_spine, "tab:blue"),
-        ("after another choice", accuracy.walked_sibling, "tab:orange"),
-    )
-    for place, (label, table, color) in enumerate(bars):
-        branch_axis.bar(
-            heads + 0.27 * (place - 1), np.nan_to_num(table[1:, 0]), 0.25, label=label, color=color
-        )
-    branch_axis.set(title="Best choice right, where decoding asks", xlabel="head", ylabel="share")
-    branch_axis.set_xticks(heads)
-    reliable_axis.plot([0, 1], [0, 1], "k:", lw=1)
-    reliable_axis.set(
-        title="Best choice: confidence and truth", xlabel="mean confidence", ylabel="share right"
-    )
-    for axis in (ranks_axis, branch_axis, reliable_axis):
-        axis.legend(fontsize=8, frameon=False)
-        axis.grid(alpha=0.25)
-    _save(figure, path)
 
 
 def draw_tree(
@@ -104,9 +41,12 @@ def draw_tree(
     places = _layout(paths)
     depth = max(len(node) for node in places)
     across = max(x for x, _ in places.values())
-    figure = _figure(max(7.0, 0.34 * across + 2.5), 1.55 * depth + 1.9)
-    axis = figure.subplots()
     from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure  # no pyplot: nothing global, no display
+
+    size = max(7.0, 0.34 * across + 2.5), 1.55 * depth + 1.9
+    figure = Figure(figsize=size, layout="constrained")
+    axis = figure.subplots()
 
     nodes = sorted(places, key=lambda node: chances[node])  # the likely ones on top
     values = [max(_FAINTEST, chances[node]) for node in nodes]
@@ -156,7 +96,8 @@ def draw_tree(
         "accept the node",
         fontsize=9,
     )
-    _save(figure, path)
+    with new_path(path) as part:
+        figure.savefig(part, dpi=130, format=path.suffix[1:].lower())
 
 
 def _layout(paths: Sequence[TreePath]) -> dict[TreePath, tuple[float, float]]:
@@ -174,14 +115,3 @@ def _layout(paths: Sequence[TreePath]) -> dict[TreePath, tuple[float, float]]:
             x, leaves = float(leaves), leaves + 1
         places[node] = (x, -float(len(node)))
     return places
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure  # no pyplot: nothing global, no display
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: Any, path: Path) -> None:
-    with new_path(path) as part:
-        figure.savefig(part, dpi=130, format=path.suffix[1:].lower())

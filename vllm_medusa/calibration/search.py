@@ -1,10 +1,9 @@
 """Trees for given heads: which nodes a budget is best spent on.
 
-What decides is how many tokens a verification step yields, so text that the target wrote is walked
-as decoding would walk it (`walks`). Shares of positions at which a path would have been right
-mislead: they count positions that decoding never stops at, and after an accepted token the next
-head is right far less often than its average says (`independence` builds the tree that such
-averages suggest).
+What counts is how many tokens a verification step yields, so text that the target wrote is walked
+as decoding would walk it (`walks`). Products of the heads' average accuracies mislead: they count
+positions that decoding never stops at, and after an accepted token the next head is right far less
+often than its average says.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A *text* is, position by position, the rank that every head gave to the token it had to predict.
 Decoding with a tree starts at the first position, accepts the longest path of the tree that agrees
-with the ranks there, goes on behind it and ends when it has passed the last position:
+with the ranks there, continues behind it and ends when it has passed the last position:
 
     step at t:   accept a tokens,   next step at t + 1 + a
     tau        = tokens / steps = sum of (1 + a) / number of steps
@@ -30,7 +30,7 @@ _BLOCK = 1 << 22  # walkers side by side
 class Walks:
     """Texts to be walked by a tree that grows by leaves.
 
-    All texts lie in one row, each followed by K + 1 positions at which walkers stand still.
+    All texts lie in one row, each followed by K + 1 positions at which walks stop.
     """
 
     def __init__(self, texts: Sequence[Ranks], paths: Iterable[Path] = ()) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from typing import Any, NamedTuple
 
 import vllm_medusa
 from vllm_medusa.cli import (
@@ -13,14 +14,82 @@ from vllm_medusa.cli import (
     calibrate,
     compare,
     convert,
-    distill,
-    explain,
     generate,
     inspect,
     serve,
     train,
     tree,
 )
+from vllm_medusa.cli.console import ConsoleProgress, run_job
+from vllm_medusa.cli.flags import Parser, add_flags, from_flags
+from vllm_medusa.cli.hub import find_models
+from vllm_medusa.options import Options
+
+
+class Command(NamedTuple):
+    """A subcommand."""
+
+    help: str  # a line in the list of commands
+    options: type[Options]  # the flags are made of them
+    run: Callable[[Any, ConsoleProgress], int]  # prints the result; returns the exit status
+    text: str  # description, and after a line "---" the epilog
+
+
+COMMANDS = {
+    "generate": Command(
+        "generate for a file of prompts; resumable",
+        generate.GenerateOptions,
+        generate.run,
+        generate.GENERATE,
+    ),
+    "adapt": Command(
+        "heads for a target, from prompts to a measured report; resumable",
+        adapt.AdaptOptions,
+        adapt.run,
+        adapt.TEXT,
+    ),
+    "distill": Command(
+        "let the target write training texts for its heads; resumable",
+        generate.DistillOptions,
+        generate.run_distill,
+        generate.DISTILL,
+    ),
+    "train": Command(
+        "train heads, or an EAGLE-3 drafter, for a target; resumable",
+        train.TrainOptions,
+        train.run,
+        train.TEXT,
+    ),
+    "calibrate": Command(
+        "measure heads on text the target wrote; resumable",
+        calibrate.CalibrateOptions,
+        calibrate.run,
+        calibrate.TEXT,
+    ),
+    "tree": Command(
+        "build the tree that suits calibrated heads", tree.TreeOptions, tree.run, tree.TEXT
+    ),
+    "convert": Command(
+        "heads, or an EAGLE-3 drafter, from any known format to any other",
+        convert.ConvertOptions,
+        convert.run,
+        convert.TEXT,
+    ),
+    "inspect": Command(
+        "what a checkpoint of heads or of a drafter is, and whether it fits a target",
+        inspect.InspectOptions,
+        inspect.run,
+        inspect.TEXT,
+    ),
+    "compare": Command(
+        "heads beside plain vLLM: same tokens? how fast, for each size of the tree",
+        compare.CompareOptions,
+        compare.run,
+        compare.TEXT,
+    ),
+}
+_RESUMABLE = ("generate", "distill", "train", "calibrate", "adapt")
+_IN_PROCESS = ("generate", "distill")  # start vLLM here, whose output is kept off the terminal
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,13 +102,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     if unknown:
         close = get_close_matches(unknown[0].partition("=")[0], args.known)
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
-    sys.exit(args.run(args))
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
+    command = COMMANDS[args.command]
+
+    def job(progress: ConsoleProgress) -> int:
+        options = from_flags(command.options, args)
+        find_models(options, progress)
+        return command.run(options, progress)
+
+    resumes = args.command in _RESUMABLE
+    interrupted = "the same command resumes" if resumes else "nothing was written"
+    sys.exit(run_job(job, interrupted=interrupted, engine=args.command in _IN_PROCESS))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vllm-medusa",
         description="Medusa tree speculative decoding for vLLM.",
         allow_abbrev=False,
@@ -47,14 +125,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"vllm-medusa {vllm_medusa.__version__}"
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for each in (generate, adapt, distill, train, calibrate, tree):
-        each.COMMAND.add_to(commands)
+    commands = parser.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND"
+    )
+    for name, command in COMMANDS.items():
+        description, _, epilog = command.text.partition("\n---\n")
+        own = commands.add_parser(
+            name,
+            help=command.help,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # --budget would be read as --budgets
+        )
+        add_flags(own, command.options)
+        own.set_defaults(known=tuple(own._option_string_actions), parser=own)
     commands.add_parser(
         "serve",
         add_help=False,
         help="vLLM's OpenAI-compatible server, with Medusa; every option is vLLM's own",
     )
-    for each in (convert, inspect, compare, explain):
-        each.COMMAND.add_to(commands)
     return parser

@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import shlex
 import signal
 from collections.abc import Iterator
 
 from vllm_medusa.adapt.options import AdaptOptions, training_of
-from vllm_medusa.cli.command import Command, invocation
-from vllm_medusa.cli.console import ConsoleProgress
-from vllm_medusa.cli.flags import add_flags, from_flags
-from vllm_medusa.options import Options, command_line, group, option
+from vllm_medusa.cli.console import ConsoleProgress, invocation
+from vllm_medusa.cli.flags import Parser, add_flags, from_flags
+from vllm_medusa.options import command_line
 from vllm_medusa.training.options import TrainOptions
 
-_DESCRIPTION = """\
+TEXT = """\
 Make heads for a target, from prompts like those it will be used with: the target writes texts for
 the prompts (distill), heads are trained on them (train), their accuracy is measured on texts held
-out (calibrate), the tree that suits them is grown (tree), and vLLM with these heads runs beside
+out (calibrate), the tree that suits them is built (tree), and vLLM with these heads runs beside
 plain vLLM on prompts that nothing was trained or calibrated on (compare). The tree size that is
-fastest on this machine becomes the heads' own."""
-
-_EPILOG = """\
+fastest on this machine becomes the heads' own.
+---
 Every stage is a command of its own and is printed before it runs; all are in the work folder, with
-their logs. Killed or interrupted, the same command goes on where it stopped; with other options,
-only the stages that they concern are run again. The output has the heads (config.json and
+their logs. Killed or interrupted, the same command resumes from there; with other options, only the
+stages that they concern are run again. The output has the heads (config.json and
 model.safetensors, as vLLM reads them), report.md with pictures, and report.json."""
 
 
-class TrainArgs(Options):
-    """What `adapt` passes on."""
+def run(options: AdaptOptions, progress: ConsoleProgress) -> int:
+    """Make the heads and print their measurements; 0, or 1 if tokens differ in float32."""
+    from vllm_medusa.adapt.pipeline import adapt
 
-    train_args: str = option(
-        "more of train's options, as in --train-args='--labels tokens'", default="", metavar="TEXT"
-    )
-
-
-class AdaptFlags(Options):
-    """Options of `vllm-medusa adapt`."""
-
-    adapt: AdaptOptions = group()
-    more: TrainArgs = group("training (train)", factory=TrainArgs)
-
-
-def run(flags: AdaptFlags, progress: ConsoleProgress) -> int:
-    """Make the heads and say how they fare; 0, 1 if tokens differ in float32."""
-    from vllm_medusa.adapt.job import adapt
-
-    options = flags.adapt
     with _ending_on_signals():
-        done = adapt(options, _training(flags), progress, invocation())
+        done = adapt(options, _training(options), progress, invocation())
     if not done.made:
         progress.note(f"nothing to do; the heads are in {done.output}")
         return 0
@@ -65,11 +46,11 @@ def run(flags: AdaptFlags, progress: ConsoleProgress) -> int:
     return 0 if Comparison(measured).passed else 1
 
 
-def _training(flags: AdaptFlags) -> TrainOptions:
+def _training(options: AdaptOptions) -> TrainOptions:
     """Train's options with those of --train-args, parsed as `vllm-medusa train` does."""
-    parser = argparse.ArgumentParser(prog="vllm-medusa train")
+    parser = Parser(prog="vllm-medusa train", allow_abbrev=False)
     add_flags(parser, TrainOptions)
-    words = [*command_line(training_of(flags.adapt)), *shlex.split(flags.more.train_args)]
+    words = [*command_line(training_of(options)), *shlex.split(options.train_args)]
     return from_flags(TrainOptions, parser.parse_args(words))
 
 
@@ -89,16 +70,3 @@ def _ending_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-COMMAND = Command(
-    "adapt",
-    "heads for a target, from prompts to a measured report; resumable",
-    AdaptFlags,
-    run,
-    _DESCRIPTION,
-    _EPILOG,
-    interrupted=lambda args: (
-        f"the same command goes on from what is in {args.work or f'{args.output}.work'}"
-    ),
-)

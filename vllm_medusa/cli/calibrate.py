@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.cli.command import Command, invocation
-from vllm_medusa.cli.console import ConsoleProgress, stdout_console
+from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
 from vllm_medusa.offline.prompts import require_file
 
 if TYPE_CHECKING:
@@ -17,13 +16,12 @@ if TYPE_CHECKING:
 
 _SHOWN_RANKS = 5
 
-_DESCRIPTION = """\
+TEXT = """\
 Measure the heads on text that they were not trained on: how often each choice of each head is
 right, everywhere and where decoding really asks, and whether the heads know how sure to be. What
 was seen is saved beside the heads (calibration.safetensors), a summary in their config.json;
-`vllm-medusa tree` builds the tree from it. Killed, the same command goes on where it stopped."""
-
-_EPILOG = """\
+`vllm-medusa tree` builds the tree from it. Killed, the same command resumes.
+---
 Data: records of `vllm-medusa distill`, best of prompts that were held out. The target's own text,
 sampled as it will be when served, is what decoding asks the heads for: calibrate on temperature 0
 for greedy serving. Other text is taken, with a warning, and tells less."""
@@ -34,72 +32,43 @@ def run(options: CalibrateOptions, progress: ConsoleProgress) -> int:
     require_file(options.data, "records")  # before torch is imported
     from vllm_medusa.calibration.calibrate import calibrate
 
-    found = calibrate(options, progress, invocation())
-    _print(found, "the tree given" if options.tree else "the best tree")
-    if options.plot:
-        progress.note(f"picture: {options.plot}")
+    _print(calibrate(options, progress, invocation()))
     progress.note(
         f"saved in {options.heads}; next: vllm-medusa tree {options.heads} --num-draft-tokens N"
     )
     return 0
 
 
-def _print(found: Calibrated, which: str) -> None:
-    """Print the tables; ``which`` names the tree of the walks."""
-    from vllm_medusa.calibration.accuracy import CASES
-
+def _print(found: Calibrated) -> None:
     out, observations, accuracy = stdout_console(), found.observations, found.accuracy
     temperature = observations.temperature()
     wrote = "not the target's own" if temperature is None else f"temperature {temperature:g}"
     out.print(
-        f"{len(observations.ranks)} positions of {observations.num_texts} texts, {wrote}. "
-        f"In %; best choice first.",
+        f"{len(observations.ranks)} positions of {observations.num_texts} texts, {wrote}. In %, "
+        "best choice first; asked: the best choice where decoding asks for it (steps that ask).",
         soft_wrap=True,
     )
     shown = min(_SHOWN_RANKS, observations.num_ranks)
-    table = Table(box=None, header_style="bold", title="every position", title_justify="left")
+    table = Table(box=None, header_style="bold")
     choices = [f"choice {rank}" for rank in range(shown)]
-    for name in ("head", *choices, f"best {observations.num_ranks}", "ECE", "fitted T", "ECE then"):
-        table.add_column(name, justify="right")
+    for name in ("head", *choices, f"best {observations.num_ranks}", "asked", "ECE", "fitted T"):
+        table.add_column(name, justify="right", no_wrap=True)
     for head, (row, fit) in enumerate(zip(accuracy.overall, found.fits, strict=True)):
         table.add_row(
             str(head),
             *(_percent(share) for share in row[:shown]),
             _percent(row.sum()),
+            f"{_percent(accuracy.walked[head, 0])} ({accuracy.asked[head, 1]})",
             _percent(found.summary["calibration_error"][head][0]),
             "-" if fit is None else f"{fit.temperature:.2f}",
-            "-" if fit is None else _percent(fit.fitted_ece),
         )
     out.print(table)
-    table = Table(box=None, header_style="bold", title_justify="left")
-    table.title = "best choice, by the choices accepted before it (steps that asked)"
-    for name in ("head", "everywhere:", "after best", "others", "walked:", "after best", "others"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for head in range(observations.num_heads):
-        cells = [_percent(getattr(accuracy, case)[head, 0]) for case in CASES]
-        for place in (4, 5):
-            if asked := accuracy.asked[head, place]:
-                cells[place] += f" ({asked})"
-        table.add_row(str(head), *cells)
-    out.print(table)
     out.print(
-        f"walked: where decoding asks, with {which} of {found.tree.num_draft_tokens} draft nodes "
-        f"({found.tau:.3f} tokens per step)",
+        f"decoding with the best tree of {found.tree.num_draft_tokens} draft nodes gives "
+        f"{found.tau:.3f} tokens per step",
         soft_wrap=True,
     )
 
 
 def _percent(share: float | None) -> str:
-    """``12.3``, or ``-`` for nothing."""
     return "-" if share is None or math.isnan(share) else f"{100 * share:.1f}"
-
-
-COMMAND = Command(
-    "calibrate",
-    "measure heads on text the target wrote",
-    CalibrateOptions,
-    run,
-    _DESCRIPTION,
-    _EPILOG,
-    interrupted=lambda args: "the same command goes on where it stopped",
-)

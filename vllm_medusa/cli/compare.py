@@ -6,23 +6,20 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_medusa.cli.command import Command, invocation
-from vllm_medusa.cli.console import ConsoleProgress, stdout_console
+from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
 from vllm_medusa.offline.options import CompareOptions
 
-_DESCRIPTION = """\
+TEXT = """\
 Run the same prompts through plain vLLM and through vLLM with the heads, in turn, once for each size
 of the heads' tree and once with the trees that the engine chooses by itself ("automatic"), and
 report whether every token agrees, the tokens per verification step (tau) and the ratio of the
-throughputs. Exit status 1 if a token differs in float32."""
-
-_EPILOG = """\
-With --data the prompts are what stands before the first generated span of each record (greedy: each
-distinct prompt once); sampling is at the records' temperature unless --temperature says otherwise.
-Every request has a seed of its own.
+throughputs. Exit status 1 if a token differs in float32.
+---
+Of records of `distill` the prompts are the tokens before the first generated span. Each distinct
+prompt is used once, and every request has a seed of its own.
 
 A tree is listed best node first, so its first N nodes are the tree of that budget. Both engines
-take turns, so a ratio says something on a busy machine too; tokens per second do not."""
+take turns, so a ratio is meaningful on a busy machine too; tokens per second are not."""
 
 
 def run(options: CompareOptions, progress: ConsoleProgress) -> int:
@@ -50,13 +47,3 @@ def table(document: dict[str, Any]) -> Table:
         best = row["num_draft_tokens"] == document["fastest"]
         result.add_row(*comparison.cells(row), style="bold" if best else "")
     return result
-
-
-COMMAND = Command(
-    "compare",
-    "heads beside plain vLLM: same tokens? how fast, for each size of the tree",
-    CompareOptions,
-    run,
-    _DESCRIPTION,
-    _EPILOG,
-)

@@ -13,10 +13,26 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from vllm_medusa.job import JobFailed, Pace, Progress, duration
+from vllm_medusa.job import JobFailed, Progress, duration
 
 _PLAIN_SECONDS = 10.0  # between lines of progress where there is no terminal
 _DRAWN_SECONDS = 0.1  # between drawings of the bars where there is one
+
+
+class Pace:
+    """How long a part of a job still takes, from its first count."""
+
+    def __init__(self) -> None:
+        self._began = self._first = 0.0
+        self._total: float | None = -1.0
+
+    def left(self, now: float, done: float, total: float | None) -> float | None:
+        """Seconds; None where that isn't known. Another ``total`` begins a new count."""
+        if total != self._total:
+            self._began, self._first, self._total = now, done, total
+        if total is None or done <= self._first:
+            return None
+        return (now - self._began) / (done - self._first) * max(0.0, total - done)
 
 
 class ConsoleProgress(Progress):
@@ -84,8 +100,8 @@ def run_job(
 ) -> int:
     """Run a command's job and return its exit status: its own, 1 or 2 with an error, or 130.
 
-    ``interrupted`` is what Ctrl-C leaves behind, as "the same command goes on from OUTPUT". While
-    an engine starts, standard error may go to a log; this output does not.
+    ``interrupted`` is what Ctrl-C leaves behind, as "the same command resumes". While an
+    ``engine`` starts, standard error may go to a log; this output does not.
     """
     with contextlib.ExitStack() as stack:
         terminal = stack.enter_context(os.fdopen(os.dup(2), "w")) if engine else sys.stderr
@@ -102,6 +118,11 @@ def run_job(
         except KeyboardInterrupt:
             console.print(f"interrupted; {escape(interrupted)}", soft_wrap=True)
             return 130
+
+
+def invocation() -> list[str]:
+    """The words of the command that runs, for the provenance of what it makes."""
+    return ["vllm-medusa", *sys.argv[1:]]
 
 
 def stdout_console() -> Console:

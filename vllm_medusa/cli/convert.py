@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from vllm_medusa.cli.command import Command, invocation
-from vllm_medusa.cli.console import ConsoleProgress
+from vllm_medusa.cli.console import ConsoleProgress, invocation
 from vllm_medusa.convert.options import ConvertOptions
 
-_DESCRIPTION = """\
+TEXT = """\
 Write heads in another format. The source may be in any of them, or a full Medusa-2 model: its
-tensors tell which. Tensors are copied bit by bit, each in its own dtype; what a format has no place
-for is refused, and what it needs besides is added and said."""
-
-_EPILOG = """\
+tensors tell which. Tensors are copied bit by bit, each in its own dtype; what a format can't hold
+is refused, and what it needs besides is added and reported.
+---
 formats:
   native        what this package saves; vLLM's layout with everything it has no field for
   vllm          for vLLM without this plugin: with a copy of the target's LM head if it is shared
@@ -47,14 +45,3 @@ def run(options: ConvertOptions, progress: ConsoleProgress) -> int:
     for warning in done.warnings:
         progress.warn(warning)
     return 0
-
-
-COMMAND = Command(
-    "convert",
-    "heads, or an EAGLE-3 drafter, from any known format to any other",
-    ConvertOptions,
-    run,
-    _DESCRIPTION,
-    _EPILOG,
-    interrupted=lambda args: f"{args.output} is as it was",
-)

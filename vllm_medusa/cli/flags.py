@@ -1,4 +1,4 @@
-"""A command line from the fields of `Options`: every name, bound and default stands there alone."""
+"""A command line from the fields of `Options`: every name, bound and default is only there."""
 
 from __future__ import annotations
 
@@ -7,22 +7,34 @@ import json
 from collections.abc import Callable
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from vllm_medusa.options import Described, Options, described, flag_name, groups
+from vllm_medusa.options import Described, Options, described, groups
 
 T = TypeVar("T", bound=Options)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and end the process."""
+        self.exit(2, f"{self.prog}: error: {message}\nSee {self.prog} --help.\n")
+
+
 def add_flags(parser: Any, options: type[Options], titled: dict[str, Any] | None = None) -> None:
-    """Add a flag for each option; groups of one title become one group of the help."""
+    """Add a flag for each option; options of one title become one group of the help."""
     titled = {} if titled is None else titled
-    for each in described(options):
-        _add(parser, each)
-    for _, title, kind in groups(options):
+
+    def under(title: str) -> Any:
         if title and title not in titled:
             titled[title] = parser.add_argument_group(title)
-        add_flags(titled[title] if title else parser, kind, titled)
+        return titled[title] if title else parser
+
+    for each in described(options):
+        _add(under(each.title), each)
+    for _, title, kind in groups(options):
+        add_flags(under(title), kind, titled)
 
 
 def from_flags(options: type[T], args: argparse.Namespace) -> T:
@@ -33,81 +45,55 @@ def from_flags(options: type[T], args: argparse.Namespace) -> T:
 
     """
     values = {each.name: getattr(args, each.name) for each in described(options)}
-    values |= {n: tuple(v) for n, v in values.items() if isinstance(v, list)}
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     for name, _, kind in groups(options):
         values[name] = from_flags(kind, args)
     return options(**values)
 
 
 def _add(parser: Any, each: Described) -> None:
-    flag = each.flag
     default = None if each.default is MISSING else each.default
-    names, more = [each.name], dict[str, Any]()
-    if not flag.positional:
-        names = [flag_name(each), *(name for name in flag.names if name != flag_name(each))]
+    help, names, more = each.more["help"], [each.name], dict[str, Any]()
+    if not each.more.get("positional"):
+        names = [each.flag, *(name for name in each.more["names"] if name != each.flag)]
         more = {"dest": each.name, "required": each.default is MISSING}
     if each.kind is bool:
-        parser.add_argument(*names, action="store_true", help=flag.help or None, **more)
+        parser.add_argument(*names, action="store_true", help=help or None, **more)
         return
     if each.choices:
         more["choices"] = each.choices
-    elif flag.metavar:
-        more["metavar"] = flag.metavar
-    if each.many and flag.repeat:
-        more["action"] = _Repeat
-    elif each.many and not flag.joined:
+    elif "metavar" in each.more:
+        more["metavar"] = each.more["metavar"]
+    if each.many:
         more["nargs"] = "+"
-    parser.add_argument(
-        *names, type=_parser(each), default=default, help=_help(each, default) or None, **more
-    )
-
-
-class _Repeat(argparse.Action):
-    """Add a value to a tuple; the first replaces the default."""
-
-    def __call__(self, parser: Any, args: Any, value: Any, option: str | None = None) -> None:
-        before = getattr(args, self.dest)
-        setattr(args, self.dest, (value,) if before is self.default else (*before, value))
-
-
-def _help(each: Described, default: Any) -> str:
-    """The help with the default behind it, as "(512)"."""
-    shown = each.flag.shown
-    if shown is None:
-        if default is None or default == () or default == "" or default == {}:
-            return each.flag.help
+    shown = each.more.get("shown")
+    if shown is None and default not in (None, (), "", {}):
         values = default if each.many else (default,)
         shown = " ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values)
-    return " ".join(filter(None, [each.flag.help, shown and f"({shown})"])).replace("%", "%%")
+    help = " ".join(filter(None, [help, shown and f"({shown})"])).replace("%", "%%")
+    parser.add_argument(*names, type=_parser(each), default=default, help=help or None, **more)
 
 
 def _parser(each: Described) -> Callable[[str], Any]:
-    """Text to a value of an option; of a joined one to all of them."""
+    """Text to a value of an option."""
 
     def parse(text: str) -> Any:
-        if each.flag.joined:
-            return tuple(one(part) for part in text.split(each.flag.joined))
-        return one(text)
-
-    def one(text: str) -> Any:
         try:
-            value = (each.flag.parse or _KINDS.get(each.kind, each.kind))(text)
+            value = _KINDS.get(each.kind, each.kind)(text)
+            if each.bounds is None or each.bounds.allows(value):
+                return value
         except ValueError as error:
-            known = each.bounds is not None or each.kind not in _KINDS
-            words = each.bounds or "a number" if known and not each.flag.parse else None
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not allowed; use {words}" if words else str(error)
-            ) from None
-        if each.bounds is not None and not each.flag.parse and not each.bounds.allows(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not allowed; use {each.bounds}")
-        return value
+            if each.kind in _KINDS:
+                raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; use {each.bounds or 'a number'}"
+        )
 
     return parse
 
 
 def _path(text: str) -> Path:
-    """Parse a path; `Path` takes no name at all for the current folder."""
-    if not text.strip():
+    if not text.strip():  # which `Path` takes for the current folder
         raise ValueError("the name is empty; name a file or folder, . for the current one")
     return Path(text)
 

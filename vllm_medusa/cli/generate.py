@@ -1,60 +1,74 @@
-"""`vllm-medusa generate`: a file of prompts in, a file of results out, resumable at any moment."""
+"""`vllm-medusa generate` and `distill`: a file of prompts in, a file of results or records out."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_medusa.cli.command import Command
-from vllm_medusa.cli.console import ConsoleProgress
-from vllm_medusa.offline.options import GenerateOptions
+from vllm_medusa.cli.console import ConsoleProgress, invocation
+from vllm_medusa.job import plural
+from vllm_medusa.offline.options import DistillOptions, GenerateOptions
 
 if TYPE_CHECKING:
     from vllm_medusa.offline.generate import Generated
     from vllm_medusa.training.distill import Distilled
 
-_DESCRIPTION = """\
+GENERATE = """\
 Generate for every prompt of a file and write one JSON line per prompt, in the order in which they
-finish. Killed or interrupted, the same command goes on where it stopped: no line is written twice
-and none is lost."""
-
-_EPILOG = """\
+finish. Killed or interrupted, the same command resumes: no line is written twice and none is lost.
+---
 Prompts: a text file (one per line), JSON lines or Parquet. A row has "prompt" (continued as it
-stands), "messages" or "turns" (a conversation: the model's chat template is used if it has one,
+is), "messages" or "turns" (a conversation: the model's chat template is used if it has one,
 else the texts are joined as they are; each answer is part of the next turn's prompt).
 
 Results: index (position in the file, from 0), request_id, text, token_ids, finish_reason,
 stop_reason and acceptance (steps, accepted_draft_tokens, tokens_per_step, histogram); "turns" holds
 each turn's answer when there are several. A prompt that can't be run has "error" instead."""
 
+DISTILL = """\
+Let the target write the texts that its heads are trained on: it continues every prompt of a file,
+as often as wanted, through vLLM. Killed or interrupted, the same command resumes; the texts are
+those of an uninterrupted run (their lines are in the order in which they were finished).
+---
+Prompts: as for `generate`. "prompt" is continued as it is, "messages" and "turns" are rendered
+in the target's chat template.
+
+Records: index, request_id, group, token_ids, generated ([start, end) of what the target wrote),
+temperature, seed, finish_reason and text. A conversation is one record with a span for each
+answer, or several where the template or the tokenizer renders an answer otherwise than it was
+written. Records of one prompt have one group, which no split divides."""
+
 
 def run(options: GenerateOptions, progress: ConsoleProgress) -> int:
     """Generate, and say how fast; 1 if prompts have an error for a result."""
     from vllm_medusa.offline.generate import generate
 
-    return conclude(generate(options, progress), "results", progress)
+    return _conclude(generate(options, progress), "results", progress)
 
 
-def conclude(done: Generated | Distilled, what: str, progress: ConsoleProgress) -> int:
-    """Say how fast it was, what failed and where everything is; the exit status."""
+def run_distill(options: DistillOptions, progress: ConsoleProgress) -> int:
+    """Let the target write, and say what; 1 if prompts have an error for a record."""
+    from vllm_medusa.training.distill import distill
+
+    done = distill(options, progress, invocation())
+    made, lengths = done.summary, done.summary.generated
+    if lengths:
+        progress.note(
+            f"{plural(made.records, 'record')}: {made.prompt_tokens} prompt tokens, {sum(lengths)} "
+            f"generated (per record {min(lengths)} to {max(lengths)}, mean "
+            f"{sum(lengths) / len(lengths):.1f}); {made.truncated / made.records:.1%} "
+            f"truncated, {plural(made.duplicates, 'duplicate')}, {made.empty} empty"
+        )
+    return _conclude(done, "records", progress)
+
+
+def _conclude(done: Generated | Distilled, what: str, progress: ConsoleProgress) -> int:
     if done.speed is not None:
         progress.note(str(done.speed))
     progress.note(f"{what} in {done.output}")
     if not done.failed:
         return 0
     progress.note(
-        f"{done.failed} prompts could not be run; their lines have an 'error'. To try them again, "
-        "remove these lines and repeat the command."
+        f"{plural(done.failed, 'prompt')} could not be run, and the lines have an 'error'. To try "
+        "again, remove these lines and repeat the command."
     )
     return 1
-
-
-COMMAND = Command(
-    "generate",
-    "generate for a file of prompts; resumable",
-    GenerateOptions,
-    run,
-    _DESCRIPTION,
-    _EPILOG,
-    interrupted=lambda args: f"the same command goes on from {args.output}",
-    engine=True,
-)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_medusa.cli.command import Command
 from vllm_medusa.cli.console import ConsoleProgress
 from vllm_medusa.options import Options, Source, option
 
 if TYPE_CHECKING:
-    from vllm_medusa.heads import HeadsInfo
+    from vllm_medusa.heads.eagle import EagleInspection
     from vllm_medusa.heads.inspection import Inspection
 
-_DESCRIPTION = """\
+TEXT = """\
 Tell what a checkpoint of Medusa heads holds, where it comes from, whether anything about it is odd
 (every value is looked at), and, with --target, whether it fits that model. Of an EAGLE drafter the
 config and the headers are looked at.
@@ -24,14 +24,8 @@ Exit status: 0 it fits, 1 it does not, 2 it is not a checkpoint of heads, or --t
 is not a model."""
 
 _MARKS = {"fits": "ok ", "does not fit": "NO ", "unknown": "?  "}
-_FORMATS = {
-    "v1": "v1 (the reference's names; TGI and TensorRT-LLM have the same)",
-    "v2": "v2 (residual blocks alone; the target's LM head is used)",
-    "vllm": "vLLM's layout (which this package saves)",
-    "hydra": "Hydra's MLP variant (the reference's names, and what this package saves)",
-    "full": "full Medusa-2 model (heads and the model they were trained with)",
-}
 _SHOWN_NODES = 40
+_SHOWN = 90  # characters of a value
 
 
 class InspectOptions(Options):
@@ -48,6 +42,9 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
     from vllm_medusa.heads import HeadsError
     from vllm_medusa.heads.inspection import inspect_heads
 
+    if other := _something_else(Path(options.path).expanduser()):
+        print(json.dumps({"source": options.path, "error": other}) if options.json else other)
+        return 2
     try:
         found = inspect_heads(
             options.path,
@@ -56,8 +53,8 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
             progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
         )
     except (HeadsError, OSError) as error:
-        if (drafter := _eagle(options)) is not None:
-            return drafter
+        if (status := _eagle(options)) is not None:
+            return status
         target = _target(options)
         if options.json:
             print(json.dumps({"source": options.path, "error": str(error), "target": target}))
@@ -67,12 +64,33 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
             print(f"{options.path}: a target model, not heads")
             print("\n".join(f"  {key:14} {value}" for key, value in target.items()))
         return 2
-    print(
-        json.dumps(found.to_dict(), indent=2)
-        if options.json
-        else "\n".join(_lines(found, options.target))
-    )
-    return 0 if found.fits else 1
+    return _print(f"{'Hydra' if found.info.is_hydra else 'Medusa'} heads", found, options)
+
+
+def _something_else(path: Path) -> str | None:
+    """What a file or folder is that only looks like a checkpoint, and the remedy; None: nothing."""
+    gguf = next(path.glob("*.gguf"), None) if path.is_dir() else path
+    files = list(path.iterdir()) if path.is_dir() else []
+    if gguf is not None and gguf.is_file() and not any(f.suffix == ".safetensors" for f in files):
+        with gguf.open("rb") as file:
+            if file.read(4) == b"GGUF":
+                return (
+                    f"{gguf}: a GGUF file, a whole model in llama.cpp's format, neither heads nor "
+                    "a target that can be served here. Use the model that it was made from, or "
+                    "save it as a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
+                    "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
+                )
+    weights = path / "model.safetensors" if path.is_dir() else path
+    if weights.suffix == ".safetensors" and weights.is_file():
+        from safetensors import SafetensorError, safe_open
+
+        with contextlib.suppress(SafetensorError), safe_open(weights, "np") as file:
+            if "packed" in (file.metadata() or {}):
+                return (
+                    f"{path}: a drafter packed as int8 for the demo, which no engine loads. `make "
+                    "demo` unpacks it: use the folder of that name in .demo/drafters."
+                )
+    return None
 
 
 def _eagle(options: InspectOptions) -> int | None:
@@ -84,24 +102,7 @@ def _eagle(options: InspectOptions) -> int | None:
         found = inspect_eagle(options.path, options.target, revision=options.revision)
     except (HeadsError, OSError):
         return None
-    if options.json:
-        print(json.dumps(found.to_dict(), indent=2))
-        return 0 if found.fits else 1
-    print(f'{found.source}: an EAGLE drafter ("method": "{found.method}")')
-    rows = {
-        "hidden size": f"{found.target_hidden_size}, of the target",
-        "vocabulary": f"{found.vocab_size}, of which it drafts {found.draft_vocab_size}",
-        "stored": f"{found.parameters:,} parameters",
-    }
-    if found.method == "eagle3":
-        layers = "not said" if found.layers is None else ", ".join(map(str, found.layers))
-        rows["reads"] = f"the inputs of the target's layers {layers}"
-    print("\n".join(f"  {key:12} {value}" for key, value in rows.items()))
-    for check in found.checks:
-        print(f"{_MARKS[check.verdict]}{check.name}: {check.text}")
-    if options.target is not None:
-        print(f"{options.target}: {'it fits' if found.fits else 'IT DOES NOT FIT'}")
-    return 0 if found.fits else 1
+    return _print("an EAGLE drafter", found, options)
 
 
 def _target(options: InspectOptions) -> dict[str, Any] | None:
@@ -116,106 +117,47 @@ def _target(options: InspectOptions) -> dict[str, Any] | None:
     return None
 
 
-def _lines(found: Inspection, target: str | None) -> Iterator[str]:
-    info = found.info
-    yield f"{found.source}: {'Hydra' if info.is_hydra else 'Medusa'} heads"
-    rows = {
-        "format": _FORMATS[info.format],
-        "files": ", ".join(f"{name} ({size / 1e6:.1f} MB)" for name, size in found.files.items()),
-        "heads": f"{info.num_heads}, each of {info.num_layers} residual layers "
-        f"{'with' if info.bias else 'without'} biases",
-        "LM heads": _lm_heads(found),
-        "hidden size": info.hidden_size,
-        "vocabulary": _vocabulary(info),
-        "stored": f"{found.parameters:,} parameters, {found.bytes / 1e6:.1f} MB, "
-        + " and ".join(found.dtypes),
-        "base model": info.base_model or "not said",
-    }
-    yield from (f"  {key:12} {value}" for key, value in rows.items())
-    yield from _tree(found)
-    for key in ("target", "calibration", "training"):
-        if isinstance(value := info.medusa.get(key), Mapping):
-            yield f"  {key}"
-            yield from (f"    {name}: {_short(entry)}" for name, entry in value.items())
-    yield from _provenance(info.medusa.get("provenance"))
-    for text in found.damage:
-        yield f"DAMAGED: {text}"
-    for text in found.suspicions:
-        yield f"odd: {text}"
-    for check in found.checks:
-        yield f"{_MARKS[check.verdict]}{check.name}: {check.text}"
-    if target is not None:
-        unsure = any(check.verdict == "unknown" for check in found.checks)
-        fits = "it fits, as far as can be told" if unsure else "it fits"
-        yield f"{target}: {fits if found.fits else 'IT DOES NOT FIT'}"
+def _print(what: str, found: Inspection | EagleInspection, options: InspectOptions) -> int:
+    """Print all that is known; the exit status."""
+    document = found.to_dict()
+    print(
+        json.dumps(document, indent=2)
+        if options.json
+        else "\n".join([f"{options.path}: {what}", *_lines(document, options.target)])
+    )
+    return 0 if found.fits else 1
 
 
-def _lm_heads(found: Inspection) -> str:
-    info = found.info
-    if info.num_lm_heads == 0:
-        text = "none stored; the target's is used"
-        if info.format == "vllm":  # which stock vLLM would load, with LM heads at random
-            text += " (vLLM without this plugin needs a copy: convert --to vllm)"
-    elif info.num_lm_heads == 1 < info.num_heads:
-        text = f"one for all heads, {info.lm_head_rows} rows"
-    else:
-        text = f"one for each head, {info.lm_head_rows} rows"
-    text += ", with biases" if info.lm_head_bias else ""
-    return text
-
-
-def _vocabulary(info: HeadsInfo) -> str:
-    """The target's, and what heads know of it; training tells how much of the texts that is."""
-    text = "not said" if info.vocab_size is None else str(info.vocab_size)
-    if not info.token_map:
-        return text
-    text += f", of which they draft {info.draft_vocab_size} (token_map)"
-    training = info.medusa.get("training")
-    told = training.get("draft_vocab") if isinstance(training, Mapping) else None
-    told = told if isinstance(told, Mapping) else {}
-    for key, texts in (("coverage", "the texts"), ("heldout_coverage", "held-out ones")):
-        if isinstance(told.get(key), float):
-            text += f", {told[key]:.1%} of {texts}"
-    return text
-
-
-def _tree(found: Inspection) -> Iterator[str]:
+def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:
     from vllm_medusa.calibration.sketch import sketch_tree
 
-    tree = found.tree
-    if tree is None:
-        yield f"  {'tree':12} {'none of its own' if found.info.tree is None else 'unreadable'}"
-        return
-    yield f"  {'tree':12} {tree.num_draft_tokens} draft nodes, depth {tree.max_depth}"
-    drawing = sketch_tree(tree.to_lists())
-    yield from (f"    {line}" for line in drawing[:_SHOWN_NODES])
-    if len(drawing) > _SHOWN_NODES:
-        yield f"    ... {len(drawing) - _SHOWN_NODES} more nodes"
-
-
-def _provenance(entries: object) -> Iterator[str]:
-    if not isinstance(entries, list) or not entries:
-        return
-    yield "  provenance"
-    for entry in entries:
-        if not isinstance(entry, Mapping):
-            continue
-        command = entry.get("command")
-        words = " ".join(map(str, command)) if isinstance(command, list) else str(command)
-        versions = entry.get("versions")
-        ours = versions.get("vllm-medusa", "?") if isinstance(versions, Mapping) else "?"
-        yield f"    {entry.get('time', '?')}, version {ours}: {words}"
+    tree, medusa = document.get("tree"), document.get("medusa") or {}
+    for key, value in document.items():
+        if key not in ("source", "fits", "checks", "damage", "suspicions", "tree", "medusa"):
+            yield f"  {key:20} {_short(value)}"
+    if "tree" in document:
+        yield f"  {'tree':20} {f'{len(tree)} draft nodes' if tree else 'none of its own'}"
+        yield from (f"    {line}" for line in sketch_tree(tree or [])[1 : _SHOWN_NODES + 1])
+    for key, value in medusa.items():
+        if key == "provenance" and isinstance(value, list):
+            made = [entry for entry in value if isinstance(entry, Mapping)]
+            value = {e.get("time"): " ".join(map(str, e.get("command") or [])) for e in made}
+        if isinstance(value, Mapping):
+            yield f"  {key}"
+            yield from (f"    {name}: {_short(entry)}" for name, entry in value.items())
+        else:
+            yield f"  {key:20} {_short(value)}"
+    yield from (f"DAMAGED: {text}" for text in document.get("damage", ()))
+    yield from (f"odd: {text}" for text in document.get("suspicions", ()))
+    unsure = ""
+    for check in document["checks"]:
+        yield f"{_MARKS[check['verdict']]}{check['name']}: {check['text']}"
+        if check["verdict"] == "unknown":
+            unsure = ", as far as can be told"
+    if target is not None:
+        yield f"{target}: {f'it fits{unsure}' if document['fits'] else 'IT DOES NOT FIT'}"
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 90 else f"{text[:87]}..."
-
-
-COMMAND = Command(
-    "inspect",
-    "what a checkpoint of heads or of a drafter is, and whether it fits a target",
-    InspectOptions,
-    run,
-    _DESCRIPTION,
-)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

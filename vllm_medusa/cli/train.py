@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_medusa.cli.command import Command, invocation
-from vllm_medusa.cli.console import ConsoleProgress
+from vllm_medusa.cli.console import ConsoleProgress, invocation
 from vllm_medusa.training.options import TrainOptions
 
 if TYPE_CHECKING:
     from vllm_medusa.training.train import Trained
 
-_DESCRIPTION = """\
+TEXT = """\
 Train heads for a target on texts, best those that it wrote itself (`vllm-medusa distill`). Killed
-or interrupted, the same command goes on where it stopped, and ends with the same weights, bit for
-bit. Several GPUs: `accelerate launch --num-processes N -m vllm_medusa.cli train ...`."""
-
-_EPILOG = """\
+or interrupted, the same command resumes, and ends with the same weights, bit for bit.
+Several GPUs: `accelerate launch --num-processes N -m vllm_medusa.cli train ...`.
+---
 Data: JSON lines with "token_ids" and "generated" (distill's records), "messages", "conversations"
 (ShareGPT; assistant turns are trained) or "text" (all of it is).
 
@@ -32,8 +30,11 @@ _RANKS = (1, 2, 3, 5, 10)
 
 def run(options: TrainOptions, progress: ConsoleProgress) -> int:
     """Train, and say how the heads and the target fare; 1 if the target lost too much."""
+    from transformers.utils import logging
+
     from vllm_medusa.training.train import train
 
+    logging.disable_progress_bar()  # ours are enough
     trained = train(options, progress, invocation())
     if trained.main:
         _show(trained, progress)
@@ -84,14 +85,3 @@ def _quality(quality: dict[str, Any], bounds: dict[str, Any]) -> Table:
 
 def _number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
-
-
-COMMAND = Command(
-    "train",
-    "train heads, or an EAGLE-3 drafter, for a target; resumable",
-    TrainOptions,
-    run,
-    _DESCRIPTION,
-    _EPILOG,
-    interrupted=lambda args: f"the same command goes on from {args.output}",
-)

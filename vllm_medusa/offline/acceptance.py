@@ -28,18 +28,14 @@ class Acceptance:
 
     @classmethod
     def of(cls, delivered: Sequence[int]) -> Acceptance:
-        """Acceptance of one request.
-
-        ``delivered`` are the tokens of each of its engine steps, the prefill step first, those that
-        delivered nothing left out.
-        """
+        """Of the tokens of each step of one request that delivered any, prefill first."""
         if any(tokens < 1 for tokens in delivered):
             raise ValueError(f"every step delivers a token; got {list(delivered)}")
         return cls.from_counts(Counter(tokens - 1 for tokens in delivered[1:]))
 
     @classmethod
     def total(cls, parts: Iterable[Acceptance]) -> Acceptance:
-        """Acceptance of several requests together."""
+        """Sum of several requests."""
         counts: Counter[int] = Counter()
         for part in parts:
             counts.update(dict(enumerate(part.histogram)))
@@ -53,7 +49,7 @@ class Acceptance:
 
     @property
     def steps(self) -> int:
-        """Verification steps."""
+        """Number of verification steps."""
         return sum(self.histogram)
 
     @property

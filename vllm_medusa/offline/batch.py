@@ -1,9 +1,8 @@
 """Run prompts through an engine and yield each one's result the moment it is finished.
 
 At most ``concurrency`` prompts are in the engine at a time; a conversation keeps its place until
-its last turn is answered. Results therefore come in the order in which prompts finish. What is
-asked of the engine for a prompt, and when that is enough, is up to its session: `Conversation` asks
-for one answer to each turn.
+its last turn is answered. Results therefore come in the order in which prompts finish. A session
+decides what is requested for a prompt: `Conversation` requests one answer to each turn.
 """
 
 from __future__ import annotations
@@ -17,26 +16,23 @@ from vllm_medusa.offline.prompts import Message, Prompt
 
 
 class RequestRefused(ValueError):
-    """The engine refuses one prompt, for instance because it is too long; others may go on."""
+    """The engine refuses one prompt, for instance because it is too long."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of one request from one engine step; none only where the request finished.
-
-    ``prompt_token_ids`` are those of the whole request, where the engine tells them.
-    """
+    """New tokens of one request from one engine step; none only where the request finished."""
 
     key: str
     text: str
     token_ids: Sequence[int]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_token_ids: Sequence[int] = ()
+    prompt_token_ids: Sequence[int] = ()  # of the whole request, where the engine has them
 
 
 class Engine(Protocol):
-    """What batch generation needs of an engine."""
+    """What batch generation needs of an engine; a prompt that can't be run is `RequestRefused`."""
 
     def submit(
         self,
@@ -45,23 +41,13 @@ class Engine(Protocol):
         seed: int | None,  # of the request's own random numbers; None for the engine's
         options: Mapping[str, Any] | None = None,  # sampling parameters, before the engine's
     ) -> None:
-        """Queue a request.
-
-        Raises:
-            RequestRefused: this prompt can't be run.
-
-        """
+        """Queue a request."""
 
     def step(self) -> list[Delta]:
         """Run one engine step for the queued requests and return what it delivered."""
 
     def render(self, messages: list[Message]) -> list[int] | None:
-        """Token ids of a conversation in the model's chat template, or None if it has none.
-
-        Raises:
-            RequestRefused: the chat template refuses this conversation.
-
-        """
+        """Token ids of a conversation in the model's chat template, or None if it has none."""
 
 
 @dataclass
@@ -106,20 +92,21 @@ class Result:
         return sum(len(a.token_ids) for a in self.answers)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as plain JSON values: one line of the result file.
+        """One line of the result file, plain JSON.
 
         ``text``, ``token_ids`` and the reasons are those of the last turn; ``turns`` lists all of
         them and is there only when the prompt has several.
         """
         record: dict[str, Any] = {"index": self.prompt.index, "request_id": self.prompt.request_id}
+        turns = [
+            _answer_dict(a) | {"acceptance": _acceptance_dict(Acceptance.of(a.delivered))}
+            for a in self.answers
+        ]
         if self.error is not None:
-            turns = {"turns": [_turn_dict(a) for a in self.answers]} if self.answers else {}
-            return record | {"error": self.error} | turns
+            return record | {"error": self.error} | ({"turns": turns} if turns else {})
         record |= _answer_dict(self.answers[-1])
         record["acceptance"] = _acceptance_dict(self.acceptance)
-        if len(self.answers) > 1:
-            record["turns"] = [_turn_dict(a) for a in self.answers]
-        return record
+        return record | ({"turns": turns} if len(turns) > 1 else {})
 
 
 @dataclass(frozen=True)
@@ -137,7 +124,7 @@ class Session(Protocol):
     answers: list[Answer]
 
     def next_request(self, engine: Engine) -> Request:
-        """Say what the engine is to continue, and append the `Answer` that will take it."""
+        """What the engine is to continue; appends the `Answer` that will take it."""
 
     @property
     def finished(self) -> bool:
@@ -185,14 +172,9 @@ def run_batch(
     seed: int | None = None,  # prompt ``index`` uses ``seed + index`` in all its turns
     session: Callable[[Prompt], Session] = Conversation,  # begins a prompt
 ) -> Iterator[Result]:
-    """Generate for every prompt.
+    """Generate for every prompt; yields results in the order in which they finish.
 
-    A result depends neither on the other prompts nor on where a job was resumed.
-
-    Yields:
-        Results in the order in which they finish. A prompt that the engine refuses gives a result
-        with ``error`` set and the answers of the turns before.
-
+    A prompt that the engine refuses gives a result with ``error`` set and the answers before.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency is {concurrency}; it must be at least 1.")
@@ -230,16 +212,8 @@ def run_batch(
 
 
 def _answer_dict(answer: Answer) -> dict[str, Any]:
-    return {
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
-
-
-def _turn_dict(answer: Answer) -> dict[str, Any]:
-    return _answer_dict(answer) | {"acceptance": _acceptance_dict(Acceptance.of(answer.delivered))}
+    names = ("text", "token_ids", "finish_reason", "stop_reason")
+    return {name: getattr(answer, name) for name in names}
 
 
 def _acceptance_dict(acceptance: Acceptance) -> dict[str, Any]:

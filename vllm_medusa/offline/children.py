@@ -34,15 +34,12 @@ _KINDS = {"ValueError": ValueError, "OSError": OSError, "JobFailed": JobFailed}
 class Child:
     """A fresh Python process that runs ``body(channel)``; use it as a context manager.
 
-    It runs in a process group of its own: Ctrl-C is this process's business. If this process is
-    killed, the kernel kills the child (on Linux; see `_die_with`).
+    It has a process group of its own, so Ctrl-C reaches this process only. If this process is
+    killed, the kernel kills the child (on Linux).
     """
 
     def __init__(self, name: str, body: Callable[[Channel], None], log: IO[bytes]):
-        """Start the process.
-
-        ``body`` is a function of a module; the open ``log`` gets what the process prints.
-        """
+        """Start it: ``body`` is a function of a module, ``log`` gets what the process prints."""
         self._name, self._log = name, log
         ours, theirs = socket.socketpair()
         with theirs:
@@ -79,10 +76,7 @@ class Child:
         raise JobFailed(f"{self._name} {message[1]}; the end of its log:\n{log}")
 
     def end(self, *, interrupt: bool = False) -> None:
-        """Wait until the process ends, then kill what is left of it and its descendants.
-
-        ``interrupt`` asks it to end, by SIGINT; else its closed channel tells it to.
-        """
+        """Ask it to end, by its closed channel or by SIGINT, wait, and kill what is left."""
         self.channel.close()
         if interrupt:
             with suppress(ProcessLookupError):
@@ -131,7 +125,7 @@ def run_in_process(
 
 
 class _Sent(Progress):
-    """Progress that is told to the process that waits; what is said is in the log, too."""
+    """Progress that is sent to the process that waits, and written into the log."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
@@ -165,11 +159,7 @@ def _run(channel: Channel) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; called in the child.
-
-    Works on Linux; elsewhere it does nothing, and only a parent that ends by itself, or by Ctrl-C,
-    takes its children along.
-    """
+    """Have the kernel kill this process when its parent ends, on Linux; called in the child."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,12 +1,10 @@
 """The compare job: heads on a target, beside plain vLLM, for several sizes of their tree and none.
 
-What it finds is a document of plain JSON values; what that says in words stands here too, since
-reports quote it.
+What it finds is a document of plain JSON values; its wording is here too, since reports quote it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -20,22 +18,18 @@ from vllm_medusa.heads.eagle import drafter_method, inspect_eagle
 from vllm_medusa.heads.files import read_json
 from vllm_medusa.heads.fingerprint import config_sizes
 from vllm_medusa.heads.provenance import provenance
-from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.defaults import plan_engine, positions
 from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
 from vllm_medusa.offline.in_turn import run_in_turn
-from vllm_medusa.offline.machine import describe_machine, machine_in_words
+from vllm_medusa.offline.machine import describe_machine, format_machine
 from vllm_medusa.offline.options import CompareOptions
 from vllm_medusa.offline.process import EngineProcess
-from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts, settle_bad_lines
-from vllm_medusa.offline.records import Record, load_records
+from vllm_medusa.offline.prompts import Prompt, load_prompts
 
-FORMAT_VERSION = 1
 AUTOMATIC = "automatic"  # no tree is named: dynamic trees, as large as pays
 COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
-_LEAST_PROMPTS = 6  # to measure on, however slow they are
-_SHORT = 8  # tokens; a text whose first span starts before that has no prompt of its own
-_TEXT_PROMPT = 32  # tokens of such a text that become the prompt
+_MIN_PROMPTS = 6  # to measure on, however slow they are
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ def compare(
 ) -> Comparison:
     """Measure each budget of the heads' tree, and trees that the engine chooses, beside plain vLLM.
 
-    All stand beside the same plain engine; the figures are written.
+    All are compared with the same plain engine; the figures are written.
 
     Raises:
         PromptError: no prompt can be used, or there are bad lines that are not to be skipped.
@@ -73,45 +67,36 @@ def compare(
     drafter = drafter_method(options.heads) is not None
     tree, budgets = (None, drafter_budgets(options)) if drafter else budgets_of(options)
     refuse_misfit(options.heads, options.target)
-    prompts, temperature = prompts_of(options, progress)
+    prompts = prompts_of(options, progress)
     arms = len(budgets) + (not options.no_automatic)
     engine_args = plan_engine(
         options.target,
         positions(options.target, prompts, options.max_tokens),
         options.batch,
-        options.engine.max_model_len,
-        dtype=options.engine.dtype,
+        options.max_model_len,
+        dtype=options.dtype,
         engines=2,
     ).arguments
-    engine_args |= options.engine.engine_args
-    data = options.data or options.prompts
-    assert data is not None, "CompareOptions.check"
-    document = {
-        "format_version": FORMAT_VERSION,
-        "target": options.target,
-        "heads": options.heads,
-        "data": data.name,
-        "max_tokens": options.max_tokens,
-        "temperature": temperature,
-        "seed": options.seed,
-        "batch": options.batch,
+    engine_args |= options.engine_args
+    names = ("target", "heads", "max_tokens", "temperature", "seed", "batch")
+    document = {name: getattr(options, name) for name in names} | {
+        "data": options.prompts.name,
         "budgets": budgets,
         "engine_args": engine_args,
         "machine": describe_machine(),
-        "provenance": provenance(command, [data]),
+        "provenance": provenance(command, [options.prompts]),
     }
-    sampling = Sampling(max_tokens=options.max_tokens, temperature=temperature)
+    sampling = Sampling(max_tokens=options.max_tokens, temperature=options.temperature)
 
     def start(name: str, speculation: dict[str, Any] | None) -> EngineProcess:
         progress.note(f"starting {name}")
-        engine = options.engine
         settings = EngineSettings(
-            options.target, speculation, engine.dtype, engine.max_model_len, engine_args
+            options.target, speculation, options.dtype, options.max_model_len, engine_args
         )
         return EngineProcess(settings, sampling)
 
     def beside(plain: EngineProcess, budget: int | None) -> dict[str, Any]:
-        if drafter:  # it grows each tree anew, as large as it may be
+        if drafter:  # it builds its trees itself, as large as they may be
             size = None if budget is None else str(budget)
             config = medusa_config(options.heads, options.tree, budget=size)
         else:
@@ -119,7 +104,7 @@ def compare(
             if budget is not None:
                 config["tree"] = tree or OWN_TREE
         done, groups = count(1), rounds * -(-len(prompts) // options.batch)
-        name = _name(budget)
+        name = "automatic trees" if budget is None else plural(budget, "draft node")
         what = f"plain and {name} in turn"
         with start(f"vLLM with {name}", config) as medusa:
             measured = run_in_turn(
@@ -147,15 +132,16 @@ def compare(
             number, rounds = affordable(options.seconds, turn, len(prompts), rounds)
             if (number, rounds) != (len(prompts), options.rounds):
                 progress.note(
-                    f"measuring {_rounds(rounds)} of {number} prompts, not {options.rounds} of "
-                    f"{len(prompts)}, to take about {options.seconds:.0f} s"
+                    f"measuring {plural(rounds, 'round')} of {number} prompts, not "
+                    f"{options.rounds} of {len(prompts)}, to take about {options.seconds:.0f} s"
                 )
             prompts = prompts[:number]
         document |= {"prompts": len(prompts), "rounds": rounds}
         rows = [beside(plain, budget) for budget in budgets]
         automatic = None if options.no_automatic else beside(plain, None)
         document["dtype"] = plain.dtype
-    document |= {"rows": rows, "fastest": fastest(rows), AUTOMATIC: automatic}
+    best = max(rows, key=lambda row: (row["ratio"], -row["num_draft_tokens"]))
+    document |= {"rows": rows, "fastest": best["num_draft_tokens"], AUTOMATIC: automatic}
     if output is not None:
         write_json(output, document)
     return Comparison(document)
@@ -164,17 +150,17 @@ def compare(
 def affordable(seconds: float, turn: float, prompts: int, rounds: int) -> tuple[int, int]:
     """Prompts and rounds that fit into a time, when a prompt takes ``turn`` seconds in a round.
 
-    Rounds go first, down to 2, then prompts, down to `_LEAST_PROMPTS`, and the other round last.
+    Rounds are reduced first, down to 2, then prompts, down to `_MIN_PROMPTS`, and last the rounds.
     """
     turns = int(seconds / turn)
     rounds = min(rounds, max(2, turns // prompts))
-    if turns // rounds < _LEAST_PROMPTS:
-        rounds = min(rounds, max(1, turns // _LEAST_PROMPTS))
-    return min(prompts, max(_LEAST_PROMPTS, turns // rounds)), rounds
+    if turns // rounds < _MIN_PROMPTS:
+        rounds = min(rounds, max(1, turns // _MIN_PROMPTS))
+    return min(prompts, max(_MIN_PROMPTS, turns // rounds)), rounds
 
 
 def refuse_misfit(heads: str, target: str) -> None:
-    """Before plain vLLM is started for nothing: vLLM itself sees only with the heads' engine.
+    """Refuse heads of another width before plain vLLM is started for nothing.
 
     Raises:
         HeadsError: the target is a folder whose hidden size the heads, or the drafter, don't have.
@@ -207,77 +193,28 @@ def budgets_of(options: CompareOptions) -> tuple[list[list[int]] | None, list[in
 def drafter_budgets(options: CompareOptions) -> list[int]:
     """The budgets that an EAGLE drafter's trees allow, ascending."""
     config = medusa_config(options.heads, options.tree)
-    most = EagleConfig.from_speculative_config(
-        {key: value for key, value in config.items() if key != "method"}
-    ).grown.num_draft_tokens
+    del config["method"]
+    most = EagleConfig.from_speculative_config(config).grown.num_draft_tokens
     return sorted({min(budget, most) for budget in options.budgets})
 
 
-def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> tuple[list[Prompt], float]:
-    """The prompts and the temperature: that asked for, that of the records, or 0."""
-    if options.prompts is not None:
-        prompts = load_prompts(options.prompts, on_bad_line=options.on_bad_line, progress=progress)
-        return prompts[: options.limit], options.temperature or 0.0
-    from transformers import AutoTokenizer
-
-    assert options.data is not None, "CompareOptions.check"
-    records, bad = load_records(options.data, AutoTokenizer.from_pretrained(options.target))
-    settle_bad_lines(options.data, bad, options.on_bad_line, progress)
-    if not records:
-        raise PromptError(f"{options.data}: no records in it.")
-    temperatures = sorted({r.temperature for r in records if r.temperature is not None})
-    if len(temperatures) > 1 and options.temperature is None:
-        raise PromptError(
-            f"{options.data} was sampled at the temperatures {', '.join(map(str, temperatures))}; "
-            "say which to measure at with --temperature."
-        )
-    temperature = (temperatures or [0.0])[0] if options.temperature is None else options.temperature
-    prompts = _prompts_in_turn(records, options.data.name, again=temperature > 0)
-    return prompts[: options.limit], temperature
-
-
-def _prompts_in_turn(records: Sequence[Record], name: str, *, again: bool) -> list[Prompt]:
-    """Each distinct prompt once, then, ``again``, those of second samples, and so on."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    turns: list[tuple[int, int, Record, tuple[int, ...]]] = []
-    for place, record in enumerate(records):
-        start = record.generated[0][0]
-        if start < _SHORT:
-            start = min(_TEXT_PROMPT, max(1, len(record.token_ids) // 2))
-        ids = record.token_ids[:start]
-        turns.append((seen[ids], place, record, ids))
-        seen[ids] += 1
-    kept = [turn for turn in sorted(turns, key=lambda t: t[:2]) if again or turn[0] == 0]
-    return [
-        Prompt(number, record.line, f"{name}:{record.line}", token_ids=ids)
-        for number, (_, _, record, ids) in enumerate(kept)
-    ]
+def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> list[Prompt]:
+    """The first prompts of the file; of records each distinct one."""
+    prompts = load_prompts(options.prompts, on_bad_line=options.on_bad_line, progress=progress)
+    distinct = {prompt.token_ids or prompt.index: prompt for prompt in reversed(prompts)}
+    return sorted(distinct.values(), key=lambda prompt: prompt.index)[: options.limit]
 
 
 def is_document(document: Mapping[str, Any]) -> bool:
-    """Whether this is a document of this command, of any version of its format."""
-    keys = ("format_version", "target", "heads", "budgets", "rows", "fastest")
+    """Whether this is a document of this command."""
+    keys = ("target", "heads", "budgets", "rows", "fastest")
     return all(key in document for key in keys)
-
-
-def fastest(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The budget with the best ratio, of equal ones the smallest; None if there are no rows."""
-    best = max(rows, key=lambda row: (row["ratio"], -row["num_draft_tokens"]), default=None)
-    return None if best is None else best["num_draft_tokens"]
 
 
 def all_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
     """Those of all budgets, ascending, and the automatic one, if it was measured."""
-    automatic = document.get(AUTOMATIC)  # absent in files of earlier versions
+    automatic = document.get(AUTOMATIC)
     return [*document["rows"], *([automatic] if automatic else [])]
-
-
-def _name(budget: int | None) -> str:
-    return "automatic trees" if budget is None else f"{budget} draft nodes"
-
-
-def _rounds(count: int) -> str:
-    return "1 round" if count == 1 else f"{count} rounds"
 
 
 def setting(document: dict[str, Any]) -> str:
@@ -285,10 +222,11 @@ def setting(document: dict[str, Any]) -> str:
     mode = (
         f"temperature {document['temperature']:g}, seeded" if document["temperature"] else "greedy"
     )
+    prompts, rounds = plural(document["prompts"], "prompt"), plural(document["rounds"], "round")
     return (
-        f"{document['prompts']} prompts of {document['data']}, up to {document['max_tokens']} new "
-        f"tokens each, {mode}, batch {document['batch']}; {_rounds(document['rounds'])}, plain "
-        f"vLLM and vLLM with the heads in turn; {machine_in_words(document['machine'])}."
+        f"{prompts} of {document['data']}, up to {document['max_tokens']} new tokens each, {mode}, "
+        f"batch {document['batch']}; {rounds}, plain vLLM and vLLM with the heads in turn; "
+        f"{format_machine(document['machine'])}."
     )
 
 
@@ -337,7 +275,7 @@ def conclusion(document: dict[str, Any]) -> str:
             "rows it has, in plain vLLM too, so near-ties fall otherwise; float32 has none."
         )
     best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
-    size = f"{best['num_draft_tokens']} draft nodes"
+    size = plural(best["num_draft_tokens"], "draft node")
     if best["ratio"] > 1:
         said.append(f"Fastest on this machine: {size}, {best['ratio']:.2f} times plain vLLM.")
         if min(best["ratios"]) <= 1:

@@ -7,16 +7,13 @@ after the token that ends the turn, because the model has to write that token to
     <|im_start|>user / Hi<|im_end|> / <|im_start|>assistant / Hello!<|im_end|> /
                                                               ^^^^^^^^^^^^^^^^ span
 
-What follows that token (here a line break, /) is the template's, not the model's. Some templates
-rewrite what was said before (they drop reasoning, for instance): then the prompt of a turn is no
-beginning of the whole text, or the answer doesn't stand where it was given, and no mask would be
-right. Such a conversation is refused with the reason.
+Some templates rewrite what was said before (they drop reasoning, for instance), so that no mask
+would be right: such a conversation is refused with the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate, pairwise
 from typing import Any
 
 from vllm_medusa.offline.prompts import Message, PromptError, read_message, require_characters
@@ -34,7 +31,7 @@ _Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # token ids, spa
 
 
 def encode_text(value: Any, tokenizer: Any) -> _Encoded:
-    """Encode a plain text: token ids, and one span of all but the first.
+    """Token ids of a plain text, and one span of all but the first.
 
     Raises:
         PromptError: it is not a text, or too short to predict anything.
@@ -50,25 +47,47 @@ def encode_text(value: Any, tokenizer: Any) -> _Encoded:
 
 
 def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
-    """Encode a conversation in the tokenizer's chat template.
+    """Token ids of a conversation up to the last assistant's turn, and the assistant's spans.
 
-    What stands after the last assistant's turn is left out. ``key`` is "messages" (role, content)
-    or "conversations" (ShareGPT's from, value).
+    ``key`` is "messages" (role, content) or "conversations" (ShareGPT's from, value).
 
     Raises:
         PromptError: it is not a conversation, has no assistant's turn, or the chat template doesn't
-            allow to say which tokens the assistant writes.
+            show which tokens the assistant writes.
 
     """
     messages = _messages(value, key)
-    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    if last is None:
+    answers = [place for place, m in enumerate(messages) if m["role"] == "assistant"]
+    if not answers:
         raise PromptError(f"{key!r} has no assistant turn: there is nothing to train on")
-    messages = messages[: last + 1]
-    first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
-    if all(m["role"] == "system" for m in messages[:first]):
+    if all(m["role"] == "system" for m in messages[: answers[0]]):
         raise PromptError(f"{key!r} begins with the assistant, who answers to nothing")
-    return _encode(messages, tokenizer)
+    messages = messages[: answers[-1] + 1]
+    text = render(messages, tokenizer)
+    cuts = []  # in characters: where each answer begins and ends
+    for place in answers:
+        prompt = render(messages[:place], tokenizer, for_answer=True)
+        if not text.startswith(prompt):
+            raise PromptError(
+                f"the chat template rewrites what was said before: the prompt of message "
+                f"{place + 1} is not the beginning of the whole conversation"
+            )
+        so_far = render(messages[: place + 1], tokenizer)
+        content = messages[place]["content"]
+        cuts += [len(prompt), _end_of_turn(text, len(prompt), content, so_far, tokenizer)]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    places = []
+    for cut in cuts:
+        before = [end for _, end in encoded["offset_mapping"] if end <= cut]
+        if len(before) < len(encoded["input_ids"]):
+            start, end = encoded["offset_mapping"][len(before)]
+            if start < cut < end:
+                raise PromptError(
+                    f"the tokens of the turn that ends in {text[max(0, cut - 20) : cut]!r} run "
+                    f"over into what follows, {text[cut : cut + 20]!r}"
+                )
+        places.append(len(before))
+    return tuple(encoded["input_ids"]), tuple(zip(places[::2], places[1::2], strict=True))
 
 
 def _messages(value: Any, key: str) -> list[Message]:
@@ -83,67 +102,25 @@ def _messages(value: Any, key: str) -> list[Message]:
 
 
 def _share_gpt(value: Any) -> Message:
-    if not (
-        isinstance(value, Mapping)
-        and isinstance(value.get("from"), str)
-        and isinstance(value.get("value"), str)
-    ):
+    speaker, text = (
+        (value.get("from"), value.get("value")) if isinstance(value, Mapping) else ("", "")
+    )
+    if not (isinstance(speaker, str) and isinstance(text, str) and speaker):
         raise PromptError(
             f"'conversations' holds {value!r:.60}; use {{'from': speaker, 'value': text}} objects"
         )
-    if value["from"] not in _SPEAKERS:
+    if speaker not in _SPEAKERS:
         raise PromptError(
-            f"'conversations' has the speaker {value['from']!r}; known are {', '.join(_SPEAKERS)}"
+            f"'conversations' has the speaker {speaker!r}; known are {', '.join(_SPEAKERS)}"
         )
-    return {"role": _SPEAKERS[value["from"]], "content": value["value"]}
-
-
-def _encode(messages: list[Message], tokenizer: Any) -> _Encoded:
-    text = render(messages, tokenizer)
-    cuts = []  # in characters: where each answer begins and ends
-    for place, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = render(messages[:place], tokenizer, for_answer=True)
-        if not text.startswith(prompt):
-            raise PromptError(
-                f"the chat template rewrites what was said before: the prompt of message "
-                f"{place + 1} is not the beginning of the whole conversation"
-            )
-        so_far = render(messages[: place + 1], tokenizer)
-        cuts += [
-            len(prompt),
-            _end_of_turn(text, len(prompt), message["content"], so_far, tokenizer),
-        ]
-    ids, places = _tokens_at(text, cuts, tokenizer)
-    return ids, tuple(zip(places[::2], places[1::2], strict=True))
-
-
-def _tokens_at(
-    text: str, cuts: list[int], tokenizer: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the token ids of a text, and how many of them stand before each cut (a character).
-
-    Where the pieces between the cuts encode to what the whole does, they say it. Some tokenizers
-    begin every text with a blank of their own; then each beginning of the text is encoded, which
-    takes a time quadratic in the turns.
-    """
-    bounds = pairwise((0, *cuts, len(text)))
-    *parts, whole = tokenizer(
-        [*(text[start:end] for start, end in bounds), text], add_special_tokens=False
-    )["input_ids"]
-    ids = tuple(whole)
-    if [token for part in parts for token in part] == whole:
-        return ids, tuple(accumulate(map(len, parts[:-1])))
-    return ids, tuple(_boundary(text, cut, ids, tokenizer) for cut in cuts)
+    return {"role": _SPEAKERS[speaker], "content": text}
 
 
 def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: Any) -> int:
-    """Return where in ``text`` the assistant's turn ends that begins at ``start``.
+    """Where in ``text`` the assistant's turn ends that begins at ``start``.
 
-    ``start`` is where the turn's prompt ends; ``so_far`` is the conversation up to this turn as the
-    template renders it: what it shares with the whole text belongs to this turn and not to the
-    next. Added tokens of the tokenizer are those that may end a turn.
+    ``so_far`` is the conversation up to this turn as the template renders it: what it shares with
+    the whole text belongs to this turn and not to the next. Added tokens may end a turn.
     """
     words = start + len(text[start:]) - len(text[start:].lstrip())
     forms = (content, content.rstrip(), content.strip())  # templates may trim
@@ -164,32 +141,21 @@ def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: An
 
 
 def common_length(one: str, other: str) -> int:
-    """Return how many characters two texts begin alike with."""
+    """How many characters two texts begin alike with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def turn_end(rest: str, tokenizer: Any) -> str | None:
-    """Return how ``rest`` begins if that ends a turn: blanks and one of the added tokens."""
+    """How ``rest`` begins if that ends a turn: blanks and one of the added tokens."""
     blank = len(rest) - len(rest.lstrip())
     added = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     ends = [token for token in added if token and rest.startswith(token, blank)]
     return rest[: blank + len(max(ends, key=len))] if ends else None
 
 
-def _boundary(text: str, place: int, ids: tuple[int, ...], tokenizer: Any) -> int:
-    """Return how many tokens ``text[:place]`` has, if these begin the whole text's ``ids``."""
-    head = encode_rendered(text[:place], tokenizer)
-    if ids[: len(head)] != head:
-        raise PromptError(
-            f"the tokens of the turn that ends in {text[max(0, place - 20) : place]!r} run over "
-            f"into what follows, {text[place : place + 20]!r}"
-        )
-    return len(head)
-
-
 def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False) -> str:
-    """Return a conversation as the text that the tokenizer's chat template makes of it.
+    """A conversation as the text that the tokenizer's chat template makes of it.
 
     Raises:
         PromptError: there is no chat template, or it refuses the conversation.
@@ -212,5 +178,5 @@ def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False)
 
 
 def encode_rendered(text: str, tokenizer: Any) -> tuple[int, ...]:
-    """Return the token ids of a rendered conversation, which has all special tokens already."""
+    """Token ids of a rendered conversation, which has all special tokens already."""
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])

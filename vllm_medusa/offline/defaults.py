@@ -1,31 +1,102 @@
-"""Engine arguments for a job whose prompts are known: memory for it, and no more than there is."""
+"""How long prompts are, and engine arguments that fit them into the memory there is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
 from typing import Any
 
-from vllm_medusa.offline.lengths import measure_prompts
+from vllm_medusa.offline.conversations import render
 from vllm_medusa.offline.machine import available_memory
-from vllm_medusa.offline.prompts import BadLine, Prompt
+from vllm_medusa.offline.prompts import BadLine, Message, Prompt, PromptError
 
 COMPILE_FROM = 50_000  # generated tokens; a compiled engine starts about a minute later
 ENGINE_BYTES = 3 << 29  # of vLLM's process, weights and cache aside
 _BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _DRAFTS = 256  # slots for a tree's nodes
 _SLACK = 64  # tokens of an answer that has more of them in the next prompt, drafts at the end
-_LEAST_CACHE = 1 << 28
+_MIN_CACHE = 1 << 28
 _SHARE = 0.7  # for the cache, of the memory that weights and processes leave
 _GPU_SHARE = 0.84  # of its memory, for all engines together
+
+
+@dataclass(frozen=True)
+class Length:
+    """Tokens of a prompt, counted by the target's tokenizer."""
+
+    first: int  # before the first answer
+    whole: int  # of all its turns, without the answers
+    turns: int = 1  # answers
+
+    def positions(self, max_tokens: int) -> int:
+        """What prompt and answers take at most."""
+        return self.whole + self.turns * max_tokens
+
+
+def measure(
+    prompts: Iterable[Prompt], tokenizer: Any, room: int | None = None
+) -> Iterator[Length | BadLine]:
+    """Count each prompt's tokens.
+
+    A prompt that the chat template refuses, or with more than ``room`` tokens before its first
+    answer, is a bad line.
+    """
+    for prompt in prompts:
+        try:
+            first, whole = _count(prompt, tokenizer)
+        except PromptError as error:
+            yield BadLine(prompt.index, prompt.line, str(error))
+            continue
+        if room is not None and first > room:
+            reason = f"{first} tokens, and the target reads {room} before an answer"
+            yield BadLine(prompt.index, prompt.line, reason)
+        else:
+            yield Length(first, whole, max(1, len(prompt.turns)))
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether conversations are rendered; without a chat template they are plain text."""
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
+    """Token ids of a prompt up to its first answer."""
+    if prompt.token_ids:
+        return list(prompt.token_ids)
+    if prompt.text is not None:
+        return _encode(prompt.text, tokenizer)
+    return _rendered([*prompt.history, {"role": "user", "content": prompt.turns[0]}], tokenizer)
+
+
+def _count(prompt: Prompt, tokenizer: Any) -> tuple[int, int]:
+    first = len(prompt_ids(prompt, tokenizer))
+    if len(prompt.turns) < 2:
+        return first, first
+    messages: list[Message] = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
+    for turn in prompt.turns[1:]:
+        messages.append({"role": "assistant", "content": "..."})
+        messages.append({"role": "user", "content": turn})
+    return first, len(_rendered(messages, tokenizer))
+
+
+def _rendered(messages: list[Message], tokenizer: Any) -> list[int]:
+    if not has_template(tokenizer):
+        return _encode("".join(message["content"] for message in messages), tokenizer)
+    text = render(messages, tokenizer, for_answer=True)
+    return _encode(text, tokenizer, add_special_tokens=False)
+
+
+def _encode(text: str, tokenizer: Any, **how: bool) -> list[int]:
+    return list(tokenizer(text, verbose=False, **how)["input_ids"])  # no warning of long ones
 
 
 @dataclass(frozen=True)
 class TargetSizes:
     """What of a target decides how much memory its engine takes."""
 
+    values: int  # number of weights
     weights: int  # bytes
     per_token: int  # bytes of the key-value cache
     positions: int | None  # the longest text it reads, where its config says so
@@ -46,6 +117,7 @@ class TargetSizes:
         heads = getattr(config, "num_key_value_heads", None) or queries
         width = getattr(config, "head_dim", None) or config.hidden_size // queries
         return cls(
+            values=values,
             weights=values * size,
             per_token=2 * config.num_hidden_layers * heads * width * size,
             positions=getattr(config, "max_position_embeddings", None),
@@ -92,7 +164,7 @@ def fit(
             "smaller --dtype."
         )
     together = sum(each <= most for each in needed)
-    cache = min(most, max(_LEAST_CACHE, needed[together - 1]))
+    cache = min(most, max(_MIN_CACHE, needed[together - 1]))
     lowered = together if together < len(needed) else batch
     most_tokens = longest[0] + _SLACK
     most_tokens = most_tokens if limit is None else min(limit, most_tokens)
@@ -125,9 +197,9 @@ def plan_engine(
 ) -> EnginePlan:
     """What engines are given unless the user says otherwise.
 
-    On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is for this
-    job: vLLM would take half of the memory or more, and touch all of it. On a GPU several engines
-    share its memory. Prompts are prefilled whole every time, so that rounds are alike.
+    On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is just large
+    enough. On a GPU several engines share its memory. Prompts are prefilled whole every time, so
+    that rounds are alike.
 
     Raises:
         ValueError: not even one text fits into the memory that is available.
@@ -151,13 +223,7 @@ def plan_engine(
 
 def positions(target: str, prompts: Sequence[Prompt], max_tokens: int) -> list[int]:
     """How many positions each prompt takes with its answers; refused prompts are left out."""
-    known = [len(p.token_ids) + max_tokens for p in prompts if p.token_ids]
-    others = [prompt for prompt in prompts if not prompt.token_ids]
-    if not others:
-        return known
     from transformers import AutoTokenizer
 
-    measured = measure_prompts(others, AutoTokenizer.from_pretrained(target))
-    return known + [
-        each.positions(max_tokens) for each in measured if not isinstance(each, BadLine)
-    ]
+    measured = measure(prompts, AutoTokenizer.from_pretrained(target))
+    return [each.positions(max_tokens) for each in measured if isinstance(each, Length)]

@@ -49,10 +49,10 @@ def medusa_config(
     budget: str | None = None,  # "auto", a number, or JSON text, for dynamic trees
     lookup: bool = False,  # copies from the request's own texts too, without heads alone
 ) -> dict[str, Any]:
-    """The ``speculative_config`` of a Medusa engine, from what a command line can hold.
+    """The ``speculative_config`` of an engine, from what a command line can hold.
 
-    Without ``heads`` they are in the target's own checkpoint, or nowhere if ``lookup``. A local
-    folder with an EAGLE drafter will do too: its trees are dynamic unless ``tree`` says otherwise.
+    ``heads`` may also be a local folder of an EAGLE drafter: its trees are dynamic unless ``tree``
+    is given.
     """
     method = None
     if heads is not None and Path(heads).expanduser().is_dir():
@@ -77,17 +77,13 @@ MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}  # no token
 
 def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """LLM arguments that tokens may depend on."""
-    return {name: value for name, value in arguments.items() if name not in MEMORY_OPTIONS}
+    ignored = MEMORY_OPTIONS | {"log_level"}
+    return {name: value for name, value in arguments.items() if name not in ignored}
 
 
-def _share_of_free_memory() -> float:
-    """Half of the memory, or most of what is free of it.
-
-    vLLM on CPU takes 92 % of the machine's memory and stops when that much is not free.
-    """
-    import psutil
-
-    return round(min(0.5, 0.8 * available_memory() / psutil.virtual_memory().total), 3)
+def start_seconds(arguments: Mapping[str, Any]) -> int:
+    """About how long an engine takes to start, compiled or not."""
+    return 20 if arguments.get("enforce_eager") else 75
 
 
 class EngineRefused(ValueError):
@@ -95,12 +91,7 @@ class EngineRefused(ValueError):
 
 
 def check_engine_args(names: Iterable[str]) -> None:
-    """Refuse arguments that ``LLM`` does not have.
-
-    Raises:
-        EngineRefused: naming the first one and what it may have meant.
-
-    """
+    """Refuse arguments that ``LLM`` does not have, by `EngineRefused`."""
     from vllm import LLM, EngineArgs
 
     known = {each.name for each in fields(EngineArgs)} | signature(LLM).parameters.keys()
@@ -123,7 +114,6 @@ class VllmEngine:
         sampling: Sampling,  # of every request
         *,
         seeded: bool = False,  # requests will bring seeds
-        log_level: str = "ERROR",  # of vLLM's own log; "INFO" is its default
     ):
         """Start the engine.
 
@@ -134,6 +124,7 @@ class VllmEngine:
             EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
 
         """
+        import psutil
         import torch
         from huggingface_hub.errors import LocalEntryNotFoundError
         from vllm import LLM
@@ -143,13 +134,15 @@ class VllmEngine:
             "model": settings.model,
             "dtype": settings.dtype,
             "max_model_len": settings.max_model_len,
-            "log_level": log_level,
+            "log_level": "ERROR",
         }
         if not torch.accelerator.is_available():
             if seeded:
                 arguments["enable_chunked_prefill"] = False
             if not MEMORY_OPTIONS & settings.engine_args.keys():
-                arguments["gpu_memory_utilization"] = _share_of_free_memory()
+                # vLLM would take 92 % of the memory and stop when that much is not free
+                share = 0.8 * available_memory() / psutil.virtual_memory().total
+                arguments["gpu_memory_utilization"] = round(min(0.5, share), 3)
         check_engine_args(settings.engine_args)
         arguments |= settings.engine_args
         if settings.speculative_config:
@@ -159,7 +152,7 @@ class VllmEngine:
         except (ValueError, OSError) as error:
             reason = str(error)
             offline = isinstance(error, LocalEntryNotFoundError)  # it names nothing
-            if offline or "huggingface.co" in reason:  # transformers' words for what is nowhere
+            if offline or "huggingface.co" in reason:  # transformers' text for what is nowhere
                 reason = (
                     f"{settings.model!r} is not a folder of a model here, nor a hub name that "
                     f"could be looked up. {reason}"
@@ -173,7 +166,7 @@ class VllmEngine:
         seed: int | None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Queue a request; see `vllm_medusa.offline.batch.Engine`."""
+        """See `vllm_medusa.offline.batch.Engine`."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
@@ -192,7 +185,7 @@ class VllmEngine:
             raise RequestRefused(str(error)) from error
 
     def step(self) -> list[Delta]:
-        """Run one engine step; see `vllm_medusa.offline.batch.Engine`."""
+        """See `vllm_medusa.offline.batch.Engine`."""
         deltas = []
         for output in self.llm.llm_engine.step():
             completion = output.outputs[0]
@@ -210,7 +203,7 @@ class VllmEngine:
         return deltas
 
     def render(self, messages: list[Message]) -> list[int] | None:
-        """Token ids of a conversation; see `vllm_medusa.offline.batch.Engine`."""
+        """See `vllm_medusa.offline.batch.Engine`."""
         from jinja2 import TemplateError
 
         tokenizer = self.tokenizer
@@ -236,7 +229,7 @@ class VllmEngine:
 
 
 def _json_or_text(value: str | None) -> Any:
-    """JSON where the text is JSON of a list or an object, the text itself otherwise."""
+    """The value of a text that begins like a list or an object in JSON, else the text."""
     if value is None or not value.lstrip().startswith(("[", "{")):
         return value
     try:

@@ -1,8 +1,4 @@
-"""The generate job, and what it shares with all jobs that run a file of prompts through vLLM.
-
-A file of prompts is read once and kept in memory: the engine beside it needs far more. Results are
-written as they are finished and never kept.
-"""
+"""The generate job, and what it shares with distill: a file of prompts run through vLLM."""
 
 from __future__ import annotations
 
@@ -18,8 +14,8 @@ from vllm_medusa.files import digest
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Conversation, Result, Session, run_batch
-from vllm_medusa.offline.engine import Sampling, VllmEngine
-from vllm_medusa.offline.options import GenerateOptions, PromptFile, PromptJob
+from vllm_medusa.offline.engine import Sampling, VllmEngine, start_seconds, without_memory
+from vllm_medusa.offline.options import GenerateOptions, PromptJob
 from vllm_medusa.offline.prompts import Prompt, PromptError, detect_format, load_prompts
 from vllm_medusa.offline.quiet import stderr_to_log
 from vllm_medusa.offline.results import ResultLog, fingerprint
@@ -36,14 +32,14 @@ class Speed:
     def __str__(self) -> str:
         tau = f", {self.tau:.2f} tokens per step" if self.tau else ""
         rate = self.tokens / self.seconds
-        return f"{self.tokens} tokens in {self.seconds:.1f} s ({rate:.1f} a second){tau}"
+        return f"{self.tokens} tokens in {self.seconds:.1f} s ({rate:.1f} per second){tau}"
 
 
 @dataclass(frozen=True)
 class Generated:
     """A file of results that has a line for each prompt."""
 
-    output: Path  # the file
+    output: Path
     failed: int  # prompts whose line is an error
     speed: Speed | None  # of what was left to do; None: nothing was
 
@@ -57,23 +53,26 @@ def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated
         EngineRefused: vLLM or the plugin refuses the settings.
 
     """
-    files, seed = options.files, options.sampling.seed
-    prompts = load_prompts(files.prompts, files.format, files.column, files.on_bad_line, progress)
-    sampling = options.sampling.sampling()
-    with open_results(options, sampling, seed) as log:
+    prompts = load_prompts(
+        options.prompts, options.format, options.column, options.on_bad_line, progress
+    )
+    sampling = options.sampling()
+    if options.speculative_config() is None:
+        progress.note("plain vLLM, without speculation: no --speculative-model and no --lookup")
+    with open_results(options, sampling, options.seed) as log:
         speed = run_prompts(
             options,
             log,
             [prompt for prompt in prompts if prompt.index not in log.done],
             sampling,
-            seed,
+            options.seed,
             lambda result: [result.to_dict()],
             total=len(prompts),
             done=len(log.done),
-            seeded=seed is not None and sampling.temperature > 0,
+            seeded=options.seed is not None and sampling.temperature > 0,
             progress=progress,
         )
-        return Generated(files.output, log.failed, speed)
+        return Generated(options.output, log.failed, speed)
 
 
 def open_results(
@@ -81,31 +80,37 @@ def open_results(
     sampling: Sampling,  # of all requests
     seed: int | None,  # of the first prompt
     more: Mapping[str, Any] | None = None,  # what they depend on besides
-    provenance: Mapping[str, Any] | None = None,  # see `ResultLog`
+    provenance: Mapping[str, Any] | None = None,
 ) -> ResultLog:
-    """Open the output, whose manifest holds all that the results depend on."""
-    files, heads, tree = options.files, options.medusa.speculative_model, options.medusa.tree
-    prompts: Path | None = files.prompts  # None: a job that needs none
-    format: str | None = None if prompts is None else files.format
-    if prompts is not None and format == "auto":
-        format = detect_format(prompts)
+    """Open the output, whose settings are all that the results depend on.
+
+    Checkpoints on this machine are known by their digests, wherever they are.
+    """
+    prompts: Path | None = options.prompts  # None: a job that needs none
+    format: str | None = None
+    if prompts is not None:
+        format = detect_format(prompts) if options.format == "auto" else options.format
+    engine = asdict(options.engine_settings())
+    engine["engine_args"] = without_memory(engine["engine_args"])
+    checkpoints = {}
+    for name, place, key in (
+        ("model", engine, "model"),
+        ("speculative_model", engine["speculative_config"] or {}, "model"),
+    ):
+        if place.get(key) and Path(place[key]).exists():
+            checkpoints[name] = fingerprint(Path(place[key]))
+            place[key] = None
     settings = {
         "prompts_sha256": None if prompts is None else digest(prompts),
-        # None: older files don't tell it, and are mostly of JSON lines
-        "format": None if format == "jsonl" else format,
-        "checkpoints": {
-            name: fingerprint(Path(name))
-            for name in (options.model, heads)
-            if name is not None and Path(name).exists()
-        },
-        "tree_sha256": digest(Path(tree)) if tree and _is_file(tree) else None,
-        "column": files.column,
-        "engine": asdict(options.engine_settings()),
+        "format": format,
+        "checkpoints": checkpoints,
+        "tree_sha256": _digest_of_file(options.tree),
+        "column": options.column,
+        "engine": engine,
         "sampling": asdict(sampling) | {"seed": seed},
+        **(more or {}),
     }
-    return ResultLog(
-        files.output, {**settings, **(more or {})}, overwrite=files.overwrite, provenance=provenance
-    )
+    return ResultLog(options.output, settings, overwrite=options.overwrite, provenance=provenance)
 
 
 def run_prompts(
@@ -139,14 +144,15 @@ def run_prompts(
         progress.note("nothing to do")
         return None
     acceptance, tokens = Acceptance(), 0
+    progress.note(f"starting vLLM (about {start_seconds(options.engine_args)} s)")
     with closing(start_engine(options, sampling, seeded)) as engine:
         start = time.perf_counter()
         for result in run_batch(
-            prompts, engine, concurrency=options.engine.batch, seed=seed, session=session
+            prompts, engine, concurrency=options.batch, seed=seed, session=session
         ):
             written = lines(result)
             if result.error is not None and any("error" in line for line in written):
-                _tell_refusal(result, options.files, progress)
+                _report_refusal(result, options, progress)
             for line in written:
                 log.append(line)
             acceptance = Acceptance.total((acceptance, result.acceptance))
@@ -159,25 +165,22 @@ def run_prompts(
 
 
 def start_engine(options: PromptJob, sampling: Sampling, seeded: bool) -> VllmEngine:
-    """Start the engine in this process, its log out of sight unless it is wanted."""
+    """Start the engine in this process, its log hidden unless ``engine_args`` name a level."""
     run_engines_in_this_process()
-    level = options.engine.log_level
-    with stderr_to_log(level is None):
-        return VllmEngine(
-            options.engine_settings(), sampling, seeded=seeded, log_level=level or "ERROR"
-        )
+    with stderr_to_log("log_level" not in options.engine_args):
+        return VllmEngine(options.engine_settings(), sampling, seeded=seeded)
 
 
-def _tell_refusal(result: Result, files: PromptFile, progress: Progress) -> None:
-    source = files.prompts or "conversation"
+def _report_refusal(result: Result, options: PromptJob, progress: Progress) -> None:
+    source = options.prompts or "conversation"
     message = f"{source}, line {result.prompt.line}: {result.error}"
-    if files.on_bad_line == "refuse":
+    if options.on_bad_line == "refuse":
         raise PromptError(f"{message}\nFinished prompts are kept. Pass --on-bad-line skip.")
     progress.warn(f"skipped {message}")
 
 
-def _is_file(tree: str) -> bool:
+def _digest_of_file(tree: str | None) -> str | None:
     try:
-        return Path(tree).is_file()
+        return digest(Path(tree)) if tree and Path(tree).is_file() else None
     except OSError:  # JSON text is too long for a name
-        return False
+        return None

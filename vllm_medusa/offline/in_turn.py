@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol, runtime_checkable
 
 from vllm_medusa.offline.acceptance import Acceptance
@@ -139,30 +140,23 @@ def run_in_turn(
         run_in_turn(baseline, candidate, first, concurrency=concurrency, seed=seed)
     each = turn or concurrency
     comparison = InTurn()
-    baseline_first = True
-    both = (comparison.baseline, comparison.candidate)
+    plain, judged = comparison.baseline, comparison.candidate
+    order = [(baseline, plain), (candidate, judged)]
     began = time.perf_counter()
     for number in range(rounds):
         if number and (time.perf_counter() - began) * (number + 1) / number > seconds:
             break
-        before = [(timed.tokens, timed.seconds) for timed in both]
+        before = [(timed.tokens, timed.seconds) for timed in (plain, judged)]
         for start in range(0, len(prompts), each):
             group = prompts[start : start + each]
-            order = [(baseline, comparison.baseline), (candidate, comparison.candidate)]
-            baseline_first = not baseline_first
-            answers = {
-                id(timed): _run(engine, timed, group, concurrency, seed)
-                for engine, timed in (order if baseline_first else reversed(order))
-            }
-            right, judged = (answers[id(timed)] for _, timed in order)
+            order.reverse()
+            answers = {id(timed): _run(e, timed, group, concurrency, seed) for e, timed in order}
+            right, other = answers[id(plain)], answers[id(judged)]
             comparison.requests += len(group)
-            comparison.differences += [
-                difference
-                for prompt in group
-                if (difference := _difference(right[prompt.index], judged[prompt.index], number))
-            ]
+            found = [_difference(right[p.index], other[p.index], number) for p in group]
+            comparison.differences += filter(None, found)
             progress()
-        for timed, (tokens, earlier) in zip(both, before, strict=True):
+        for timed, (tokens, earlier) in zip((plain, judged), before, strict=True):
             spent = timed.seconds - earlier
             timed.rates.append((timed.tokens - tokens) / spent if spent else 0.0)
     return comparison
@@ -193,9 +187,7 @@ def _run(
 
 def _difference(right: Result, judged: Result, round: int) -> Difference | None:
     for a, b in zip(right.answers, judged.answers, strict=True):
-        for position in range(max(len(a.token_ids), len(b.token_ids))):
-            x = a.token_ids[position] if position < len(a.token_ids) else None
-            y = b.token_ids[position] if position < len(b.token_ids) else None
+        for position, (x, y) in enumerate(zip_longest(a.token_ids, b.token_ids)):
             if x != y:
                 return Difference(right.prompt, round, position, x, y)
         if (a.finish_reason, a.stop_reason) != (b.finish_reason, b.stop_reason):

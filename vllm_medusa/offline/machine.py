@@ -55,7 +55,7 @@ def fast_bfloat16() -> bool:
     return any(bool(getattr(torch.cpu, probe, bool)()) for probe in probes)
 
 
-def machine_in_words(machine: dict[str, Any]) -> str:
+def format_machine(machine: dict[str, Any]) -> str:
     """One line of it."""
     gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ""
     return (

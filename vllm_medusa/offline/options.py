@@ -1,4 +1,4 @@
-"""What jobs over files of prompts are asked for; groups that several of them share come first."""
+"""Options of `generate`, `distill` and `compare`; those that several commands share come first."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
+    Dtype,
     Number,
     Options,
     Positive,
     Seed,
     Share,
     Source,
-    group,
     option,
 )
 from vllm_medusa.tree.topology import MAX_NODES
 
 TreeSize = Annotated[int, Number(int, 1, MAX_NODES - 1)]  # draft nodes
+OnBadLine = Literal["refuse", "skip"]
 
 
 class PromptFile(Options):
-    """What is read and written."""
+    """A file of prompts, and what is made of it."""
 
+    title = "files"
     prompts: Path = option("the file of prompts", "-i")
     output: Path = option("results, as JSON lines", "-o")
     format: Literal["auto", "text", "jsonl", "parquet"] = option(
@@ -34,21 +36,31 @@ class PromptFile(Options):
     column: str | None = option(
         "key or column that holds the prompt; absent: by its name", default=None
     )
-    on_bad_line: Literal["refuse", "skip"] = option(
+    on_bad_line: OnBadLine = option(
         "refuse: do nothing while the file has a bad line; skip: leave it out", default="refuse"
     )
     overwrite: bool = option("throw away the output's content", default=False)
 
 
-# as vLLM names them
-EngineDtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+class EngineOptions(Options):
+    """vLLM's engine."""
+
+    title = "engine"
+    dtype: Dtype = option(default="auto")
+    max_model_len: Positive | None = option(default=None)
+    batch: Positive = option("prompts at a time", default=64)
+    engine_args: dict[str, Any] = option("more LLM arguments", default={}, metavar="JSON")
 
 
-class MedusaOptions(Options):
-    """Heads and their tree."""
+class Speculation(Options):
+    """A drafter and its trees."""
 
+    title = "speculation"
     speculative_model: Source | None = option(
-        "heads; absent: those in the target's folder", default=None, metavar="HEADS"
+        "heads or an EAGLE drafter (a full Medusa-2 model has its own: name it again); absent: "
+        "plain vLLM",
+        default=None,
+        metavar="HEADS",
     )
     tree: str | None = option(
         "preset name, JSON file, or JSON such as '{\"dense\":[4,2]}'", default=None
@@ -57,165 +69,151 @@ class MedusaOptions(Options):
         "at most N draft nodes", default=None, metavar="N"
     )
     budget: str | None = option(
-        "in place of --tree: dynamic trees, auto or N nodes a request or '{\"max_rows\": N}'",
+        "in place of --tree: dynamic trees, auto or N nodes per request or '{\"max_rows\": N}'",
         default=None,
     )
     lookup: bool = option(
-        "draft what followed the last tokens before, too; without HEADS, only that", default=False
+        "also draft what followed the last tokens before; without HEADS, only that", default=False
     )
 
     def check(self) -> None:
         """Refuse what no engine takes, before one starts."""
-        if (config := self.speculative_config()) is not None:
-            from vllm_medusa.config import EagleConfig, MedusaConfig, resolve_tree  # slow
+        config = self.speculative_config()
+        if config is None:
+            for name in ("tree", "num_speculative_tokens", "budget", "acceptance"):
+                if getattr(self, name, None) is not None:
+                    raise ValueError(
+                        f"--{name.replace('_', '-')} needs heads, --speculative-model HEADS, or "
+                        "--lookup, which copies from the text only."
+                    )
+            return
+        from vllm_medusa.config import EagleConfig, MedusaConfig, resolve_tree  # slow
 
-            if config["method"] != "medusa":
-                own = {key: value for key, value in config.items() if key != "method"}
-                EagleConfig.from_speculative_config(own)
-                return
-            MedusaConfig.from_speculative_config(config)
-            resolve_tree(self.tree, max_draft_tokens=self.num_speculative_tokens)
+        if config["method"] != "medusa":
+            EagleConfig.from_speculative_config({k: v for k, v in config.items() if k != "method"})
+            return
+        MedusaConfig.from_speculative_config(config)
+        resolve_tree(self.tree, max_draft_tokens=self.num_speculative_tokens)
 
     def speculative_config(self) -> dict[str, Any] | None:
-        """What vLLM is given; None: no speculation.
+        """The argument of vLLM's ``LLM``; None: no speculation.
 
         Raises:
             ValueError: a text that begins like JSON and isn't.
 
         """
-        return medusa_config(
-            self.speculative_model,
-            self.tree,
-            num_speculative_tokens=self.num_speculative_tokens,
-            budget=self.budget,
-            lookup=self.lookup,
-        )
-
-
-class CutOptions(Options):
-    """How distributions and answers are cut off, in all jobs."""
-
-    top_p: Share = option(default=1.0)
-    top_k: int = option("0 or -1: all tokens", default=0, shown="")
-    stop: tuple[str, ...] = option("stop text; may be repeated", default=(), repeat=True)
-
-
-class EngineOptions(Options):
-    """vLLM's engine."""
-
-    dtype: EngineDtype = option(default="auto")
-    max_model_len: Positive | None = option(default=None)
-    engine_args: dict[str, Any] = option("more LLM arguments", default={}, metavar="JSON")
-
-
-class BatchOptions(EngineOptions):
-    """vLLM's engine, with a batch of prompts always in it."""
-
-    batch: Positive = option("prompts at a time", default=64)
-    log_level: str | None = option("show vLLM's log from this level on, such as INFO", default=None)
-
-
-class PromptJob(Options):
-    """What all jobs take that run a file of prompts through vLLM."""
-
-    model: Source = option("the target: a folder or a hub name", positional=True)
-    files: PromptFile = group("files")
-    sampling: Options  # each job has its own
-    medusa: MedusaOptions = group("Medusa", factory=MedusaOptions)
-    engine: BatchOptions = group("engine", factory=BatchOptions)
-
-    def engine_settings(self) -> EngineSettings:
-        """What the engine is built from.
-
-        Raises:
-            ValueError: see `MedusaOptions.speculative_config`; or Medusa is asked for in
-                ``engine_args`` too, which has options for it.
-
-        """
-        engine, medusa = self.engine, self.medusa.speculative_config()
-        other = engine.engine_args.get("speculative_config") or {}
-        if other and (medusa is not None or "medusa" in str(other)):
-            raise ValueError(
-                f"--engine-args: speculative_config is {other}; Medusa has options of its own "
-                "here. Say --speculative-model, --tree, --budget, --lookup and the like instead."
-            )
-        return EngineSettings(
-            self.model,
-            medusa,
-            engine.dtype,
-            engine.max_model_len,
-            engine.engine_args,
-        )
-
-
-class GenerateMedusa(MedusaOptions):
-    """Speculation, or none."""
-
-    acceptance: str | None = option("lossless (default), typical, or JSON", default=None)
-    no_medusa: bool = option("plain vLLM", default=False)
-
-    def check(self) -> None:
-        """See `Options.check`."""
-        others = (
-            self.speculative_model,
-            self.tree,
-            self.acceptance,
-            self.budget,
-            self.num_speculative_tokens,
-            self.lookup or None,
-        )
-        if self.no_medusa and any(other is not None for other in others):
-            raise ValueError("--no-medusa contradicts the other Medusa options; drop one of them.")
-        super().check()
-
-    def speculative_config(self) -> dict[str, Any] | None:
-        """See `MedusaOptions.speculative_config`."""
-        if self.no_medusa:
+        if self.speculative_model is None and not self.lookup:
             return None
         return medusa_config(
             self.speculative_model,
             self.tree,
-            self.acceptance,
+            getattr(self, "acceptance", None),
             self.num_speculative_tokens,
             self.budget,
             self.lookup,
         )
 
 
-class GenerateSampling(Options):
-    """How tokens are drawn."""
+class PromptJob(EngineOptions, Speculation, PromptFile):
+    """A file of prompts run through vLLM."""
 
+    model: Source = option("the target: a folder or a hub name", positional=True)
     max_tokens: Positive = option("of each answer", default=256)
-    temperature: AtLeastZero = option(default=0.0)
-    seed: Seed | None = option("prompt i uses the seed SEED + i", default=None)
-    ignore_eos: bool = option(default=False)
-    cut: CutOptions = group(factory=CutOptions)
+    top_p: Share = option(default=1.0)
+    top_k: int = option("0 or -1: all tokens", default=0, shown="")
+    stop: tuple[str, ...] = option("texts that end an answer", default=(), metavar="TEXT")
 
-    def sampling(self) -> Sampling:
-        """The sampling parameters of all requests."""
-        cut = self.cut
-        return Sampling(
-            self.max_tokens, self.temperature, cut.top_p, cut.top_k, cut.stop, self.ignore_eos
+    def engine_settings(self) -> EngineSettings:
+        """What the engine is built from.
+
+        Raises:
+            ValueError: see `speculative_config`; or ``engine_args`` has one too.
+
+        """
+        speculation = self.speculative_config()
+        other = self.engine_args.get("speculative_config") or {}
+        if other and (speculation is not None or "medusa" in str(other)):
+            raise ValueError(
+                f"--engine-args: speculative_config is {other}; there are options for it. Give "
+                "--speculative-model, --tree, --budget, --lookup and the like instead."
+            )
+        return EngineSettings(
+            self.model, speculation, self.dtype, self.max_model_len, self.engine_args
         )
 
 
 class GenerateOptions(PromptJob):
     """Options of `vllm_medusa.offline.generate.generate` and of `vllm-medusa generate`."""
 
-    sampling: GenerateSampling = group("sampling", factory=GenerateSampling)
-    medusa: GenerateMedusa = group("Medusa", factory=GenerateMedusa)
+    temperature: AtLeastZero = option(default=0.0)
+    seed: Seed | None = option("prompt i uses the seed SEED + i", default=None)
+    ignore_eos: bool = option(default=False)
+    acceptance: str | None = option("lossless (default), typical, or JSON", default=None)
+
+    def sampling(self) -> Sampling:
+        """The sampling parameters of all requests."""
+        return Sampling(
+            self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.ignore_eos
+        )
 
 
-class CompareOptions(Options):
+class DistillOptions(PromptJob):
+    """Options of `vllm_medusa.training.distill.distill` and of `vllm-medusa distill`."""
+
+    prompts: Path | None = option(  # type: ignore[assignment]
+        "the file of prompts; absent: with --conversations the target opens them itself",
+        "-i",
+        default=None,
+    )
+    output: Path = option("records, as JSON lines", "-o")
+    max_tokens: Positive = option("of each answer", default=512)
+    samples: Annotated[int, Number(int, 1, 10_000)] = option(
+        "of each prompt", default=1, metavar="N"
+    )
+    temperature: tuple[AtLeastZero, ...] = option(
+        "one or several; sample after sample takes the next", default=(0.7,), metavar="T"
+    )
+    seed: Seed = option("text i uses the seed SEED + i", default=0)
+    self_talk: bool = option("the target writes the user's later turns too", default=False)
+    conversations: Positive | None = option(
+        "without --prompts: self-talk conversations, which the target opens too",
+        default=None,
+        metavar="N",
+    )
+    turns: Positive | None = option(
+        "answers in each --self-talk conversation", default=None, metavar="N", shown="3"
+    )
+
+    def check(self) -> None:
+        """See `Options.check`."""
+        super().check()
+        if (self.prompts is None) == (self.conversations is None):
+            raise ValueError(
+                "give one of --prompts FILE and --conversations N (with --self-talk, from nothing)."
+            )
+        for name in ("conversations", "turns"):
+            if getattr(self, name) is not None and not self.self_talk:
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} needs --self-talk, by which the target writes "
+                    "the user's turns. Give both, or leave it out."
+                )
+        of_zero = (slot for slot, value in enumerate(self.temperature) if value == 0)
+        greedy = sum(len(range(slot, self.samples, len(self.temperature))) for slot in of_zero)
+        if greedy > 1:
+            shown = " ".join(f"{value:g}" for value in self.temperature)
+            raise ValueError(
+                f"--samples {self.samples} at temperature {shown} would be {greedy} times the same "
+                "text at temperature 0; take fewer samples, or raise --temperature."
+            )
+
+
+class CompareOptions(EngineOptions):
     """Options of `vllm_medusa.offline.comparison.compare` and of `vllm-medusa compare`."""
 
     target: Source = option("a folder or a hub name", positional=True)
     heads: Source = option("a folder, a file or a hub name", positional=True)
-    data: Path | None = option(
-        "a file of records; this or --prompts", default=None, metavar="RECORDS"
-    )
-    prompts: Path | None = option("a file of prompts; this or --data", default=None, metavar="FILE")
-    on_bad_line: Literal["refuse", "skip"] = option(default="refuse")
+    prompts: Path = option("a file of prompts, or of records, whose prompts are used", "-i")
+    on_bad_line: OnBadLine = option(default="refuse")
     limit: Positive = option("use the first prompts", default=32)
     tree: str | None = option("instead of the one in the heads' config", default=None)
     budgets: tuple[TreeSize, ...] = option(
@@ -227,7 +225,7 @@ class CompareOptions(Options):
         "leave out the trees that the engine chooses, the default where no tree is named",
         default=False,
     )
-    temperature: AtLeastZero | None = option("(that of the records, or 0)", default=None)
+    temperature: AtLeastZero = option(default=0.0)
     max_tokens: Positive = option("of each answer", default=128)
     seed: Seed = option("prompt i uses SEED + i", default=0)
     batch: Positive = option("prompts at a time", default=1)
@@ -237,10 +235,4 @@ class CompareOptions(Options):
         default=None,
         metavar="S",
     )
-    engine: EngineOptions = group(factory=EngineOptions)
     output: Path | None = option("write the figures as JSON", default=None, metavar="FILE")
-
-    def check(self) -> None:
-        """See `Options.check`."""
-        if (self.data is None) == (self.prompts is None):
-            raise ValueError("give one of --data and --prompts, what is to be continued.")

@@ -1,8 +1,7 @@
-"""A vLLM engine in a process of its own that runs groups of prompts and says how long they took.
+"""A vLLM engine in a process of its own that runs groups of prompts and measures their time.
 
-Several engines can then wait beside each other while one is timed, and ending one gives its memory
-back whatever vLLM still holds. The clock runs in the engine's process, so that neither the way
-there nor the caller counts.
+Several engines can then wait beside each other while one is timed, and ending one frees its memory.
+The clock runs in the engine's process.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ from vllm_medusa.offline.prompts import Prompt
 
 
 class EngineProcess:
-    """A started engine; use it as a context manager.
-
-    It is a `vllm_medusa.offline.in_turn.Runner`.
-    """
+    """A started engine, a `vllm_medusa.offline.in_turn.Runner`; use it as a context manager."""
 
     def __init__(self, settings: EngineSettings, sampling: Sampling):
         """Start the engine and wait until it is ready.
@@ -48,16 +44,13 @@ class EngineProcess:
     def run(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> tuple[list[Result], float]:
-        """Generate for a group of prompts; see `vllm_medusa.offline.in_turn.Runner`."""
+        """See `vllm_medusa.offline.in_turn.Runner`."""
         asked = (list(prompts), concurrency, seed, self.sampling, self.session)
         self._child.channel.send(asked)
         return self._reply()
 
     def count(self, name: str) -> float:
-        """A counter of the engine's metrics, by the end of its name; all labels together.
-
-        The engine's settings have to keep ``disable_log_stats`` off.
-        """
+        """A counter of the engine's metrics, by the end of its name; all labels together."""
         self._child.channel.send(name)
         found: float = self._reply()
         return found

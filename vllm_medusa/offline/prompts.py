@@ -1,7 +1,7 @@
 """Prompts from text, JSON-lines and Parquet files, one record at a time.
 
-A record is one of two things. A *completion* continues a text as it stands. A *conversation* is a
-list of messages, rendered with the tokenizer's chat template where it has one. What a row may hold:
+A record is a *completion*, which continues a text as it stands, or a *conversation*, a list of
+messages that is rendered with the tokenizer's chat template where it has one. What a row may hold:
 
 ==========  ==========================  =========================================================
 key         value                       meaning
@@ -12,8 +12,9 @@ turns       [text, ...]                 a conversation of user turns (Spec-Bench
                                         answer is part of the prompt of the turn after it
 ==========  ==========================  =========================================================
 
-A row may name itself with ``request_id``, ``id`` or ``question_id``; otherwise its index is its
-name. Other keys are ignored.
+Records of `vllm-medusa distill` are prompts too: the token ids before the first span that the
+target wrote. A row may have its own name in ``request_id``, ``id`` or ``question_id``;
+otherwise that is its index. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.job import SILENT, Progress, plural
 
 Message = dict[str, str]
 T = TypeVar("T")
 
-FORMATS = ("text", "jsonl", "parquet")
 CONTENT_KEYS = ("prompt", "messages", "turns")
 ID_KEYS = ("request_id", "id", "question_id")
 _SHOWN_BAD_LINES = 20
+_SHORT = 8  # tokens; a record whose first span starts before that has no prompt of its own
+_TEXT_PROMPT = 32  # tokens of such a text that become the prompt
 _SUFFIXES = {
     ".txt": "text",
     ".text": "text",
@@ -49,21 +51,15 @@ class PromptError(ValueError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One usable record of a prompt file.
+    """One usable record: exactly one of ``text``, ``token_ids`` and ``turns`` is set."""
 
-    ``index`` counts the file's records from 0, bad ones included, and blank lines not; ``line`` is
-    the line of a text file or the row of a table, from 1. Exactly one of ``text`` (a completion),
-    ``token_ids`` (the same, tokenized; no file of prompts has them) and ``turns`` (a conversation
-    after the messages in ``history``) is set.
-    """
-
-    index: int
-    line: int
+    index: int  # among the file's records from 0, bad ones included, blank lines not
+    line: int  # of a text file, or the row of a table, from 1
     request_id: str
-    text: str | None = None
-    history: tuple[Message, ...] = ()
-    turns: tuple[str, ...] = ()
-    token_ids: tuple[int, ...] = ()
+    text: str | None = None  # a completion
+    history: tuple[Message, ...] = ()  # before the turns
+    turns: tuple[str, ...] = ()  # a conversation
+    token_ids: tuple[int, ...] = ()  # a completion, tokenized: a record's
 
 
 @dataclass(frozen=True)
@@ -76,20 +72,19 @@ class BadLine:
 
 
 def detect_format(path: Path) -> str:
-    """Return the format that a file's suffix says.
+    """The format that a file's suffix names.
 
     Raises:
-        PromptError: there is no such file, or its suffix says nothing.
+        PromptError: there is no such file, or its suffix is unknown.
 
     """
     require_file(path, "prompts")
-    try:
-        return _SUFFIXES[path.suffix.lower()]
-    except KeyError:
+    if path.suffix.lower() not in _SUFFIXES:
         raise PromptError(
             f"{path}: the suffix {path.suffix!r} doesn't say the format; known are "
-            f"{', '.join(sorted(_SUFFIXES))}. Name it with --format {{{','.join(FORMATS)}}}."
-        ) from None
+            f"{', '.join(sorted(_SUFFIXES))}. Name it with --format {{text,jsonl,parquet}}."
+        )
+    return _SUFFIXES[path.suffix.lower()]
 
 
 def read_prompts(
@@ -105,13 +100,16 @@ def read_prompts(
 
     """
     kind = detect_format(path) if format == "auto" else format
-    if kind not in FORMATS:
-        raise PromptError(f"format {format!r} is unknown; use one of auto, {', '.join(FORMATS)}.")
     require_file(path, "prompts")
-    if kind == "parquet":
-        yield from _read_parquet(path, column)
-    else:
-        yield from _read_lines(path, kind, column)
+    if kind == "text" and column is not None:
+        raise PromptError(f"a column ({column!r}) was named, but {path} is a text file: drop it.")
+
+    def parse(text: str, index: int, line: int) -> Prompt:
+        if kind == "text":
+            return Prompt(index, line, str(index), text=text)
+        return _from_row(parse_json(text), index, line, column)
+
+    yield from _read_parquet(path, column) if kind == "parquet" else read_lines(path, parse)
 
 
 def require_file(path: Path, what: str) -> None:
@@ -127,11 +125,10 @@ def require_file(path: Path, what: str) -> None:
 
 
 def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | BadLine]:
-    """Parse a file line by line; blank lines are left out, bad ones come as ``BadLine``.
+    """Parse a UTF-8 file line by line; blank lines are left out, bad ones come as ``BadLine``.
 
-    The file is UTF-8, with or without a byte order mark. ``parse`` makes what is yielded of a line
-    without its end, its index among those that aren't blank, and its number from 1; it raises
-    `PromptError` for a bad line.
+    ``parse`` gets a line without its end, its index among those that aren't blank, and its number
+    from 1; it raises `PromptError` for a bad line.
     """
     index = 0
     with path.open("rb") as file:
@@ -149,7 +146,7 @@ def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | 
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a line of JSON.
+    """The value of a line of JSON.
 
     Raises:
         PromptError: it isn't JSON.
@@ -161,18 +158,6 @@ def parse_json(text: str) -> Any:
         raise PromptError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
     except (ValueError, RecursionError) as error:  # a number or a nesting without end
         raise PromptError(f"not JSON that can be read: {error}") from None
-
-
-def _read_lines(path: Path, kind: str, column: str | None) -> Iterator[Prompt | BadLine]:
-    if kind == "text" and column is not None:
-        raise PromptError(f"a column ({column!r}) was named, but {path} is a text file: drop it.")
-
-    def parse(text: str, index: int, line: int) -> Prompt:
-        if kind == "text":
-            return Prompt(index, line, str(index), text=text)
-        return _from_row(parse_json(text), index, line, column)
-
-    yield from read_lines(path, parse)
 
 
 def load_prompts(
@@ -211,7 +196,7 @@ def partition(rows: Iterable[T | BadLine]) -> tuple[list[T], list[BadLine]]:
 def settle_bad_lines(
     path: Path, bad: Sequence[BadLine], on_bad_line: str, progress: Progress
 ) -> None:
-    """Refuse a file with bad lines, or, where ``on_bad_line`` is "skip", tell of them.
+    """Refuse a file with bad lines, or, where ``on_bad_line`` is "skip", report them.
 
     Raises:
         PromptError: naming the first of them.
@@ -222,12 +207,10 @@ def settle_bad_lines(
     shown = [f"line {each.line}: {each.reason}" for each in bad[:_SHOWN_BAD_LINES]]
     if len(bad) > len(shown):
         shown.append(f"and {len(bad) - len(shown)} more")
+    count, lines = plural(len(bad), "bad line"), "\n  ".join(shown)
     if on_bad_line == "refuse":
-        raise PromptError(
-            f"{path}: {len(bad)} bad lines; mend them, or pass --on-bad-line skip.\n  "
-            + "\n  ".join(shown)
-        )
-    progress.note(f"skipping {len(bad)} bad lines:\n  " + "\n  ".join(shown))
+        raise PromptError(f"{path}: {count}; correct them, or pass --on-bad-line skip.\n  {lines}")
+    progress.note(f"skipping {count}:\n  {lines}")
 
 
 def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
@@ -260,11 +243,15 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
             index += 1
 
 
-def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
-    prompt = _read_row(row, index, line, column)
-    contents = [message["content"] for message in prompt.history]
-    require_characters(prompt.request_id, prompt.text or "", *prompt.turns, *contents)
-    return prompt
+def _from_record(row: Mapping[str, Any], index: int, line: int) -> Prompt:
+    """The tokens before the first span that the target wrote; of plain texts the beginning."""
+    try:
+        ids, start = tuple(map(int, row["token_ids"])), int(row["generated"][0][0])
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise PromptError("no record: it needs 'token_ids' and 'generated' spans") from None
+    if start < _SHORT:
+        start = min(_TEXT_PROMPT, max(1, len(ids) // 2))
+    return Prompt(index, line, f"line {line}", token_ids=ids[:start])
 
 
 def require_characters(*texts: str) -> None:
@@ -282,32 +269,37 @@ def require_characters(*texts: str) -> None:
         ) from None
 
 
-def _read_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
+def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
     if not isinstance(row, Mapping):
         raise PromptError(f"a {type(row).__name__} instead of an object with a 'prompt'")
-    present = [k for k in ((column,) if column else CONTENT_KEYS) if row.get(k) is not None]
-    if not present:
+    if "generated" in row and column is None:
+        return _from_record(row, index, line)
+    key = next((k for k in ((column,) if column else CONTENT_KEYS) if row.get(k) is not None), None)
+    if key is None:
         wanted = repr(column) if column else " or ".join(map(repr, CONTENT_KEYS))
         raise PromptError(f"no key {wanted}; the keys are {', '.join(map(repr, row)) or 'none'}")
-    key = present[0]
     value = row[key]
-    name = next((row[k] for k in ID_KEYS if row.get(k) is not None), index)
+    name = str(next((row[k] for k in ID_KEYS if row.get(k) is not None), index))
+    require_characters(name)
     if isinstance(value, str):
         if key in ("messages", "turns") and column is None:
             raise PromptError(f"{key!r} is a text; use a list, or the key 'prompt'")
         if not value:
             raise PromptError(f"{key!r} is empty")
-        return Prompt(index, line, str(name), text=value)
+        require_characters(value)
+        return Prompt(index, line, name, text=value)
     if not isinstance(value, list) or not value:
         raise PromptError(f"{key!r} is {short(value)}; use a text or a list that isn't empty")
     if all(isinstance(turn, str) for turn in value):
         if not all(value):
             raise PromptError(f"{key!r} has an empty turn")
-        return Prompt(index, line, str(name), turns=tuple(value))
+        require_characters(*value)
+        return Prompt(index, line, name, turns=tuple(value))
     messages = tuple(read_message(m, key) for m in value)
+    require_characters(*(message["content"] for message in messages))
     if messages[-1]["role"] != "user":
         raise PromptError(f"the last of {key!r} is by {messages[-1]['role']!r}; it must be 'user'")
-    return Prompt(index, line, str(name), history=messages[:-1], turns=(messages[-1]["content"],))
+    return Prompt(index, line, name, history=messages[:-1], turns=(messages[-1]["content"],))
 
 
 def read_message(value: Any, key: str) -> Message:

@@ -1,4 +1,4 @@
-"""Keep what an engine writes to standard error while it starts off the terminal, but in reach."""
+"""Keep what an engine writes to standard error while it starts off the terminal."""
 
 from __future__ import annotations
 
@@ -14,15 +14,11 @@ _SHOWN_BYTES = 1 << 14
 
 @contextlib.contextmanager
 def stderr_to_log(enabled: bool = True) -> Iterator[None]:
-    """Send standard error, that of processes started inside included, to a file without a name.
+    """Send standard error, that of child processes included, to a temporary file.
 
     vLLM, torch and the tokenizers warn while they start, partly from C++ and from child processes,
-    where no log level reaches. The children go on writing to the file when the block has ended; it
-    is gone with the last of them, however they end. If the block raises, the end of the file is
-    shown, since it usually has the reason; errors about the user's input (`ValueError`, `OSError`)
-    say it themselves.
-
-    Not ``enabled``, it changes nothing.
+    where no log level reaches. If the block raises, the end of the file is shown; errors about the
+    user's input (`ValueError`, `OSError`) explain themselves.
     """
     if not enabled:
         yield

@@ -12,7 +12,7 @@ key                value                                      what is trained
 =================  =========================================  =================================
 
 Texts and conversations need the target's tokenizer (`vllm_medusa.offline.conversations`). The
-lines of a distilled file stand in the order in which they were finished, which differs from run to
+lines of a distilled file are in the order in which they were finished, which differs from run to
 run: `load_records` and `split_heldout` return records in an order that depends on them alone.
 """
 
@@ -20,15 +20,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ValidationError,
+)
 
 from vllm_medusa.files import new_file
+from vllm_medusa.job import plural
 from vllm_medusa.offline.conversations import CONVERSATION_KEYS, encode_conversation, encode_text
 from vllm_medusa.offline.prompts import (
     ID_KEYS,
@@ -48,24 +56,17 @@ _LARGEST_VOCABULARY = 1 << 31
 
 @dataclass(frozen=True)
 class Record:
-    """One text.
-
-    ``generated`` holds the [start, end) spans that the target or the assistant wrote, sorted,
-    disjoint and not empty; ``temperature`` is what they were sampled at, None where the target
-    didn't sample them; ``top_p`` and ``top_k`` are what had cut the distribution, where they had.
-    ``group`` is the `key_of` the prompt that `vllm-medusa distill` wrote the text for: of a
-    conversation in several records the later ones have more before their first span.
-    """
+    """One text."""
 
     index: int
     line: int
     request_id: str
     token_ids: tuple[int, ...]
-    generated: tuple[Span, ...]
-    temperature: float | None = None
-    top_p: float | None = None
+    generated: tuple[Span, ...]  # [start, end) that the target wrote: sorted, disjoint, not empty
+    temperature: float | None = None  # they were sampled at; None: not by the target
+    top_p: float | None = None  # where these had cut the distribution
     top_k: int | None = None
-    group: str | None = None
+    group: str | None = None  # the `key_of` the prompt that `distill` wrote the text for
 
     @property
     def truncated(self) -> bool:
@@ -79,7 +80,7 @@ class Record:
 
     @property
     def prompt_key(self) -> str:
-        """What splits go by: the ``group``, else the `key_of` what stands before the first span.
+        """What splits go by: the ``group``, else the `key_of` the tokens before the first span.
 
         It is equal for all samples of one prompt.
         """
@@ -132,8 +133,7 @@ def read_records(
 
     def parse(text: str, index: int, line: int) -> Record:
         record = _from_row(parse_json(text), index, line, tokenizer)
-        _check_ids(record.token_ids, vocab_size)
-        _check_spans(record.generated, len(record.token_ids))
+        _check(record.token_ids, record.generated, vocab_size)
         if max_tokens is not None and len(record.token_ids) > max_tokens:
             raise PromptError(f"{len(record.token_ids)} tokens; at most {max_tokens} are allowed")
         if record.num_generated < min_generated:
@@ -178,12 +178,10 @@ def write_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record], list[Record]]:
-    """Hold out ``share`` of the prompts, with all their samples.
+    """Hold out ``share`` of the prompts, in [0, 1), with all their samples.
 
-    Which ones depends on the prompts' contents alone: neither on their order nor on how many
-    samples each has. Two shares of the same records are nested.
-
-    A share above 0, which is below 1, holds out at least one prompt.
+    Which ones depends on the prompts' contents alone, and two shares of the same records are
+    nested. A share above 0 holds out at least one prompt.
 
     Returns:
         The records to train on and those held out, each sorted by index.
@@ -201,8 +199,8 @@ def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record]
     keys = sorted({key for key, _ in keyed})
     if len(keys) < 2:
         raise ValueError(
-            f"nothing can be held out of {len(keyed)} records of {len(keys)} prompts; bring more "
-            "prompts, or a file of held-out records."
+            f"nothing can be held out of {len(keyed)} records of {plural(len(keys), 'prompt')}; "
+            "bring more prompts, or a file of held-out records."
         )
     count = min(len(keys) - 1, max(1, round(share * len(keys))))
     chosen = set(keys[:count])
@@ -235,70 +233,62 @@ def _from_row(row: Any, index: int, line: int, tokenizer: Any) -> Record:
     return Record(index, line, name, ids, spans)
 
 
+class _Row(BaseModel):
+    """A line of `vllm-medusa distill`."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    index: NonNegativeInt | None = None
+    token_ids: Annotated[list[int], Field(min_length=1)]
+    generated: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
+    temperature: NonNegativeFloat | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    group: Annotated[str, Field(min_length=1)] | None = None
+
+
 def _from_ids(row: Mapping[str, Any], index: int, line: int, name: str) -> Record:
     if "generated" not in row:
         raise PromptError(
             "no key 'generated', the spans that the target wrote; results of "
             "`vllm-medusa generate` lack their prompts: `vllm-medusa distill` writes records"
         )
-    ids, spans = row["token_ids"], row["generated"]
-    if not isinstance(ids, list) or not ids:
-        raise PromptError(f"'token_ids' is {short(ids)}; use a list of token ids, not empty")
-    if not isinstance(spans, list) or not all(_is_span(span) for span in spans):
-        raise PromptError(f"'generated' is {short(spans)}; use a list of [start, end] pairs")
-    own = row.get("index", index)
-    if type(own) is not int or own < 0:
-        raise PromptError(f"'index' is {short(own)}; use a whole number from 0")
-    temperature = row.get("temperature")
-    if temperature is not None and not (
-        type(temperature) in (int, float) and math.isfinite(temperature) and temperature >= 0
-    ):
-        raise PromptError(f"'temperature' is {short(temperature)}; use a number from 0, or null")
-    for key in ("top_p", "top_k"):
-        if row.get(key) is not None and type(row[key]) not in (int, float):
-            raise PromptError(f"{key!r} is {short(row[key])}; use a number, or null")
-    group = row.get("group")
-    if group is not None and not (isinstance(group, str) and group):
-        raise PromptError(f"'group' is {short(group)}; use the text that `distill` wrote")
+    try:
+        found = _Row.model_validate(dict(row))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"[{at}]" if isinstance(at, int) else f"{at}" for at in first["loc"])
+        raise PromptError(f"{where} is {short(first['input'])}: {first['msg']}") from None
     return Record(
-        own,
+        index if found.index is None else found.index,
         line,
         name,
-        tuple(ids),
-        tuple((start, end) for start, end in spans),
-        None if temperature is None else float(temperature),
-        row.get("top_p"),
-        row.get("top_k"),
-        group,
+        tuple(found.token_ids),
+        tuple((start, end) for start, end in found.generated),
+        found.temperature,
+        found.top_p,
+        found.top_k,
+        found.group,
     )
 
 
-def _is_span(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(v) is int for v in value)
-
-
-def _check_ids(ids: tuple[int, ...], vocab_size: int | None) -> None:
+def _check(ids: tuple[int, ...], spans: tuple[Span, ...], vocab_size: int | None) -> None:
     limit = _LARGEST_VOCABULARY if vocab_size is None else vocab_size
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < limit:
-        return
-    for place, token in enumerate(ids):
-        if type(token) is not int:
-            raise PromptError(f"token_ids[{place}] is {short(token)}; use a whole number from 0")
-        if not 0 <= token < limit:
-            raise PromptError(
-                f"token_ids[{place}] is {token}, outside the vocabulary (from 0 to {limit - 1}); "
-                "was the record made with another target?"
-            )
-
-
-def _check_spans(spans: tuple[Span, ...], length: int) -> None:
+    if min(ids) < 0 or max(ids) >= limit:
+        place, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < limit)
+        raise PromptError(
+            f"token_ids[{place}] is {token}, outside the vocabulary (from 0 to {limit - 1}); "
+            "was the record made with another target?"
+        )
     if not spans:
         raise PromptError("no generated span: there is nothing to train on")
+    before = 0
     for start, end in spans:
-        if not 0 <= start < end <= length:
+        if not 0 <= start < end <= len(ids):
             raise PromptError(
-                f"the generated span [{start}, {end}) is empty or outside the {length} tokens"
+                f"the generated span [{start}, {end}) is empty or outside the {len(ids)} tokens"
             )
-    for (_, end), (start, _) in pairwise(spans):
-        if start < end:
-            raise PromptError(f"a generated span starts at {start}, before the last ended at {end}")
+        if start < before:
+            raise PromptError(
+                f"a generated span starts at {start}, before the last ended at {before}"
+            )
+        before = end

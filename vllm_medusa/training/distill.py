@@ -12,8 +12,8 @@ from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.batch import Result
 from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.generate import Speed, open_results, run_prompts
+from vllm_medusa.offline.options import DistillOptions
 from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
-from vllm_medusa.training.options import DistillOptions
 from vllm_medusa.training.self_distillation import Plan, Summary
 from vllm_medusa.training.self_talk import require_self_talk
 
@@ -41,44 +41,43 @@ def distill(
         EngineRefused: vLLM or the plugin refuses the settings.
 
     """
-    files, texts = options.files, options.sampling
-    if files.prompts is not None:
+    if options.prompts is not None:
         prompts = load_prompts(
-            files.prompts, files.format, files.column, files.on_bad_line, progress
+            options.prompts, options.format, options.column, options.on_bad_line, progress
         )
     else:
-        count = texts.conversations or 0
+        count = options.conversations or 0
         prompts = [Prompt(index, index + 1, f"talk-{index}") for index in range(count)]
     turns, talker = max(1, max(len(prompt.turns) for prompt in prompts)), None
-    if texts.self_talk:
-        turns, talker = texts.turns or _TALK_TURNS, _talker(options.model)
-    plan = Plan(texts.samples, texts.temperature, texts.seed, turns, talker)
+    if options.self_talk:
+        turns, talker = options.turns or _TALK_TURNS, _talker(options.model)
+    plan = Plan(options.samples, options.temperature, options.seed, turns, talker)
     settings = {
         "samples": plan.samples,
         "temperatures": list(plan.temperatures),
-        "self_talk": texts.self_talk,
+        "self_talk": options.self_talk,
         "turns": plan.turns,
     }
-    top_p, top_k, stop = texts.cut.top_p, texts.cut.top_k, texts.cut.stop
-    sampling = Sampling(texts.max_tokens, plan.temperatures[0], top_p, top_k, stop)
+    top_p, top_k, stop = options.top_p, options.top_k, options.stop
+    sampling = Sampling(options.max_tokens, plan.temperatures[0], top_p, top_k, stop)
     cut = ({"top_p": top_p} if top_p < 1 else {}) | ({"top_k": top_k} if top_k > 0 else {})
     early, ended = 0, 0
 
     def lines(result: Result) -> list[Mapping[str, Any]]:
         nonlocal early, ended
         answers = sum(answer.role == "assistant" for answer in result.answers)
-        early += texts.self_talk and 0 < answers < plan.turns
+        early += options.self_talk and 0 < answers < plan.turns
         ended += bool(answers)
         return [r | cut for r in plan.records(result) if r["index"] not in log.done]
 
-    origin = provenance(command, [files.prompts] if files.prompts is not None else [])
-    with open_results(options, sampling, texts.seed, {"texts": settings}, origin) as log:
+    origin = provenance(command, [options.prompts] if options.prompts is not None else [])
+    with open_results(options, sampling, options.seed, {"texts": settings}, origin) as log:
         speed = run_prompts(
             options,
             log,
             plan.slots(prompts, frozenset(log.done)),
             sampling,
-            texts.seed,
+            options.seed,
             lines,
             total=len(prompts) * plan.samples,
             done=sum(index % plan.stride == 0 for index in log.done),
@@ -91,7 +90,7 @@ def distill(
                 f"{early} of {ended} conversations ended before their {plan.turns} answers: a text "
                 "was cut at --max-tokens, or a user's turn was empty"
             )
-        return Distilled(files.output, log.failed, speed, Summary.of(files.output))
+        return Distilled(options.output, log.failed, speed, Summary.of(options.output))
 
 
 def _talker(model: str) -> Any:

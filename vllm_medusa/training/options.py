@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from vllm_medusa.offline.options import CutOptions, MedusaOptions, PromptFile, PromptJob
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
@@ -47,103 +46,6 @@ class MachineOptions(Options):
         """See `Options.check`."""
         if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}; use auto, cpu, cuda or such as cuda:1")
-
-
-class RecordFiles(PromptFile):
-    """What is read and written."""
-
-    prompts: Path | None = option(  # type: ignore[assignment]
-        "the file of prompts; absent: with --conversations the target opens them itself",
-        "-i",
-        default=None,
-    )
-    output: Path = option("records, as JSON lines", "-o")
-
-
-class TextOptions(Options):
-    """What the target writes for each prompt."""
-
-    samples: Annotated[int, Number(int, 1, 10_000)] = option(
-        "of each prompt", default=1, metavar="N"
-    )
-    max_tokens: Positive = option("of each answer", default=512)
-    temperature: tuple[AtLeastZero, ...] = option(
-        "one, or several separated by commas; sample after sample takes the next",
-        default=(0.7,),
-        metavar="T[,T...]",
-        joined=",",
-    )
-    seed: Seed = option("text i uses the seed SEED + i", default=0)
-    self_talk: bool = option("the target writes the user's later turns too", default=False)
-    conversations: Positive | None = option(
-        "without --prompts: self-talk conversations, which the target opens too",
-        default=None,
-        metavar="N",
-    )
-    turns: Positive | None = option(
-        "answers in each --self-talk conversation", default=None, metavar="N", shown="3"
-    )
-    cut: CutOptions = group(factory=CutOptions)
-
-    def check(self) -> None:
-        """See `Options.check`."""
-        if self.conversations is not None and not self.self_talk:
-            raise ValueError(
-                f"--conversations {self.conversations} needs --self-talk, by which the target "
-                "writes the user's turns. Give both, or a file of --prompts."
-            )
-        if self.turns is not None and not self.self_talk:
-            raise ValueError(
-                f"--turns {self.turns} is of --self-talk; else the prompts' own turns are answered."
-            )
-        of_zero = (slot for slot, value in enumerate(self.temperature) if value == 0)
-        greedy = sum(len(range(slot, self.samples, len(self.temperature))) for slot in of_zero)
-        if greedy > 1:
-            shown = ",".join(f"{value:g}" for value in self.temperature)
-            raise ValueError(
-                f"--samples {self.samples} at temperature {shown} would be {greedy} times the same "
-                "text at temperature 0; take fewer samples, or raise --temperature."
-            )
-
-
-class DraftOptions(MedusaOptions):
-    """Speculation while the target writes."""
-
-    speculative_model: Source | None = option(
-        "heads; absent: plain vLLM. With heads the texts are the same",
-        default=None,
-        metavar="HEADS",
-    )
-
-    def check(self) -> None:
-        """See `Options.check`."""
-        others = (self.tree, self.num_speculative_tokens, self.budget)
-        if self.speculative_model is None and not self.lookup and any(others):
-            raise ValueError(
-                "--tree, --num-speculative-tokens and --budget need heads: --speculative-model; or "
-                "--lookup, which copies only."
-            )
-        super().check()
-
-    def speculative_config(self) -> dict[str, Any] | None:
-        """See `MedusaOptions.speculative_config`."""
-        drafts = self.speculative_model is not None or self.lookup
-        return super().speculative_config() if drafts else None
-
-
-class DistillOptions(PromptJob):
-    """Options of `vllm_medusa.training.distill.distill` and of `vllm-medusa distill`."""
-
-    files: RecordFiles = group("files")
-    sampling: TextOptions = group("texts", factory=TextOptions)
-    medusa: DraftOptions = group("Medusa", factory=DraftOptions)
-
-    def check(self) -> None:
-        """See `Options.check`."""
-        if (self.files.prompts is None) == (self.sampling.conversations is None):
-            raise ValueError(
-                "give one of --prompts FILE and --conversations N (with --self-talk, from nothing)."
-            )
 
 
 class TextFiles(Options):

@@ -1,6 +1,5 @@
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +7,17 @@ import pytest
 import torch
 from support.told import Told
 
-from vllm_medusa.adapt import pipeline, split, stages
-from vllm_medusa.adapt.amounts import Amounts, Rates
-from vllm_medusa.adapt.checks import Plan
-from vllm_medusa.adapt.options import (
-    AdaptFiles,
-    AdaptOptions,
-    MeasuringOptions,
-    TextsOptions,
-    TrainingOptions,
-    training_of,
+from vllm_medusa.adapt import pipeline, stages
+from vllm_medusa.adapt.options import AdaptOptions, training_of
+from vllm_medusa.adapt.pipeline import (
+    CALIBRATED,
+    COUNTS,
+    HEADS,
+    count_stages,
+    run_stages,
+    split_texts,
 )
-from vllm_medusa.adapt.pipeline import CALIBRATED, HEADS, count_stages, run_stages
-from vllm_medusa.adapt.split import SplitOptions, split_texts
+from vllm_medusa.adapt.plan import Amounts, Plan
 from vllm_medusa.adapt.stages import StageFailed, WorkFolder
 from vllm_medusa.files import digest, read_json, write_json
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
@@ -45,25 +42,24 @@ class Run:
         self.failing = []
         self.called = []
         self.asked = {}
-        self.cache, self.batch, self.small = 1 << 30, 64, True
+        self.cache, self.batch = 1 << 30, 64
         self.told = Told()
 
     def plan(self, **more: Any) -> Plan:
-        files = AdaptFiles(prompts=Path("prompts.jsonl"), output=self.folder / "heads")
-        options = AdaptOptions(target="target", files=files, **more)
+        files = {"prompts": Path("prompts.jsonl"), "output": self.folder / "heads"}
+        options = AdaptOptions(target="target", **files, **more)
         engine = EnginePlan({"kv_cache_memory_bytes": self.cache}, self.batch, None)
         amounts = Amounts(6, 6, 12)
-        return Plan(
-            options, training_of(options), {"sha256": "f"}, 9, "a", amounts, engine, self.small
-        )
+        return Plan(options, training_of(options), {"sha256": "f"}, 9, "a", amounts, engine)
 
     def run(self, **more: Any) -> dict[str, Path]:
         """Run all stages; the folder of each."""
         self.called.clear()
         plan = self.plan(**more)
-        with WorkFolder(plan.options.work_folder, count_stages(plan), self.told) as work:
+        count = count_stages(plan.options)
+        with WorkFolder(plan.options.work_folder, count, self.told) as work:
             run_stages(plan, work)
-        assert len(work.finished) == count_stages(plan)
+        assert len(work.finished) == count
         return {name: stage.folder for name, stage in work.finished.items()}
 
     def job(self, job, options, progress, *, log, command=()):
@@ -74,7 +70,7 @@ class Run:
         self.called.append(name)
         self.asked[name] = options
         if name == "split":
-            split_texts(options)
+            split_texts(**options)
         elif name != "check":
             getattr(self, f"_{name.replace('-', '_')}")(here)
         if name in self.failing:
@@ -87,9 +83,6 @@ class Run:
         if "distill" not in self.failing:
             (here / "records.jsonl").write_text(records(6))
 
-    def _trial(self, here: Path) -> None:
-        write_json(here / "rates.json", Rates(9.0, 0.1, 6, 5.0).to_dict())
-
     def _train(self, here: Path) -> None:
         heads = MedusaHeads(1, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
         save_heads(here / "heads", heads, {"tree": [[0]]})
@@ -97,7 +90,6 @@ class Run:
     def _calibrate(self, here: Path) -> None:
         update_config(here / "heads", provenance={"by": "calibrate"})
         (here / "heads" / "calibration.safetensors").write_text("observations")
-        (here / "calibration.png").touch()
 
     def _tree(self, here: Path) -> None:
         update_config(here / "heads", tree=[[0], [1]], provenance={"by": "tree"})
@@ -153,13 +145,13 @@ def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(adapt, name
 @pytest.mark.parametrize(
     ("more", "again"),
     [
-        ({"texts": TextsOptions(samples=2)}, ALL[1:2]),  # which here writes the same records
-        ({"texts": TextsOptions(heldout_share=0.5)}, ALL[2:]),
+        ({"samples": 2}, ALL[1:2]),  # which here writes the same records
+        ({"heldout_share": 0.5}, ALL[2:]),
         ({"seed": 1}, ["distill", "train", "calibrate", "tree", "compare", "final-tree"]),
-        ({"measuring": MeasuringOptions(rounds=1)}, ["compare"]),
-        ({"measuring": MeasuringOptions(budgets=(8, 16))}, ["compare"]),
-        ({"measuring": MeasuringOptions(budgets=(4, 32))}, ["tree", "compare"]),
-        ({"measuring": MeasuringOptions(num_draft_tokens=3)}, ALL[5:]),
+        ({"measure_prompts": 1}, ["compare"]),
+        ({"budgets": (8, 16)}, ["compare"]),
+        ({"budgets": (4, 32)}, ["tree", "compare"]),
+        ({"num_draft_tokens": 3}, ALL[5:]),
     ],
 )
 def test_other_options_run_the_stages_again_that_they_concern(adapt, more, again):
@@ -178,12 +170,12 @@ def test_later_stages_get_what_earlier_ones_left(adapt):
     assert asked["train"].files.data == folders["split"] / "train.jsonl"
     assert asked["train"].files.heldout == folders["split"] / "calibration.jsonl"
     assert asked["calibrate"].data == folders["split"] / "calibration.jsonl"
-    assert asked["compare"].data == folders["split"] / "measurement.jsonl"
+    assert asked["compare"].prompts == folders["split"] / "measurement.jsonl"
     assert asked["compare"].heads == str(folders["tree"] / "heads")
     assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets)
     assert asked["final-tree"].num_draft_tokens == 8
-    assert asked["distill"].engine.engine_args == {"kv_cache_memory_bytes": 1 << 30}
-    assert asked["distill"].engine.batch == 64
+    assert asked["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
+    assert asked["distill"].batch == 64
 
 
 def test_other_memory_is_no_other_stage(adapt):
@@ -193,52 +185,36 @@ def test_other_memory_is_no_other_stage(adapt):
     assert adapt.called == []
 
 
-def test_a_longer_job_is_tried_first_and_says_how_long_it_takes(adapt):
-    adapt.small = False
-    folders = adapt.run()
-    assert list(folders) == ["check", "trial", *ALL[1:]]
-    assert adapt.asked["trial"].rows == 256
-    assert adapt.asked["trial"].batch == 6  # there are no more texts
-    notes = adapt.told.notes
-    (distill,) = (note for note in notes if " distill: vllm-medusa" in note)
-    assert "at most about" in distill
-    assert all(f"{name} " in distill for name in ("distill", "train", "calibrate", "compare"))
-    (compare,) = (note for note in notes if " compare: vllm-medusa" in note)
-    assert compare.endswith("about 6 min from here: compare 6 min")
-    adapt.told.notes.clear()
-    adapt.run()
-    assert adapt.called == []
-
-
 def test_a_drafter_is_compared_as_it_was_trained(adapt):
-    folders = adapt.run(training=TrainingOptions(drafter="eagle3"))
+    folders = adapt.run(drafter="eagle3")
     assert list(folders) == ["check", "distill", "split", "train", "compare"]
-    assert adapt.asked["check"].drafter == adapt.asked["train"].heads.kind == "eagle3"
+    assert adapt.asked["check"]["drafter"] == adapt.asked["train"].heads.kind == "eagle3"
     assert adapt.asked["compare"].heads == str(folders["train"] / "heads")
-    assert list(adapt.run(training=TrainingOptions(drafter="hydra"))) == ALL
+    assert list(adapt.run(drafter="hydra")) == ALL
     assert adapt.asked["train"].heads.kind == "hydra"
 
 
 def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, monkeypatch):
     told = {"method": "medusa-2", "save": "merged", "degraded": True, "shortfalls": ["KL is 0.3"]}
-    monkeypatch.setattr(pipeline, "train", lambda *_: Trained(tmp_path / "heads", told))
+    trained = Trained(tmp_path / "heads", told)
+    monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):
         pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
 
 
 def test_a_bad_record_is_refused_unless_it_is_to_be_skipped(tmp_path):
     (tmp_path / "records.jsonl").write_text(records(6) + "{\n")
-    options = SplitOptions(data=tmp_path / "records.jsonl", output=tmp_path, heldout_share=0.1)
+    options = {"data": tmp_path / "records.jsonl", "output": tmp_path, "heldout_share": 0.1}
     with pytest.raises(ValueError, match="line 7"):
-        split_texts(options)
-    split_texts(replace(options, on_bad_line="skip"))
-    assert read_json(tmp_path / split.COUNTS)["left_out"] == 1
+        split_texts(**options, on_bad_line="refuse")
+    split_texts(**options, on_bad_line="skip")
+    assert read_json(tmp_path / COUNTS)["left_out"] == 1
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
 def test_the_split_notes_whether_its_halves_share_a_prompt(tmp_path, prompts, disjoint):
     (tmp_path / "records.jsonl").write_text(records(prompts))
-    split_texts(SplitOptions(data=tmp_path / "records.jsonl", output=tmp_path, heldout_share=0.1))
-    counts = json.loads((tmp_path / split.COUNTS).read_text())
+    split_texts(tmp_path / "records.jsonl", tmp_path, 0.1, "refuse")
+    counts = read_json(tmp_path / COUNTS)
     assert counts["prompts"][1:] == [1, 1]
     assert counts["disjoint"] == disjoint

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 from support.observed import observed
 
-from vllm_medusa.calibration.accuracy import accuracy_table, measure_accuracy, shares
+from vllm_medusa.calibration.accuracy import measure_accuracy, shares
 from vllm_medusa.calibration.observations import NO_LABEL
 
 HEADS, RANKS = 3, 4
 TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 0)]
-NAMES = ("overall", "spine", "sibling", "walked", "walked_spine", "walked_sibling")
+NAMES = ("overall", "walked")
 
 
 def observations(seed=0):
@@ -22,32 +22,21 @@ def observations(seed=0):
 
 
 def by_hand(found):
-    """Ranks of each head, sorted into the six cases, by loops over positions and steps."""
+    """Ranks of each head in both cases, by loops over positions and steps."""
     cases = {(name, head): [] for name in NAMES for head in range(HEADS)}
     for text in found.texts():
         rows = [tuple(map(int, row)) for row in text]
         for row in rows:
             for head in range(HEADS):
-                before = row[:head]
                 cases["overall", head].append(row[head])
-                if all(rank == 0 for rank in before):
-                    cases["spine", head].append(row[head])
-                elif all(0 <= rank < RANKS for rank in before):
-                    cases["sibling", head].append(row[head])
         at = 0
         while at < len(rows):
             path = ()
-            while True:
-                head = len(path)
-                if not any(node[:-1] == path for node in TREE):
+            while any(node[:-1] == path for node in TREE):
+                cases["walked", len(path)].append(rows[at][len(path)])
+                if (*path, rows[at][len(path)]) not in TREE:
                     break
-                spine = all(rank == 0 for rank in path)
-                cases["walked", head].append(rows[at][head])
-                name = "walked_spine" if spine else "walked_sibling"
-                cases[name, head].append(rows[at][head])
-                if (*path, rows[at][head]) not in TREE:
-                    break
-                path = (*path, rows[at][head])
+                path = (*path, rows[at][len(path)])
             at += 1 + len(path)
     return cases
 
@@ -59,17 +48,13 @@ def test_every_case_is_counted_as_by_hand():
     for place, name in enumerate(NAMES):
         for head in range(HEADS):
             ranks = [rank for rank in cases[name, head] if rank != NO_LABEL]
-            assert accuracy.asked[head, place] == len(ranks), (name, head)
-            expected = [ranks.count(r) / len(ranks) if ranks else np.nan for r in range(RANKS)]
-            assert np.allclose(getattr(accuracy, name)[head], expected, equal_nan=True)
-    assert accuracy.asked[1, 5] > 0 and accuracy.asked[2, 5] > 0
-    assert accuracy.to_dict()["accuracy"]["sibling"][0] == [None] * RANKS
+            assert accuracy.asked[head, place] == len(ranks) > 0, (name, head)
+            expected = [ranks.count(r) / len(ranks) for r in range(RANKS)]
+            assert np.allclose(getattr(accuracy, name)[head], expected)
+    assert accuracy.to_dict()["positions_asked"]["walked"] == accuracy.asked[:, 1].tolist()
 
 
-def test_the_table_of_the_papers_search():
-    ranks = np.array([[0, 1], [0, NO_LABEL], [1, 0], [9, 0]])
-    table = accuracy_table(ranks, 2)
-    assert table.dtype == np.float32
-    assert table.tolist() == [[0.5, 0.25], [pytest.approx(2 / 3), pytest.approx(1 / 3)]]
-    assert accuracy_table(np.full((3, 1), NO_LABEL), 2).tolist() == [[0, 0]]
-    assert shares(np.array([0, NO_LABEL, 1]), 3)[1] == 2
+def test_shares_leave_positions_without_a_label_out():
+    found, labels = shares(np.array([0, NO_LABEL, 1, 9]), 2)
+    assert found.dtype == np.float32 and labels == 3
+    assert found.tolist() == [pytest.approx(1 / 3)] * 2

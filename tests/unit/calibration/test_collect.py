@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from vllm_medusa.calibration import CalibrationError
-from vllm_medusa.calibration.collect import FOLDER, collect, find_spans, remove_work
+from vllm_medusa.calibration.collect import FOLDER, collect, find_spans
 from vllm_medusa.calibration.observations import MISSED, NO_LABEL
-from vllm_medusa.files import aside
+from vllm_medusa.files import Run, aside
 from vllm_medusa.heads import HydraHeads, MedusaHeads
 from vllm_medusa.job import Progress
 from vllm_medusa.training.losses import IGNORED, head_labels
@@ -62,10 +62,13 @@ def make_heads(kind="medusa"):
     return heads
 
 
-def observed(texts, folder, model=None, kind="medusa", **options):
+def observed(texts, folder, model=None, kind="medusa", of="heads", **options):
     model = model or Causal()
+    folder.mkdir(exist_ok=True)
     options = {"batch_tokens": 60, "num_ranks": 4, "end_tokens": {END}} | options
-    return collect(texts, make_heads(kind), model, model.lm_head, folder, **options)
+    settings = [of, options["batch_tokens"]]
+    with Run(folder / FOLDER, {"settings": settings}, of=folder, restart=True) as run:
+        return collect(texts, make_heads(kind), model, model.lm_head, run, **options)
 
 
 def test_positions_are_those_whose_labels_count(tmp_path):
@@ -165,10 +168,8 @@ def test_killed_and_run_again_gives_the_same_and_repeats_nothing(tmp_path):
     assert np.array_equal(resumed.confidences, whole.confidences)
     assert resumed_fits == fits
     other = Causal()
-    observed(texts, tmp_path, other, depends_on={"heads": "others"})
+    observed(texts, tmp_path, other, of="others")
     assert other.calls == batches, "nothing of other heads is taken over"
-    remove_work(tmp_path)
-    assert not (tmp_path / FOLDER).exists()
 
 
 @pytest.mark.parametrize("kept", [0, 7, -3])

@@ -1,16 +1,15 @@
 import numpy as np
 import pytest
 
-from vllm_medusa.calibration.confidence import fit_temperature, reliability
+from vllm_medusa.calibration.confidence import calibration_error, fit_temperature
 from vllm_medusa.calibration.observe import SHARPNESS
 
 
 def test_ece_by_hand():
-    bins = reliability(np.array([0.95, 0.95, 0.95, 0.95, 0.15]), np.array([1, 1, 1, 0, 1]), 10)
-    assert bins.count.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 4]
-    assert bins.ece == pytest.approx((4 * 0.2 + 1 * 0.85) / 5)
-    assert reliability(np.array([1.0]), np.array([True])).ece == 0, "a confidence of 1 has a bin"
-    assert np.isnan(reliability(np.array([]), np.array([])).ece)
+    confidence, right = np.array([0.95, 0.95, 0.95, 0.95, 0.15]), np.array([1, 1, 1, 0, 1])
+    assert calibration_error(confidence, right, 10) == pytest.approx((4 * 0.2 + 1 * 0.85) / 5)
+    assert calibration_error(np.array([1.0]), np.array([True])) == 0, "a confidence of 1 has a bin"
+    assert np.isnan(calibration_error(np.array([]), np.array([])))
 
 
 @pytest.mark.parametrize(("wrong_by", "expected"), [(1.0, 1.0), (2.3, 2.3), (0.6, 0.6), (50, 4.0)])

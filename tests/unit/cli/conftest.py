@@ -25,6 +25,12 @@ class Engine(FakeEngine):
     def close(self): ...
 
 
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    """Names such as "target" are not looked up."""
+    monkeypatch.setattr("vllm_medusa.cli.find_models", lambda *_: None)
+
+
 @pytest.fixture
 def engine(monkeypatch):
     """The class of all engines; what a test sets on it goes for those that are built then."""

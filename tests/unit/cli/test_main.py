@@ -13,7 +13,7 @@ from vllm_medusa.cli import serve
 REPOSITORY = Path(__file__).parents[3]
 COMMANDS = (
     *("generate", "adapt", "distill", "train", "calibrate", "tree"),
-    *("convert", "inspect", "compare", "explain"),
+    *("convert", "inspect", "compare"),
 )
 
 
@@ -39,15 +39,15 @@ def test_version_and_help_load_neither_torch_nor_vllm():
 @pytest.mark.parametrize(
     ("command", "order"),
     [
-        ("generate", "files: sampling: --max-tokens --temperature --top-p Medusa: --tree engine:"),
-        ("distill", "files: texts: --samples --max-tokens --turns --stop Medusa: --tree engine:"),
-        ("adapt", "--work --seed files: texts training --epochs --train-args --budgets"),
+        ("generate", "--max-tokens --temperature files: speculation: --tree engine: --batch"),
+        ("distill", "--max-tokens --samples --turns files: --format speculation: --tree engine:"),
+        ("adapt", "--work --seed --samples --epochs --train-args --budgets files: engine:"),
     ],
 )
 def test_help_has_options_where_they_belong(command, order, capsys):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
-    said = capsys.readouterr().out.partition("positional arguments:")[2]
+    said = capsys.readouterr().out.partition("options:")[2]
     found = re.findall(r"^ *(--[\w-]+|\w+:|\w+(?= \())", said, flags=re.M)
     assert [word for word in found if word in order.split()] == order.split()
 
@@ -85,4 +85,6 @@ def test_options_are_not_abbreviated(capsys):
     assert "--budget 7. Did you mean --budgets?" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["compare", "target", "heads", "--prompts", "x", "--wholly-other"])
-    assert capsys.readouterr().err.endswith("unrecognized arguments: --wholly-other.\n")
+    error = capsys.readouterr().err
+    assert "unrecognized arguments: --wholly-other.\nSee vllm-medusa compare --help.\n" in error
+    assert "usage:" not in error

@@ -8,9 +8,8 @@ import pytest
 from support.commands import run, said
 from support.observed import observed
 
-from vllm_medusa.calibration.budgets import Limits, StepCost, build_tree, curve
 from vllm_medusa.calibration.observations import Observations
-from vllm_medusa.calibration.search import walk_taus
+from vllm_medusa.calibration.search import walk_taus, walked_tree
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 
 ASSETS = Path(__file__).parents[3] / "tests" / "assets"
@@ -34,83 +33,25 @@ def medusa(heads: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["walk", "independence"])
-def test_the_tree_in_the_config_is_the_algorithms(heads, algorithm):
-    assert run("tree", heads, "-n", 6, "--algorithm", algorithm) == 0
+def test_the_tree_in_the_config_is_the_best(heads):
+    assert run("tree", heads, "-n", 6) == 0
     observations = Observations.load(heads)
-    expected = build_tree(algorithm, observations.texts(), Limits(6, 4))
+    expected = walked_tree(observations.texts(), 6, 4)
     found = medusa(heads)
     assert found["tree"] == [list(path) for path in expected]
     taus = walk_taus(observations.texts(), expected, range(1, 7))
     assert found["tree_tokens_per_step"] == [round(tau, 4) for tau in taus]
-    assert found["tree_source"]["algorithm"] == algorithm
     assert found["provenance"][-1]["data"][0]["file"] == "calibration.safetensors"
-    first = {"walk": [1, 0], "independence": [0, 0]}[algorithm]
-    assert found["tree"].index(first) == 2, "independence misleads here"
+    assert found["tree"].index([1, 0]) == 2, "averages of the heads would mislead here"
 
 
 def test_a_dry_run_changes_nothing(heads, capsys):
     before = (heads / "config.json").read_bytes()
-    assert run("tree", heads, "--dry-run", "--max-depth", 2, "--max-rank", 2) == 0
+    assert run("tree", heads, "--dry-run", "--max-depth", 1) == 0
     shown = capsys.readouterr()
     assert "dry run" in shown.out
-    assert "finds 6 within depth 2 and 2 choices" in " ".join(shown.err.split())
+    assert "there are 4 within depth 1 and 4 choices" in " ".join(shown.err.split())
     assert (heads / "config.json").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("ranks", "nodes", "rows"), [(4, 16, [1, 2, 4]), (3, 16, [1, 2, 3]), (4, 3, [1, 2, 3])]
-)
-def test_sizes_shown_end_with_the_tree(heads, capsys, ranks, nodes, rows):
-    """However many nodes were asked for."""
-    options = ["--max-depth", 1, "--max-rank", ranks, "-n", nodes]
-    assert run("tree", heads, "--dry-run", *options) == 0
-    lines = map(str.split, capsys.readouterr().out.splitlines())
-    table = [line for line in lines if line and line[0].isdigit() and line[1] != "nodes:"]
-    assert [int(line[0]) for line in table] == rows
-    assert all(float(line[1]) > 1 for line in table), "walk's"
-
-
-def test_measuring_without_a_step_is_said(heads, capsys):
-    prompts, out = heads.parent / "records.jsonl", heads.parent / "tree.json"
-    prompts.write_text('{"token_ids": [0, 523, 287, 9], "generated": [[3, 4]]}\n')
-    measure = ["--measure", prompts, "--target", ASSETS / "target", "--max-tokens", 1]
-    assert run("tree", heads, "-n", 2, *measure, "--sizes", 1, 2, "--output", out) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "No verification step was taken with 1, 2 nodes" in shown
-    assert "nan" not in shown.lower()
-    document = json.loads(out.read_text(), parse_constant=pytest.fail)
-    found = document["source"]["measured"]["2"]
-    assert found == {"tokens_per_step": None, "standard_error": None, "steps": 0, "prompts": 1}
-    assert medusa(heads)["tree_source"]["measured"]["1"]["tokens_per_step"] is None
-
-
-def test_step_costs_choose_the_size(heads, capsys):
-    costs = heads.parent / "costs.json"
-    costs.write_text('{"0": 10, "3": 10, "12": 30}')
-    assert run("tree", heads, "-n", 12, "--step-cost", costs) == 0
-    assert "3 draft nodes give most" in capsys.readouterr().out
-    assert len(medusa(heads)["tree"]) == 3
-    costs.write_text('{"0": 10, "3": 40}')
-    assert run("tree", heads, "-n", 3, "--step-cost", costs) == 1
-    assert "no tree is faster" in capsys.readouterr().out
-    assert len(medusa(heads)["tree"]) == 3, "as it was"
-
-
-def test_the_size_that_pays_pays_on_prompts_held_out(heads):
-    """The texts that the tree was built from would choose another one at these costs."""
-    found = curve(Observations.load(heads), "walk", Limits(24, 4), range(1, 25))
-    slopes = [StepCost({0: 1.0, 24: 1 + share / 20}) for share in range(1, 60)]
-    cost, size = next(
-        (cost, size)
-        for cost in slopes
-        if (size := cost.best(found.sizes, found.expected())[0])
-        not in (0, cost.best(found.sizes, found.walked)[0])
-    )
-    costs = heads.parent / "costs.json"
-    costs.write_text(json.dumps(cost.times))
-    assert run("tree", heads, "-n", 24, "--step-cost", costs) == 0
-    assert len(medusa(heads)["tree"]) == size
 
 
 @pytest.mark.parametrize(
@@ -118,12 +59,8 @@ def test_the_size_that_pays_pays_on_prompts_held_out(heads):
     [
         (["-n", "256"], "from 1 to 255"),
         (["--max-depth", "6"], "there are 5 heads"),
-        (["--max-rank", "5"], "there are 4 calibrated choices"),
         (["--draw", "tree.txt"], "not a kind of picture"),
         (["--output", "nowhere/tree.json"], "no folder nowhere"),
-        (["--sizes", "3"], "give --measure"),
-        (["--measure", "prompts.jsonl"], "needs the target"),
-        (["--step-cost", "nothing.json"], "can't be read"),
     ],
 )
 def test_what_can_not_work_is_refused(heads, capsys, arguments, message):

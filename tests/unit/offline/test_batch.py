@@ -92,14 +92,6 @@ def test_with_a_chat_template_the_conversation_is_rendered():
     assert bytes(last).decode() == f"[system]S[user]A[assistant]{answer}[user]B"
 
 
-def test_a_refused_prompt_is_a_result_and_the_others_go_on():
-    prompts = [*PROMPTS[:3], Prompt(3, 4, "long", text="x" * 50), *PROMPTS[4:6]]
-    results = list(run_batch(prompts, FakeEngine(longest_prompt=20), concurrency=2))
-    errors = {r.prompt.request_id: r.to_dict().get("error") for r in results if r.error}
-    assert errors == {"long": "the prompt has 50 tokens"}
-    assert len(results) == 6
-
-
 def test_a_refused_turn_keeps_the_answers_before_it():
     engine = FakeEngine(longest_prompt=60)
     prompt = Prompt(0, 1, "c", turns=("Say.", "x" * 80))
@@ -108,8 +100,3 @@ def test_a_refused_turn_keeps_the_answers_before_it():
     assert record["error"].startswith("the prompt has")
     (turn,) = record["turns"]
     assert turn["token_ids"] and turn["acceptance"]["steps"] > 0
-
-
-def test_concurrency_has_a_lower_bound():
-    with pytest.raises(ValueError, match="concurrency is 0"):
-        next(run_batch(PROMPTS, FakeEngine(), concurrency=0))

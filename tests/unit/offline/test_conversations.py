@@ -46,15 +46,6 @@ def test_spans_are_what_the_assistant_writes_and_nothing_else(template, written)
         assert list(ids[:start]) == served
 
 
-def test_words_that_begin_with_a_blank_after_the_header():
-    """Vicuna's header has no blank at its end: the model writes it with its first word."""
-    talk = [SYSTEM, *({**m, "content": m["content"].strip()} for m in TALK[1:])]
-    talk[2] |= {"content": " " + TRIMMED}
-    spaced = chat.VICUNA.replace("ASSISTANT: {{", "ASSISTANT:{{")
-    talk[4] |= {"content": " Yes."}
-    assert encode(talk, spaced)[1] == [f" {TRIMMED}</s>", " Yes.</s>"]
-
-
 def test_a_blank_of_the_template_belongs_to_the_answer():
     talk = [SYSTEM, *({**m, "content": m["content"].strip()} for m in TALK[1:])]
     text, spans = encode(talk, chat.VICUNA)

@@ -6,7 +6,8 @@ import pytest
 from support.assets import TARGET
 from transformers import AutoTokenizer
 
-from vllm_medusa.offline.lengths import Length, has_template, measure_prompts
+from vllm_medusa.offline import defaults
+from vllm_medusa.offline.defaults import Length, has_template
 from vllm_medusa.offline.prompts import BadLine, Prompt
 
 DEMO = Path(TARGET)
@@ -24,7 +25,7 @@ def tokenizer():
 
 
 def measure(tokenizer, *prompts: Prompt) -> list[Length | BadLine]:
-    return list(measure_prompts(prompts, tokenizer))
+    return list(defaults.measure(prompts, tokenizer))
 
 
 def test_tokens_are_the_tokenizers_not_bytes(tokenizer) -> None:

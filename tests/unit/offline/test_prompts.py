@@ -22,12 +22,6 @@ def test_text_lines_are_completions_and_blank_lines_only_count_as_lines(tmp_path
     ]
 
 
-def test_a_byte_order_mark_is_not_part_of_the_first_prompt(tmp_path):
-    path = tmp_path / "p.txt"
-    path.write_bytes(b"\xef\xbb\xbfhello\n")
-    assert next(iter(read_prompts(path))) == Prompt(0, 1, "0", text="hello")
-
-
 def test_json_lines_of_all_three_kinds(tmp_path):
     system = {"role": "system", "content": "Be brief."}
     rows = [
@@ -70,13 +64,6 @@ def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
     assert (bad.index, bad.line) == (1, 3)
     assert reason in bad.reason
     assert (first, last) == (Prompt(0, 1, "0", text="a"), Prompt(2, 4, "2", text="b"))
-
-
-def test_bytes_that_are_no_text_are_a_bad_line(tmp_path):
-    path = tmp_path / "p.txt"
-    path.write_bytes(b"ok\n\xff\xfe\nok\n")
-    kinds = [type(record) for record in read_prompts(path)]
-    assert kinds == [Prompt, BadLine, Prompt]
 
 
 def test_parquet_reads_as_json_lines_do(tmp_path):

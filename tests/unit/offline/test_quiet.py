@@ -28,12 +28,6 @@ def fail_loudly() -> None:
         raise RuntimeError
 
 
-def test_disabled_it_changes_nothing(capfd):
-    with stderr_to_log(enabled=False):
-        os.write(2, b"seen\n")
-    assert capfd.readouterr().err == "seen\n"
-
-
 def test_errors_that_explain_themselves_bring_no_log(capfd):
     with pytest.raises(ValueError, match="the tree"):
         refuse()

@@ -11,10 +11,9 @@ import pytest
 from support.fake_engine import FakeEngine
 
 from vllm_medusa.files import FileRefused
-from vllm_medusa.offline import results
 from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.prompts import Prompt
-from vllm_medusa.offline.results import ResultLog, fingerprint, manifest_path
+from vllm_medusa.offline.results import ResultLog, fingerprint, run_folder
 
 SETTINGS = {"model": "m", "sampling": {"temperature": 0.5, "stop": ("a", "b")}}
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt number {i} " * 20) for i in range(60)]
@@ -93,27 +92,13 @@ def test_other_settings_are_refused_and_named(tmp_path):
 def test_a_file_of_unknown_origin_is_left_alone(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"index": 0}\n')
-    for manifest, words in (
-        (None, "not written by this command"),
-        ("{}", "not a manifest"),
-        ('{"version": 99, "settings": {}}', "version 99"),
-    ):
-        if manifest is not None:
-            manifest_path(path).write_text(manifest)
+    run_folder(path).mkdir()
+    for settings, words in ((None, "not written by this command"), ("{}", "of other settings")):
+        if settings is not None:
+            (run_folder(path) / "run.json").write_text(settings)
         with pytest.raises(FileRefused, match=words):
-            ResultLog(path, SETTINGS, overwrite=manifest is None)
+            ResultLog(path, SETTINGS, overwrite=settings is None)
     assert path.read_text() == '{"index": 0}\n'
-
-
-def test_a_manifest_is_replaced_not_written_over(tmp_path):
-    """A job that is killed meanwhile leaves the old one or the new one, never a part."""
-    path, kept = tmp_path / "out.jsonl", tmp_path / "kept"
-    with ResultLog(path, SETTINGS) as log:
-        log.append({"index": 0})
-    os.link(manifest_path(path), kept)
-    before = kept.read_bytes()
-    ResultLog(path, SETTINGS | {"model": "n"}, overwrite=True).close()
-    assert kept.read_bytes() == before != manifest_path(path).read_bytes()
 
 
 def test_damage_in_the_middle_is_refused(tmp_path):
@@ -135,24 +120,7 @@ def test_a_job_that_broke_off_before_its_first_result_leaves_nothing(tmp_path):
         log.append({"index": 0})
     with pytest.raises(KeyError), ResultLog(path, SETTINGS):
         raise KeyError
-    assert lines(path) == [{"index": 0}] and manifest_path(path).exists()
-
-
-def test_a_file_that_was_there_stays(tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.touch()
-    with pytest.raises(KeyError), ResultLog(path, SETTINGS):
-        raise KeyError
-    assert path.exists()
-
-
-def test_a_file_that_another_removed_meanwhile_takes_no_results(tmp_path, monkeypatch):
-    """It was opened just before: what is written into it is lost."""
-    path = tmp_path / "out.jsonl"
-    lock = results.try_lock
-    monkeypatch.setattr(results, "try_lock", lambda file: path.unlink() or lock(file))
-    with pytest.raises(FileRefused, match="another process"):
-        ResultLog(path, SETTINGS)
+    assert lines(path) == [{"index": 0}] and run_folder(path).is_dir()
 
 
 def test_a_full_disk_keeps_what_was_finished(tmp_path):
@@ -167,14 +135,6 @@ def test_a_full_disk_keeps_what_was_finished(tmp_path):
         assert log.done == {0, 1} and log.torn_bytes > 0
         log.append({"index": 2})
     assert [line["index"] for line in lines(path)] == [0, 1, 2]
-
-
-def test_two_writers_exclude_each_other(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with ResultLog(path, SETTINGS), pytest.raises(FileRefused, match="another process"):
-        ResultLog(path, SETTINGS)
-    with ResultLog(path, SETTINGS):
-        pass
 
 
 def test_places_that_can_not_hold_results(tmp_path):
@@ -222,20 +182,3 @@ def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path):
     assert sorted(lines(path), key=lambda r: r["index"]) == sorted(
         lines(unbroken), key=lambda r: r["index"]
     )
-
-
-def test_the_writing_survives_short_writes(tmp_path, monkeypatch):
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:3]))
-    path = tmp_path / "out.jsonl"
-    with ResultLog(path, SETTINGS) as log:
-        log.append({"index": 0, "text": "long enough to need many writes"})
-    assert lines(path) == [{"index": 0, "text": "long enough to need many writes"}]
-
-
-def test_overwrite_spares_what_is_no_result_file(tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("precious\n")
-    with pytest.raises(FileRefused, match="not written by this command"):
-        ResultLog(prompts, SETTINGS, overwrite=True)
-    assert prompts.read_text() == "precious\n"

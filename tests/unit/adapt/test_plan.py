@@ -1,0 +1,52 @@
+"""What an adapt takes: tokens, disk and time, as plain figures."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_medusa.adapt import plan
+from vllm_medusa.adapt.options import AdaptOptions, training_of
+from vllm_medusa.adapt.plan import Amounts, disk_bytes, expected_seconds
+from vllm_medusa.offline.defaults import EnginePlan, Length, TargetSizes
+
+TARGET = {"hidden_size": 576, "vocab_size": 49152}
+SIZES = TargetSizes(134_500_000, 269_000_000, 23040, 8192)
+CHATS = Amounts(texts=340, prompt_tokens=68_000, written=136_000)
+
+
+def asked(**more: object) -> AdaptOptions:
+    return AdaptOptions(target="target", prompts=Path("p.jsonl"), output=Path("heads"), **more)
+
+
+def test_answers_are_no_longer_than_the_target_has_room_for() -> None:
+    lengths = [Length(100, 100), Length(400, 900, 2)]
+    assert Amounts.of(lengths, 2, 512, 1000) == Amounts(4, 2000, 2 * (512 + 100))
+
+
+def test_the_states_are_of_written_tokens_and_no_more_than_may_be_kept() -> None:
+    def disk(amounts: Amounts, **more: object) -> tuple[int, int]:
+        return disk_bytes(amounts, training_of(asked(dtype="bfloat16", **more)), TARGET, SIZES)
+
+    files, states = disk(CHATS)
+    assert states == 136_000 * 576 * 2
+    assert files < 6e9
+    assert disk(CHATS, drafter="eagle3")[1] == 204_000 * 4 * 576 * 2  # prompts and more layers
+    assert disk(Amounts(10**6, 10**8, 10**9))[1] == 50e9
+
+
+def test_a_faster_machine_takes_less_and_measuring_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EnginePlan({}, 64, None)
+
+    def seconds(flops: float, **more: object) -> dict[str, float]:
+        monkeypatch.setattr(plan, "_speeds", lambda: (flops, 1e10))
+        options = asked(**more)
+        return expected_seconds(CHATS, options, training_of(options), TARGET, SIZES, engine)
+
+    slow, fast = seconds(1e10), seconds(2e10)
+    assert list(slow) == ["distill", "train", "compare"]
+    assert slow["train"] == 2 * fast["train"] > 0
+    assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # starting takes its time
+    assert slow["compare"] == fast["compare"] == pytest.approx(380)
+    assert seconds(1e10, method="medusa-2")["train"] > slow["train"]
+    monkeypatch.undo()
+    assert all(speed > 1e8 for speed in plan._speeds())

@@ -1,0 +1,58 @@
+"""On the test model's target and heads: what walks predict is what decoding does, step for step."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.assets import code_prompts
+from transformers import AutoModelForCausalLM
+
+from vllm_medusa.calibration.collect import collect
+from vllm_medusa.calibration.walks import Walks
+from vllm_medusa.decode import decode
+from vllm_medusa.files import Run
+from vllm_medusa.heads import load_heads
+from vllm_medusa.tree import TokenTree
+
+ASSETS = Path(__file__).parents[3] / "tests" / "assets"
+TREE = TokenTree.dense([4, 3, 2, 1])
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def trained():
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()
+    heads, _ = load_heads(ASSETS / "heads", hidden_size=256, vocab_size=4096, dtype=torch.float32)
+    return model, heads
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_walks_of_the_targets_own_text_are_its_decoding(trained, tmp_path, temperature):
+    model, heads = trained
+    texts, accepted = [], []
+    for number, ids in enumerate(code_prompts(0, 3)):
+        generator = torch.Generator().manual_seed(number)
+        options = {"temperature": temperature, "generator": generator, "eos_token_id": 1}
+        result = decode(model, heads, TREE, torch.tensor(ids), TOKENS, **options)
+        tokens = (*ids, *result.token_ids)
+        span = (len(ids), len(tokens))
+        texts.append(SimpleNamespace(token_ids=tokens, generated=(span,), temperature=temperature))
+        texts[-1].prompt_key = str(number)
+        accepted.append(result.accepted_per_step)
+
+    def hidden_states(ids, mask):
+        return model.model(ids, attention_mask=mask).last_hidden_state
+
+    lm_head = model.get_output_embeddings()
+    with Run(tmp_path / "part", {}, of=tmp_path) as run:
+        observations, _ = collect(texts, heads, hidden_states, lm_head, run, end_tokens={1})
+    compared = total = 0
+    for rows, steps in zip(observations.texts(), accepted, strict=True):
+        walks = Walks([rows], TREE.paths)
+        walked = (walks.jumps[walks.visited()] - 1).tolist()
+        assert walked == steps[: len(walked)]
+        assert len(steps) - len(walked) <= heads.num_heads, "only where labels ran out"
+        compared += len(walked)
+        total += sum(walked)
+    assert compared > 60 and total > 15, "too little happened to tell"

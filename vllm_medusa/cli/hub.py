@@ -1,0 +1,60 @@
+"""Models named by their hub names, looked up before a job begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vllm_medusa.job import Progress
+from vllm_medusa.options import Options, Place, described
+
+_SECONDS = 10.0  # for the hub to answer
+
+
+def find_models(options: Options, progress: Progress) -> None:
+    """Say which models come from the hub, and refuse names that can't be had.
+
+    Where the hub can't be reached, what its cache has is used.
+
+    Raises:
+        ValueError: a name is neither a folder nor cached, and the hub doesn't have it or doesn't
+            answer.
+
+    """
+    for each in described(type(options)):
+        name = getattr(options, each.name)
+        if isinstance(each.bounds, Place) and name and not Path(name).expanduser().exists():
+            _find(str(name), progress)
+
+
+def _find(name: str, progress: Progress) -> None:
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    from vllm_medusa.config import use_hub_cache
+
+    try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        raise ValueError(
+            f"{name}: no such folder or file, and not a name of the hub either."
+        ) from None
+    if constants.HF_HUB_OFFLINE and cached:
+        return
+    progress.note(f"{name}: no such folder here; looking it up on the Hugging Face hub")
+    try:
+        HfApi().model_info(name, timeout=_SECONDS)
+    except RepositoryNotFoundError:
+        raise ValueError(
+            f"{name}: no such folder, and the hub has no model of that name, or only for users "
+            "with access: correct the name, or log in with `hf auth login`."
+        ) from None
+    except Exception as error:  # of the network and whatever library speaks to it
+        if not cached:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"{name}: no such folder, and the Hugging Face hub can't be reached "
+                f"({reason:.200}). Give the folder of a model, or get it where there is a network: "
+                f"hf download {name} --local-dir FOLDER."
+            ) from None
+        progress.note(f"the hub can't be reached; using {name} as it is in the cache")
+        use_hub_cache()

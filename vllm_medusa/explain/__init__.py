@@ -1,1 +1,0 @@
-"""What measured step costs would choose at which load, before a server starts."""
