@@ -259,7 +259,7 @@ def test_steps_are_timed_at_start_up(automatic: LLM, costs: Path) -> None:
     stale = json.loads((costs.parent / "stale.json").read_text())
     assert stale["steps"] < kept["steps"]
     was, now = (StepCost.from_dict(each) for each in (stale, kept))
-    assert _surcharge(now) < 0.3 * _surcharge(was)  # dear drafts are looked at again
+    assert _surcharge(now) < 0.5 * _surcharge(was)  # dear drafts are looked at again
 
 
 def test_budgets_that_change_with_every_step(
