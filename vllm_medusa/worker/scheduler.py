@@ -187,18 +187,18 @@ class TreeScheduler(Scheduler):
     ) -> Any:
         """Learn from a step; the rest is vLLM's."""
         step = self.clock.output()
+        if step is not None and step.requests:  # vLLM makes its numbers of the step with the rest
+            drafted = step.limit > 0 and self.options.tree.max_depth > 0
+            nodes = sum(step.nodes.values())
+            self._report.add(step.requests, nodes, prefill=step.prefill, drafted=drafted)
+            step.tokens = sum(map(len, model_runner_output.sampled_token_ids))
         self._learn_drafts(scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
-        if step is None or not step.requests:
-            return result
-        step.tokens = sum(map(len, model_runner_output.sampled_token_ids))
-        drafted = step.limit > 0 and self.options.tree.max_depth > 0
-        nodes = sum(step.nodes.values())
-        self._report.add(step.requests, nodes, prefill=step.prefill, drafted=drafted)
-        self._limit_of_last = step.limit if step.limit < self.max_drafts else None
-        more = self.has_unfinished_requests()
-        self._learn_time(self.clock.end(step, more=more))
-        self.save_costs(_SAVE_SECONDS if more else _SAVE_IDLE_SECONDS)
+        if step is not None and step.requests:
+            self._limit_of_last = step.limit if step.limit < self.max_drafts else None
+            more = self.has_unfinished_requests()
+            self._learn_time(self.clock.end(step, more=more))
+            self.save_costs(_SAVE_SECONDS if more else _SAVE_IDLE_SECONDS)
         return result
 
     def make_stats(
@@ -264,7 +264,8 @@ class TreeScheduler(Scheduler):
         sources = getattr(message, "proposed_by", {})
         candidates = getattr(message, "candidates", {})
         copies = self._looks_for_copies
-        found, forced_for = {}, self._forced_for(message, candidates)
+        found: dict[str, Draft] = {}
+        forced_for = self._forced_for(message, candidates)
         for req_id, tokens, values in zip(
             message.req_ids, message.draft_token_ids, survival, strict=False
         ):
@@ -351,7 +352,8 @@ class TreeScheduler(Scheduler):
         """
         if not self.pending:
             return
-        verified, seen = scheduler_output.scheduled_spec_decode_tokens, []
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        seen: list[Any] = []
         for req_id in scheduler_output.num_scheduled_tokens:
             draft = self._draft_of(req_id)
             self.pending.pop(req_id, None)

@@ -20,6 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_medusa.budget.policy import Auto, Fixed
 from vllm_medusa.worker.drafts import TreeDrafts
+from vllm_medusa.worker.metrics import StepReport
 from vllm_medusa.worker.scheduler import TreeAsyncScheduler, TreeScheduler, tree_scheduler
 
 BLOCK, BLOCKS, PROMPT = 16, 200, 5
@@ -167,9 +168,13 @@ def test_drafts_of_a_request_are_not_those_of_a_later_one_of_its_name(make: Make
     assert scheduler._draft_of("r0") is not None  # its own by now
 
 
-def test_steps_are_reported_by_kind(make: Make) -> None:
-    scheduler = make(budget=4)
-    scheduler.log_stats = False  # else every step is reported by itself
+def test_every_step_is_reported_with_its_own_numbers(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, sent = make(budget=4), []
+    monkeypatch.setattr(StepReport, "put_into", lambda self, stats: sent.append(self))
     run(scheduler, 2, 5)
-    report = scheduler._report
-    assert (report.prefill, report.tree, report.nodes, report.requests) == (1, 4, 32, 10)
+    assert [(r.prefill, r.tree, r.nodes, r.requests) for r in sent] == [
+        (1, 0, 0, 2),
+        *[(0, 1, 8, 2)] * 4,
+    ]
