@@ -11,7 +11,6 @@ from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.files import FileRefused, digest_json, read_json, write_json
 
 _FORMAT = 3
-_MIN_NEW_STEPS = 50  # worth writing
 
 
 class CostStore:
@@ -47,16 +46,17 @@ class CostStore:
         self._saved_steps = cost.steps
         return cost, ""
 
-    def save(self, cost: StepCost, min_seconds: float = 0.0) -> str:
+    def save(self, cost: StepCost, min_steps: int = 1, min_seconds: float = 0.0) -> str:
         """Write costs if there is news; return why they can't be kept, or "".
 
         Args:
             cost: what to write.
-            min_seconds: since the last time; sooner, nothing is written.
+            min_steps: learned from since the last time; after fewer, nothing is written.
+            min_seconds: the same for time.
 
         """
         now = time.perf_counter()
-        if cost.steps - self._saved_steps < _MIN_NEW_STEPS or now - self._saved_at < min_seconds:
+        if cost.steps - self._saved_steps < min_steps or now - self._saved_at < min_seconds:
             return ""
         self._saved_at, self._saved_steps = now, cost.steps
         try:

@@ -44,6 +44,7 @@ from vllm_medusa.worker.metrics import StepReport
 from vllm_medusa.worker.options import EngineOptions, absolute
 
 _SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # nobody says when an engine ends
+_SAVE_STEPS = 50  # new ones that are worth writing
 _PREFILL_STEPS = 32  # that the share of prefills is a mean of
 _FORCED_EVERY = 4  # steps: what grammars force is looked for this often where it doesn't pay
 
@@ -221,7 +222,7 @@ class TreeScheduler(Scheduler):
     def save_costs(self, min_seconds: float) -> None:
         """Write step costs, if the last time was that long ago."""
         if isinstance(self.policy, Auto):
-            problem = self.costs.save(self.policy.cost, min_seconds)
+            problem = self.costs.save(self.policy.cost, _SAVE_STEPS, min_seconds)
             if problem:
                 compat.logger.warning_once("Step costs are not kept: %s", problem)
 
