@@ -217,8 +217,12 @@ class MedusaConfig(_DraftOptions):
     @field_validator("tree", mode="before")
     @classmethod
     def _plain_tree(cls, value: object) -> object:
-        bounds = isinstance(value, Mapping) and value and value.keys() <= _BOUNDS.keys()
-        if value == "dynamic" or (bounds and all(isinstance(n, int) for n in value.values())):
+        if value == "dynamic" or (
+            isinstance(value, Mapping)
+            and value
+            and value.keys() <= _BOUNDS.keys()
+            and all(isinstance(number, int) for number in value.values())
+        ):
             raise MedusaConfigError(
                 f"{cls.label} tree is {shown(value)}, as EAGLE drafters have it. Heads have "
                 'dynamic trees when no "tree" is named: leave it out.'

@@ -89,7 +89,7 @@ class Acceptance:
         first = np.minimum.accumulate(np.diff([1.0, *taus]).clip(0.0, 1.0))
         ranges = np.searchsorted(RANGE_ENDS, np.arange(len(first)), side="right")
         for _ in range(_PRIOR_STEPS):
-            self._count_nodes(first, ranges, _covered(Drafted(first)).astype(int))
+            self._count_nodes(first, ranges, _covered(Drafted(first.tolist())).astype(int))
 
     def believed(self, nodes: Nodes) -> Floats:
         """Survivals [n] corrected by kind; copied ones were measured and stay as they are."""

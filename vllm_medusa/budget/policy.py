@@ -243,8 +243,9 @@ class Auto:
         """Limits, nodes of all requests and accepted tokens of one: [n] each; first: nothing."""
         limits, nodes, gains = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], [np.zeros(1)]
         copies = self.acceptance.copies
-        sizes = np.unique(np.round(2.0 ** np.arange(0, np.log2(max(room, 1)) + 0.01, 0.5)))
-        sizes = np.unique(np.append(sizes, room)).astype(np.int64) if room > 0 else sizes[:0]
+        powers = np.round(2.0 ** np.arange(0, np.log2(max(room, 1)) + 0.01, 0.5))
+        sizes = np.unique(np.append(powers, room)).astype(np.int64)
+        sizes = sizes[(sizes > 0) & (sizes <= room)]
         for limit in self.limits if self.even else (0, *self.limits):
             if self.even:
                 some = np.array([requests * limit] if requests * limit <= room else [], np.int64)
