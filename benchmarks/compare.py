@@ -114,38 +114,39 @@ def _ngrams(options: CompareOptions) -> Iterator[Arm]:
 
 def arm_of(folder: Path, form: str, size: int) -> Arm | None:
     """One form of a drafter, with ``size`` draft nodes; None: the drafter does not have it."""
-    method = drafter_method(folder)
-    config: dict[str, Any] = {"method": method or "medusa", "model": str(folder.absolute())}
-    eagle, name, against = method is not None, f"{folder.name}, {form}", ""
-    if form == AUTOMATIC:
-        config = medusa_config(config["model"], budget="auto")
-    elif form in ("dynamic", "both"):
-        config = medusa_config(config["model"], budget=str(size), lookup=form == "both")
-        against = f"{folder.name}, {'static' if form == 'dynamic' else 'dynamic'} {size}"
-    elif form == "lookup":
-        config, name = {"method": "medusa", "lookup": True, "budget": size}, "lookup"
-        against = f"{folder.name}, dynamic {size}"
-    elif form == "static":
-        paths = static_paths(folder, size)
-        if len(paths) < size:
-            return None
-        config["tree"] = paths[:size]
-    elif form == "chain" and eagle:
-        config |= {"tree": "chain", "num_speculative_tokens": size}
-    elif form == "chain":
-        if size > peek_heads(folder).num_heads:
-            return None
-        config["tree"] = {"chain": size}
-    elif form == "stock":
-        if not eagle and peek_heads(folder).is_hydra:
-            return None  # vLLM has no Hydra heads
-        config["num_speculative_tokens"] = size
-    else:
-        return None  # n-grams have no drafter
-    what: dict[str, Any] = {"drafter": folder.name if form != "lookup" else "lookup", "form": form}
+    where, method = str(folder.absolute()), drafter_method(folder)
+    config: dict[str, Any] = {"method": method or "medusa", "model": where}
+    drafter, against = folder.name, ""
+    match form:
+        case "automatic":
+            config = medusa_config(where, budget="auto")
+        case "dynamic":
+            config = medusa_config(where, budget=str(size))
+            against = f"{drafter}, static {size}"
+        case "both":
+            config = medusa_config(where, budget=str(size), lookup=True)
+            against = f"{drafter}, dynamic {size}"
+        case "lookup":
+            config = {"method": "medusa", "lookup": True, "budget": size}
+            drafter, against = "no drafter", f"{drafter}, dynamic {size}"
+        case "static":
+            config["tree"] = static_paths(folder, size)[:size]
+            if len(config["tree"]) < size:
+                return None
+        case "chain" if method is not None:
+            config |= {"tree": "chain", "num_speculative_tokens": size}
+        case "chain":
+            config["tree"] = {"chain": size}
+            if size > peek_heads(folder).num_heads:
+                return None
+        case "stock":
+            config["num_speculative_tokens"] = size
+            if method is None and peek_heads(folder).is_hydra:
+                return None  # vLLM has no Hydra heads
+    what: dict[str, Any] = {"drafter": drafter, "form": form}
+    name = f"{drafter}, {form}"
     if size:
-        what["nodes"] = size
-    name = f"{name} {size}" if size else name
+        what["nodes"], name = size, f"{name} {size}"
     return Arm(name, config, what, stock=form == "stock", against=against)
 
 

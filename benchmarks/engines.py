@@ -237,8 +237,8 @@ class Point:
         own = [(r.acceptance.accepted, r.acceptance.steps) for r in results]
         counts[arm.name, batch, self.temperature, self.task] = own
         base = counts.get((arm.against, batch, self.temperature, self.task))
-        numbers = tau_numbers(own, base) | {"plain_steps": found.baseline.acceptance.steps}
-        numbers["requests"] = found.requests
+        numbers = tau_numbers(own, base) | {"requests": found.requests}
+        numbers["plain_steps"] = sum(r.acceptance.steps for r in found.baseline.results.values())
         if options.rounds:
             numbers |= time_numbers(found, batch) | {"first": first.ratio}
         if lookup:

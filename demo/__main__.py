@@ -43,7 +43,7 @@ class DemoOptions(Options):
         "more of it, such as '{\"lookup\": true}'", default={}, metavar="JSON"
     )
     prompts: Path = option("a file of prompts", default=_HERE / "prompts.jsonl", shown="")
-    max_tokens: Positive = option("of each answer", default=80)
+    max_tokens: Positive = option("of each answer", default=64)
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.7), metavar="T")
     eager: bool = option(
         "engines that compile nothing: faster start, slower decoding", default=False

@@ -122,6 +122,7 @@ def run(environment: dict[str, str], *arguments: str) -> None:
         ("test_refusals.py", ""),
         ("test_requests.py", ""),
         ("test_serve.py", ""),
+        ("../worker/test_seams.py", ""),
     ],
 )
 def test_the_v1_runner(environment: dict[str, str], file: str, selection: str) -> None:

@@ -65,6 +65,7 @@ def test_arms_with_plain_s_tokens_get_a_ratio(options, monkeypatch, tmp_path):
     static = rows["heads, static 2, T 0, batch 1, prompts"]
     assert static["ratio"] == 1 and static["tau"] > 1.3 and static["rounds"] == 2
     assert static["step_ms"] > static["plain_step_ms"] and static["requests"] == 6
+    assert static["plain_steps"] == pytest.approx(static["tau"] * static["steps"], abs=3)
     draw(list(rows.values()), compare.SPEED.plot, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
 

@@ -1,18 +1,22 @@
 """What we take from vLLM and put into it is there, with the parameters we count on.
 
-Read from the source, so a release that can not run here is looked at too: 0.33, where its files
-are at hand (`support.overlay`). The tables hold for 0.32 and 0.33 alike; what does not is `MOVED`.
+Parameters are read from the source, since the plugin may have put its own functions in place. The
+tables hold for 0.32 and 0.33 (`e2e/test_vllm_033.py`) alike; what does not is `MOVED`.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-import pytest
-from support.overlay import VARIABLE, installed, python_files_of_033
-from support.vllm_source import Parameters, Source, methods, vllm_imports
-
+from vllm_medusa import worker
 from vllm_medusa.plugin import SUPPORTED_VLLM
 
 PACKAGE = Path(__file__).parents[2] / "vllm_medusa"
@@ -137,131 +141,111 @@ OVERRIDES = {
 FREE = {"__init__", "__post_init__"}  # called by us, or with keywords of ours
 
 
-@pytest.fixture(scope="module", params=["installed", "0.33"])
-def source(request: pytest.FixtureRequest) -> Source:
-    if request.param == "installed":
-        return Source(installed())
-    files = python_files_of_033()
-    if files is None:
-        pytest.skip(f"{VARIABLE} does not say where the Python files of vLLM 0.33 are")
-    return Source(files)
+def found(module: str, name: str | None) -> Any:
+    """What an import gives; None: it fails."""
+    try:
+        place = importlib.import_module(module)
+        if name is None or hasattr(place, name):
+            return place if name is None else getattr(place, name)
+        return importlib.import_module(f"{module}.{name}")
+    except ModuleNotFoundError:
+        return None
 
 
-def missing(source: Source, trees: list[ast.Module]) -> set[str]:
-    """Imports that would fail."""
-    return {
-        f"{module}: {name}"
-        for tree in trees
-        for module, name in vllm_imports(tree)
-        if not source.has(module, name)
-    }
+def imports_of_vllm() -> Iterator[tuple[str, str | None]]:
+    """(module, name) of everything that our files take from vLLM, wherever the import is."""
+    for node in (node for file in FILES for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Import):
+            yield from ((a.name, None) for a in node.names if a.name.split(".")[0] == "vllm")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from ((node.module or "", alias.name) for alias in node.names)
 
 
-def overriding(
-    source: Source, tree: ast.Module
-) -> list[tuple[str, str, Parameters, Parameters | None]]:
-    """(class, method, its parameters, vLLM's or None) in the classes that derive from vLLM's."""
-    found = []
-    for node in tree.body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for base in node.bases:
-            place = source.place(tree, "", base)
-            if place is None or source.home(*place) is None:
-                continue
-            for method in methods(node):
-                stock = source.parameters(place[0], f"{place[1]}.{method.name}")
-                found.append((node.name, method.name, Parameters.of(method), stock))
-    return found
+@cache
+def functions(place: Any) -> dict[str, ast.arguments]:
+    """Parameters of the functions in the source of a module or class."""
+    body: list[ast.stmt] = ast.parse(textwrap.dedent(inspect.getsource(place))).body
+    if inspect.isclass(place):
+        body = body[0].body  # type: ignore[attr-defined]
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name: node.args for node in body if isinstance(node, defined)}
 
 
-def test_every_import_is_there(source: Source) -> None:
-    trees = [ast.parse(file.read_text()) for file in FILES]
-    assert sum(1 for tree in trees for _ in vllm_imports(tree)) > 50
+def method(owner: type, name: str) -> ast.arguments | None:
+    """Parameters of vLLM's method that a class has or inherits."""
+    classes = [each for each in owner.__mro__ if each.__module__.split(".")[0] == "vllm"]
+    return next((functions(each)[name] for each in classes if name in functions(each)), None)
+
+
+def positional(parameters: ast.arguments) -> list[str]:
+    return [arg.arg for arg in (*parameters.posonlyargs, *parameters.args)]
+
+
+def stand_in(ours: ast.arguments, stock: ast.arguments) -> bool:
+    """Whether a caller of ``stock`` can call ``ours``; ``*args`` says that it is by position."""
+    named, wanted = positional(ours), positional(stock)
+    if named != wanted[: len(named)] or (len(wanted) > len(named) and ours.vararg is None):
+        return False
+    names = [{arg.arg for arg in each.kwonlyargs} for each in (stock, ours)]
+    return ours.kwarg is not None or names[0] <= names[1]
+
+
+def test_every_import_is_there() -> None:
+    imports = set(imports_of_vllm())
+    assert len(imports) > 50
     moved = {place for _, *places in MOVED for place in places}
-    assert missing(source, trees) <= {f"{module}: {name}" for module, name in moved}
-    assert [seam for seam in sorted(NAMED) if not source.has(*seam)] == []
+    assert {place for place in imports if found(*place) is None} <= moved
+    assert [place for place in sorted(NAMED) if found(*place) is None] == []
 
 
-def test_shims_are_needed_and_enough(source: Source) -> None:
+def test_shims_are_needed_and_enough() -> None:
     for release, old, new in MOVED:
-        assert source.has(*old) != source.has(*new), f"{old} or {new}"
+        assert (found(*old) is None) != (found(*new) is None), f"{old} or {new}"
         # Once this fails, import the new place where the shim is used now and drop the entry.
         assert release in SUPPORTED_VLLM, f"{old}: the shim for {release} can go"
 
 
-def test_patched_functions_have_these_parameters(source: Source) -> None:
+def test_patched_functions_have_these_parameters() -> None:
     for (module, name), expected in PATCHED.items():
-        found = source.parameters(module, name)
-        assert found is not None, f"{module} has no {name}"
-        assert found.positional == expected and not found.keyword_only, name
+        owner, _, own = name.rpartition(".")
+        stock = method(found(module, owner), own) if owner else functions(found(module, None))[own]
+        assert stock is not None, f"{module} has no {name}"
+        assert tuple(positional(stock)) == expected and not stock.kwonlyargs, name
 
 
-def test_attributes_are_there(source: Source) -> None:
+def test_attributes_are_there() -> None:
     for (module, name), mentions in USED.items():
-        found = source.home(module, name)
-        assert found is not None, f"{module} has no {name}"
-        text = ast.unparse(found[1])
+        text = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(found(module, name)))))
         assert not (gone := {each for each in mentions if each not in text}), f"{name}: {gone}"
 
 
-def test_methods_override_what_they_are_meant_to(source: Source) -> None:
+def test_methods_override_what_they_are_meant_to() -> None:
     seen: dict[str, set[str]] = {}
-    for file in FILES:
-        for owner, name, ours, stock in overriding(source, ast.parse(file.read_text())):
-            if stock is None:
+    for module in pkgutil.walk_packages(worker.__path__, "vllm_medusa.worker."):
+        for owner in vars(importlib.import_module(module.name)).values():
+            if not inspect.isclass(owner) or owner.__module__ != module.name:
                 continue
-            seen.setdefault(owner, set()).add(name)
-            if name not in FREE:
-                assert ours.stand_in_for(stock), f"{owner}.{name}: {ours} for {stock}"
-    for owner, names in OVERRIDES.items():
-        assert names <= seen.get(owner, set()), f"{owner} overrides {seen.get(owner)} only"
+            for name, ours in functions(owner).items():
+                if (stock := method(owner, name)) is None:
+                    continue
+                seen.setdefault(owner.__name__, set()).add(name)
+                if name not in FREE:
+                    assert stand_in(ours, stock), f"{owner.__name__}.{name} for {name}"
+    for name, names in OVERRIDES.items():
+        assert names <= seen.get(name, set()), f"{name} overrides {seen.get(name)} only"
 
 
-PLANTED = """
-from vllm.v1 import starred, unstarred
-from vllm.v1.runner import Runner, gone
-class Ours(Runner):
-    def sample(self, logits): ...
-    def renamed(self): ...
-    def wide(self, a, *args, **kwargs): ...
-"""
+def test_control_other_parameters_are_noticed() -> None:
+    def parameters(text: str) -> ast.arguments:
+        return ast.parse(f"def f({text}): ...").body[0].args  # type: ignore[attr-defined]
 
-
-def test_a_release_that_does_not_fit_is_noticed(tmp_path: Path) -> None:
-    package = tmp_path / "vllm" / "v1"
-    package.mkdir(parents=True)
-    (tmp_path / "vllm" / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("from .stars import *")
-    (package / "stars.py").write_text("starred = 1")
-    (package / "base.py").write_text(
-        "class Base:\n    def sample(self, logits, mask): ...\n    def wide(self, a, b, *, c): ..."
-    )
-    (package / "runner.py").write_text(
-        "from .base import Base as Stock\nif True:\n    class Runner(Stock[int]): ...\n"
-    )
-    source, tree = Source(tmp_path), ast.parse(PLANTED)
-    assert missing(source, [tree]) == {"vllm.v1.runner: gone", "vllm.v1: unstarred"}
-    found = {name: (ours, stock) for _, name, ours, stock in overriding(source, tree)}
-    ours, stock = found["sample"]
-    assert stock == Parameters(("self", "logits", "mask")) and not ours.stand_in_for(stock)
-    assert found["renamed"][1] is None
-    ours, stock = found["wide"]
-    assert stock is not None and ours.stand_in_for(stock)
-
-
-@pytest.mark.parametrize(
-    ("ours", "fits"),
-    [
-        (Parameters(("self", "a", "b")), False),  # c can not be given
-        (Parameters(("self", "a", "b"), ("c",)), True),
-        (Parameters(("self", "b", "a"), ("c",)), False),
-        (Parameters(("self", "a"), ("c",), more_positional=True), True),
-        (Parameters(("self", "a"), ("b",), more_positional=True), False),
-        (Parameters(("self", "a"), more_positional=True, more_keywords=True), True),
-        (Parameters(("self", "a"), ("b", "c")), False),  # b by position
-        (Parameters(("self", "a", "b", "d"), ("c",)), False),
-    ],
-)
-def test_standing_in(ours: Parameters, fits: bool) -> None:
-    assert ours.stand_in_for(Parameters(("self", "a", "b"), ("c",))) is fits
+    stock = parameters("self, a, b, *, c")
+    fits = {
+        "self, a, b": False,
+        "self, a, b, *, c": True,
+        "self, b, a, *, c": False,
+        "self, a, *args, c": True,
+        "self, a, *, b, c": False,
+        "self, a, *x, **y": True,
+    }
+    assert {text: stand_in(parameters(text), stock) for text in fits} == fits

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.convert.heads import Output
-from vllm_medusa.heads.eagle import LAYER_IDS, default_layers, flat_config
+from vllm_medusa.heads.eagle import LAYER_IDS, bare_names, default_layers, flat_config
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.model import HeadsError
 
@@ -26,7 +26,7 @@ DRAFTER_FORMATS = {  # what each calls the layer, its file, and the architecture
     "specforge": ("midlayer.", "model.safetensors", "LlamaForCausalLMEagle3"),
     "speculators": ("layers.0.", "model.safetensors", "LlamaForCausalLM"),
 }
-_LAYER = "midlayer."
+_LAYER = "layers.0."  # as vLLM calls it, see `bare_names`
 _DRAFTED = 5  # tokens that speculators' config has to name; servers can be told another number
 _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -68,18 +68,15 @@ def write_drafter(to: str, files: CheckpointFiles, target: CheckpointFiles | Non
 
 
 def _read_tensors(files: CheckpointFiles) -> dict[str, Tensor]:
-    """A drafter's tensors by SafeAILab's names."""
-    names: dict[str, str] = {}
-    for name in files.files:
-        bare = name.rsplit("model.", 1)[-1]
-        names[name] = _LAYER + bare[9:] if bare.startswith("layers.0.") else bare
+    """A drafter's tensors by vLLM's names."""
+    names = {stored: name for name, stored in bare_names(files).items()}
     found = names.values()
     if not any(name.startswith(_LAYER) for name in found) or "lm_head.weight" not in found:
         raise HeadsError(
             f"{files.label} is not an EAGLE-3 drafter of one layer with an LM head. Those of "
             "EAGLE-1 and 2 have one layout, which needs no conversion"
         )
-    if any(name.startswith("layers.") for name in found):
+    if any(name.startswith("layers.") and not name.startswith(_LAYER) for name in found):
         raise HeadsError(f"{files.label} has several layers, for which no other layout has a place")
     tensors = {}
     for name, tensor in files.tensors(names):

@@ -165,29 +165,15 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
     left_over += [name for slot, name in names.items() if slot not in shapes]
     if spelling == "hydra":
         left_over += files.files.keys() - names.values() - {*left_over}
-    problems = [
-        f"{what} {_listing(which)}"
-        for what, which in (("lacks", missing), ("has left over", left_over))
-        if which
-    ]
-    if problems:
+    problems = [("lacks", missing), ("has left over", left_over)]
+    if missing or left_over:
+        listed = " and ".join(f"{what} {_listing(which)}" for what, which in problems if which)
         raise HeadsError(
-            f"{label} {' and '.join(problems)} (its names say {num_heads} heads of {num_layers} "
-            "layers). The file is damaged or of a format this version does not read"
+            f"{label} {listed} (its names say {num_heads} heads of {num_layers} layers). The file "
+            "is damaged or of a format this version does not read"
         )
     for slot, spec in specs.items():
-        if spec.shape != shapes[slot]:
-            raise HeadsError(
-                f"{label}: {names[slot]!r} has shape {list(spec.shape)}; beside the other tensors "
-                f"it must be {list(shapes[slot])}"
-            )
-        allowed = INTEGERS if slot == TOKEN_MAP else FLOATS
-        if spec.dtype not in allowed:
-            raise HeadsError(
-                f"{label}: {names[slot]!r} is {_word(spec.dtype)}; it must be one of "
-                f"{', '.join(map(_word, allowed))}. Quantized heads are not read: give the "
-                "originals"
-            )
+        _check_spec(f"{label}: {names[slot]!r}", slot, spec, shapes[slot])
     if not isinstance(config.get("medusa") or {}, dict):
         raise HeadsError(
             f'{label}: "medusa" in its config.json is {config["medusa"]!r}; it must be an object '
@@ -219,6 +205,20 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
         token_map=TOKEN_MAP in names,
         dtype=reduce(torch.promote_types, dtypes),  # integers change no floating-point type
     )
+
+
+def _check_spec(name: str, slot: Slot, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+    if spec.shape != shape:
+        raise HeadsError(
+            f"{name} has shape {list(spec.shape)}; beside the other tensors it must be "
+            f"{list(shape)}"
+        )
+    allowed = INTEGERS if slot == TOKEN_MAP else FLOATS
+    if spec.dtype not in allowed:
+        raise HeadsError(
+            f"{name} is {_word(spec.dtype)}; it must be one of {', '.join(map(_word, allowed))}. "
+            "Quantized heads are not read: give the originals"
+        )
 
 
 def _refuse_other_drafters(files: CheckpointFiles) -> None:
@@ -295,8 +295,9 @@ def require_fit(info: HeadsInfo, hidden_size: int | None, vocab_size: int | None
     for check in fits(info, hidden_size, vocab_size):
         if check.verdict == NO:
             raise HeadsError(
-                f"{info.files.label} does not fit the target: {check.name} {check.text}. Use heads "
-                "of this very model"
+                f"The heads in {info.files.label} do not fit the target: {check.name} "
+                f"{check.text}. Give the target that they were trained on, or heads trained for "
+                "this one."
             )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, resolve_tree
 from vllm_medusa.heads import HeadsError, HeadsInfo, match_target, peek_heads
+from vllm_medusa.heads.checkpoint import require_fit
 from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree import MAX_NODES, TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, MOST_DRAFTS, Beam, DynamicTree, widest_pool
@@ -205,7 +206,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
             'speculative config names no "model": name one, or set "lookup": true to copy without '
             "heads."
         ) from None
-    _check_fit(info, source, model_config)
+    require_fit(info, model_config.get_hidden_size(), model_config.get_vocab_size())
     _compare_targets(info, source, model_config)
     if config.tree is None:
         return EngineOptions(
@@ -265,20 +266,6 @@ def merged(engine_args: Any) -> dict[str, Any]:
             )
         merged[key] = value
     return merged
-
-
-def _check_fit(info: HeadsInfo, source: str, model_config: Any) -> None:
-    target = model_config.model
-    for name, found, needed in (
-        ("hidden size", info.hidden_size, model_config.get_hidden_size()),
-        ("vocabulary", info.vocab_size, model_config.get_vocab_size()),
-    ):
-        if found is not None and found != needed:
-            raise MedusaConfigError(
-                f"The heads in {source} have {name} {found}, the target {target} has {needed}. "
-                "Heads work with the model they were trained on only: give that target, or heads "
-                "trained for this one."
-            )
 
 
 def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:

@@ -31,43 +31,52 @@ def check(source, plain, hidden, target_lm_head, **options):
     return heads, info
 
 
-@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("bias", [True, False])
-def test_v1(file, layers, bias, tmp_path, hidden, target_lm_head):
-    plain = random_heads(5, layers, bias)
-    config = {
-        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
-        "medusa_num_heads": 2,  # published so, beside five heads
-        "medusa_num_layers": 7,
-    }
-    write(tmp_path / file, plain.spelled("v1"), config)
-    for source in (tmp_path, str(tmp_path), tmp_path / file):
-        _, info = check(source, plain, hidden, target_lm_head)
-    assert (info.format, info.num_heads, info.num_layers, info.bias) == ("v1", 5, layers, bias)
-    assert (info.num_lm_heads, info.vocab_size, info.dtype) == (5, VOCAB, torch.float32)
-    assert info.base_model == "lmsys/vicuna-7b-v1.3"
-    assert not info.includes_base
+MAP = torch.tensor([5, 0, 19, 7])
+PUBLISHED = {  # so, beside five heads
+    "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 7
+}  # fmt: skip
+READ = [  # how random heads are stored, and the format as which they are read
+    ("v1", {"num_heads": 5}, PUBLISHED),
+    ("v1", {"num_layers": 2, "bias": False}, None),
+    ("v1", {"num_layers": 0}, None),
+    ("v1", {"prefix": "medusa_head."}, None),
+    ("v1", {"prefix": "medusa_heads."}, None),
+    ("v1", {"prefix": "model.medusa_head.", "num_layers": 2}, None),
+    ("v2", {"num_lm_heads": 0}, {"version": "2", "base_model_name_or_path": "N/A"}),
+    ("v2", {"num_lm_heads": 0, "num_layers": 2}, None),
+    ("vllm", {"num_layers": 2, "lm_bias": True}, {"num_heads": 9}),
+    ("vllm", {"bias": False, "num_lm_heads": 1}, {}),
+    *(
+        ("vllm", {"num_lm_heads": count, "rows": 4, "token_map": MAP}, {"vocab_size": VOCAB})
+        for count in (3, 1, 0)
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("layers", "prefix"),
-    [(2, "medusa_head."), (2, "medusa_heads."), (2, "model.medusa_head."), (0, "")],
-)
-def test_v1_behind_a_prefix_or_without_layers(layers, prefix, tmp_path, hidden, target_lm_head):
-    plain = random_heads(3, layers)
-    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1", prefix))
-    info = check(tmp_path, plain, hidden, target_lm_head)[1]
-    assert (info.format, info.num_layers) == ("v1", layers)
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize(("format_", "options", "config"), READ)
+def test_every_format_is_read(format_, options, config, suffix, tmp_path, hidden, target_lm_head):
+    prefix = (options := dict(options)).pop("prefix", "")
+    plain = random_heads(**options)
+    tensors = plain.spelled("vllm" if format_ == "vllm" else "v1", prefix)
+    write(tmp_path / f"medusa_lm_head.{suffix}", tensors, config)
+    for source in (tmp_path, tmp_path / f"medusa_lm_head.{suffix}"):
+        heads, info = check(source, plain, hidden, target_lm_head)
+    num_heads, layers = len(plain.layers), len(plain.layers[0])
+    assert (info.format, info.num_heads, info.num_layers) == (format_, num_heads, layers)
+    assert info.bias == (layers > 0 and options.get("bias", True))
+    assert info.lm_head_bias == options.get("lm_bias", False)
+    assert info.num_lm_heads == options.get("num_lm_heads", num_heads)
+    assert info.vocab_size == (None if format_ == "v2" else VOCAB)
+    assert info.base_model == ("lmsys/vicuna-7b-v1.3" if config is PUBLISHED else None)
+    assert not info.includes_base and info.dtype == torch.float32
+    if info.token_map:
+        assert torch.equal(heads.token_map, MAP) and info.draft_vocab_size == 4
 
 
-@pytest.mark.parametrize("config", [None, {"version": "2", "base_model_name_or_path": "N/A"}])
-def test_v2_uses_the_targets_lm_head(config, tmp_path, hidden, target_lm_head):
+def test_the_targets_lm_head_is_not_copied(tmp_path, hidden, target_lm_head):
     plain = random_heads(3, 1, num_lm_heads=0)
-    write(tmp_path / "medusa_lm_head.safetensors", plain.spelled("v1"), config)
-    heads, info = check(tmp_path, plain, hidden, target_lm_head)
-    assert (info.format, info.num_lm_heads, info.vocab_size) == ("v2", 0, None)
-    assert info.base_model is None
+    write(tmp_path / "medusa_lm_head.safetensors", plain.spelled("v1"))
     padded = torch.cat([target_lm_head, torch.zeros(12, HIDDEN)])
     heads, _ = load_heads(tmp_path, **SIZES, lm_head_weight=padded)
     assert heads.lm_head_weight.data_ptr() == padded.data_ptr()
@@ -76,34 +85,13 @@ def test_v2_uses_the_targets_lm_head(config, tmp_path, hidden, target_lm_head):
     )
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("lm_bias", [True, False])
-def test_vllm(bias, lm_bias, tmp_path, hidden, target_lm_head):
-    plain = random_heads(4, 2, bias, lm_bias=lm_bias)
-    write(tmp_path / "model.safetensors", plain.spelled("vllm"), {"num_heads": 9})
-    _, info = check(tmp_path, plain, hidden, target_lm_head)
-    assert (info.format, info.num_heads, info.bias, info.lm_head_bias) == ("vllm", 4, bias, lm_bias)
-
-
-@pytest.mark.parametrize("num_lm_heads", [3, 1, 0])
-def test_token_map(num_lm_heads, tmp_path, hidden, target_lm_head):
-    token_map = torch.tensor([5, 0, 19, 7])
-    plain = random_heads(3, 1, num_lm_heads=num_lm_heads, rows=4, token_map=token_map)
-    config = {"vocab_size": VOCAB, "truncated_vocab_size": 4}
-    write(tmp_path / "model.safetensors", plain.spelled("vllm"), config)
-    heads, info = check(tmp_path, plain, hidden, target_lm_head)
-    assert torch.equal(heads.token_map, token_map)
-    assert (info.vocab_size, info.draft_vocab_size, info.token_map) == (VOCAB, 4, True)
-
-
 def test_token_map_over_whole_lm_heads_picks_their_rows(tmp_path, hidden, target_lm_head):
     """As vLLM does: rows beyond the map's length mean that the LM head is not truncated yet."""
-    token_map = torch.tensor([5, 0, 19, 7])
-    plain = random_heads(2, 1, lm_bias=True, token_map=token_map)
+    plain = random_heads(2, 1, lm_bias=True, token_map=MAP)
     write(tmp_path / "model.safetensors", plain.spelled("vllm"), {"vocab_size": VOCAB})
     heads, _ = load_heads(tmp_path, **SIZES)
     logits = heads.compute_logits(heads(hidden))
-    expected = plain.logits(hidden)[..., token_map]
+    expected = plain.logits(hidden)[..., MAP]
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 

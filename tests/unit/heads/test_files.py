@@ -54,12 +54,6 @@ def test_what_is_no_file_of_heads_is_refused_and_runs_no_code(name, put, message
         peek_heads(tmp_path)
 
 
-def test_a_text_is_no_pickle_and_says_more_than_a_number(tmp_path):
-    (tmp_path / "heads.txt").write_text("some text\n")
-    with pytest.raises(HeadsError, match=r"not a file of plain tensors \([A-Za-z]"):
-        peek_heads(tmp_path / "heads.txt")
-
-
 def test_truncated_safetensors(tmp_path):
     path = write(tmp_path / "model.safetensors", random_heads(2, 1).spelled("vllm"))
     path.write_bytes(path.read_bytes()[:-10])

@@ -82,14 +82,6 @@ def test_odd_weights(options, spoil, words, tmp_path):
     assert all(word in text for word in words), text
 
 
-def test_copies_of_one_lm_head(tmp_path):
-    plain = random_heads()
-    plain.lm_heads = plain.lm_heads[:1] * 3
-    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
-    (text,) = inspect_heads(tmp_path).suspicions
-    assert "all 3 LM heads are equal" in text
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_damage(value, tmp_path):
     plain = random_heads()
