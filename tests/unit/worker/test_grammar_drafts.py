@@ -9,40 +9,27 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
-import torch
 from support.assets import HEADS, TARGET, tokenizer
+from support.schedulers import new_scheduler
 from vllm import envs
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_medusa.budget.acceptance import Drafted
 from vllm_medusa.budget.policy import Auto
 from vllm_medusa.worker.drafts import TreeDrafts, tree_parents
 from vllm_medusa.worker.grammar import Candidates, allows
-from vllm_medusa.worker.scheduler import TreeScheduler, tree_scheduler
+from vllm_medusa.worker.scheduler import TreeScheduler
 
-BLOCK, BLOCKS, WORDS = 16, 200, "return self, positive or negative"
+WORDS = "return self, positive or negative"
 
 
 @pytest.fixture
 def scheduler(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> TreeScheduler:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     envs.disable_envs_cache()
-    asked = {"method": "medusa", "model": HEADS, "budget": "auto"}
-    config = EngineArgs(
-        TARGET, dtype="float32", max_model_len=256, enable_prefix_caching=False,
-        speculative_config=asked,
-    ).create_engine_config()  # fmt: skip
-    config.cache_config.num_gpu_blocks = BLOCKS
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)
-    kv_cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
-    return tree_scheduler(
-        config, kv_cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK
-    )
+    return new_scheduler(TARGET, {"method": "medusa", "model": HEADS, "budget": "auto"})
 
 
 class Worker:
