@@ -25,7 +25,7 @@ _TRIAL_SHARE = 0.005  # of all time that trials may lose
 _MAX_SAVED = 2.0  # trials of the dearest kind that can be saved up
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # steps from the best number of nodes to others to try
-_MEASURED_STEPS, _MEASURED_LEAST = 128, 0.97  # window, and speed below which drafting is given up
+_MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting is given up
 _REST_MS = (4e3, 60e3)  # then no head runs for so long, doubling
 
 
@@ -59,7 +59,8 @@ class Plan:
         rate_without: the same without: plain steps, or steps that verify copied drafts.
         heads: time of a step with such heads against one without.
         forced_pay: copied drafts, or those that a grammar forces, are worth looking for.
-        arms: [n, 3] everything that was compared: limit, nodes and tokens per millisecond.
+        arms: [n, 4] everything that was compared: limit, nodes, tokens per millisecond and time
+            of a step; the first is nothing.
 
     """
 
@@ -234,7 +235,7 @@ class Auto:
             share = self.share_of(limit)
             heads = float(self.cost.ms(requests, requests, share) / ms[0])
         forced_pay = alone > FORCED_PAY * float(rates[0])
-        arms = np.stack([limits, nodes, rates], 1)
+        arms = np.stack([limits, nodes, rates, ms], 1)
         return Plan(requests, room, limit, top, rate / alone, rate, alone, heads, forced_pay, arms)
 
     def _choices(
@@ -272,7 +273,7 @@ class Auto:
                 self._took = self._plain = 0.0
                 self._measured = 0
             return
-        failed = self._measured > _MEASURED_STEPS / 2 and self._plain < _MEASURED_LEAST * self._took
+        failed = self._measured > _MEASURED_STEPS / 2 and self._plain < _MIN_SPEED * self._took
         if failed:  # although more was expected
             self._rest_until = self._now + self._rest
             self._rest = min(2 * self._rest, _REST_MS[1])
@@ -283,17 +284,17 @@ class Auto:
 
     def _begin_trial(self, plan: Plan) -> None:
         """Try something else for a few steps, if what that probably costs is saved up."""
-        plain_ms = plan.requests / float(plan.arms[0, 2])
-        most = _MAX_SAVED * _TRIAL_STEPS * plain_ms
+        most = _MAX_SAVED * _TRIAL_STEPS * float(plan.arms[0, 3])
         self._saved = min(self._saved, most)
-        limit, nodes, rate = self._alternative(plan)
+        limit, nodes, rate, ms = self._alternative(plan)
         best_rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
-        gain = self.acceptance.even_gain(self._known(limit)) if limit else 0.0
-        ms = (1.0 + gain) * plan.requests / rate
         lost = _TRIAL_STEPS * ms * max(1.0 - rate / best_rate, 0.02)
-        self.turn += 1
-        if limit == self.limits[0]:  # even if it is believed to cost more, which may be wrong
+        # what is believed of these may be wrong, and can't be very wrong
+        if limit == self.limits[0]:
             lost = min(lost, most / 2)
+        elif self.drafting and limit == plan.limit:
+            lost = min(lost, most / 4)
+        self.turn += 1
         if lost > self._saved:
             return
         self._saved -= lost
@@ -303,26 +304,31 @@ class Auto:
         self.acceptance.forget(self._idle)
         self._idle = 0
 
-    def _alternative(self, plan: Plan) -> tuple[int, int, float]:
-        """What to try: limit, nodes and expected rate. In turn nothing, other limits and numbers.
+    def _alternative(self, plan: Plan) -> tuple[int, int, float, float]:
+        """What to try, of `Plan.arms`: in turn nothing, other limits and other numbers of nodes.
 
         The numbers of nodes are the next ones, since what is known of one tells little of others.
         """
         turn = self.turn
         if self.drafting:
-            if turn % 2 == 0:
-                return 0, 0, float(plan.arms[0, 2])
-            turn //= 2
+            if turn % 4 == 0:
+                return _arm(plan.arms[0])
+            turn -= turn // 4 + 1
         others = self.drafting and turn % 2 == 0 and not self.even
         limit = plan.limit if others else self.limits[turn // 2 % len(self.limits)]
         arms = plan.arms[plan.arms[:, 0] == limit]
         if not len(arms):  # no room
-            return plan.limit, plan.nodes, plan.rate
+            return _arm(plan.arms[0])
         place = int(arms[:, 2].argmax())
         if others:
             place += _NEXT_SIZES[turn // 2 % len(_NEXT_SIZES)]
             place = min(max(place, 0), len(arms) - 1)
-        return int(arms[place, 0]), int(arms[place, 1]), float(arms[place, 2])
+        return _arm(arms[place])
+
+
+def _arm(row: Floats) -> tuple[int, int, float, float]:
+    limit, nodes, rate, ms = row.tolist()
+    return int(limit), int(nodes), rate, ms
 
 
 def best(nodes: Nodes, survival: Floats, total: int) -> list[int]:
