@@ -110,7 +110,7 @@ def hook_engine(llm: Any) -> Spans:
 def _hook_trees(spans: Spans, runner: Any) -> None:
     """Times what only our own runner has."""
     from vllm_medusa.worker import cpu_attention
-    from vllm_medusa.worker.v1 import runner as module
+    from vllm_medusa.worker import trees as module
 
     spans.hook(runner, "_compact", "compaction")
     spans.hook(module.TreeStep, "build", "tree layout")

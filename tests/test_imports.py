@@ -25,7 +25,7 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "kernels": set(),  # whether Triton runs: asked by each room that has kernels
     "tree": set(),
     "budget": {"files"},
-    "lookup": {"kernels"},
+    "lookup": {"tree"},
     "heads": {"tree", "files"},
     "config": {"tree"},
     "proposer": {"tree", "heads", "kernels"},

@@ -9,7 +9,7 @@ decoding; lossless sampling those of plain sampling from an equal generator.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,10 +99,10 @@ def decode(
         # Propose: head h guesses the nodes of depth h + 1 from the state that gave the root.
         useful = limit - len(tokens) - 1  # the step's last token needs no node
         lm_head = model.get_output_embeddings()
-        drafts, whole = propose_tree(heads, hidden, root, tree, lm_head, useful)
-        n = min(int(whole.num_nodes), max_model_len - base - 1)
-        batch = replace(whole.prefix(n), num_nodes=torch.tensor([n], device=device))
-        token_ids = torch.cat([root[None], drafts[:, 1:n]], 1)  # int64 [1, n]
+        drafts = propose_tree(heads, hidden, root, tree, lm_head, useful)
+        n = min(int(drafts.num_nodes), max_model_len - base - 1)
+        batch = drafts.prefix(n).topology(tree.max_depth)
+        token_ids = torch.cat([root[None], drafts.token_ids[:, 1:n]], 1)  # int64 [1, n]
         # Score: all nodes in one pass, each sees the context and its ancestors.
         out = model(
             token_ids,

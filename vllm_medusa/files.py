@@ -46,9 +46,7 @@ class Run:
     ) -> None:
         """Make or resume the folder, whose parent exists.
 
-        Raises:
-            FileRefused: it was begun with other settings, is in use, or can't be made.
-
+        Raises FileRefused: it was begun with other settings, is in use, or can't be made.
         """
         self.folder, settings = folder, json.loads(json.dumps(settings))
         try:
@@ -143,10 +141,7 @@ def write_json(path: Path, document: Any, tag: str = "part") -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    Raises:
-        OSError: the file can't be read.
-        FileRefused: it holds no JSON object.
-
+    Raises OSError: the file can't be read; FileRefused: it holds no JSON object.
     """
     try:
         document = json.loads(path.read_bytes())
@@ -161,10 +156,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """A folder to fill, which becomes ``path`` when the block ends well and is removed otherwise.
 
-    Raises:
-        FileRefused: without ``overwrite``, something is at ``path``, even if only since the start;
-            or no folder can be made there.
-
+    Raises FileRefused: without ``overwrite``, something is at ``path``, even if only since the
+    start; or no folder can be made there.
     """
     path = path.resolve()  # "." has no name, and a link to a folder can't be replaced by one
     part, old = aside(path), aside(path, "old")
@@ -216,9 +209,7 @@ def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
 def take_lock(path: Path, busy: str) -> IO[bytes]:
     """Open and lock a file, which is made if needed; closing it releases the lock.
 
-    Raises:
-        FileRefused: another process holds it; ``busy`` is the message, with the remedy.
-
+    Raises FileRefused: another process holds it; ``busy`` is the message, with the remedy.
     """
     file = path.open("ab")
     with suppress(FileNotFoundError):  # removed by the process that held it
@@ -261,9 +252,7 @@ def free_bytes(path: Path) -> int:
 def require_parent(path: Path) -> None:
     """Refuse an output whose folder isn't there, or can't be written to.
 
-    Raises:
-        FileRefused: naming that folder.
-
+    Raises FileRefused: naming that folder.
     """
     folder = path.absolute().parent
     if not folder.is_dir():
@@ -297,9 +286,7 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
 def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
     """Refuse to overwrite a folder that holds more than what ``ours`` match; "NAME/" is a folder.
 
-    Raises:
-        FileRefused: naming some of what would be deleted.
-
+    Raises FileRefused: naming some of what would be deleted.
     """
     others = []
     for entry in sorted(folder.iterdir()):
@@ -316,9 +303,7 @@ def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
 def refuse_other_settings(where: Path, before: Any, now: Any, what: str, remedy: str) -> None:
     """Refuse to continue what was begun with other settings; both are JSON objects.
 
-    Raises:
-        FileRefused: "WHERE holds WHAT of other settings: a.b was 1 and is now 2. REMEDY".
-
+    Raises FileRefused: "WHERE holds WHAT of other settings: a.b was 1 and is now 2. REMEDY".
     """
     if changed := list(differences(before, now)):
         raise FileRefused(f"{where} holds {what} of other settings: {'; '.join(changed)}. {remedy}")

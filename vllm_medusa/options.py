@@ -125,9 +125,7 @@ class Options:
     def check(self) -> None:
         """Refuse options that contradict each other; for subclasses.
 
-        Raises:
-            ValueError: naming them, what is allowed and the remedy.
-
+        Raises ValueError: naming them, what is allowed and the remedy.
         """
 
 

@@ -18,8 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 from vllm_medusa.heads import MedusaHeads
-from vllm_medusa.worker.adapters import adapters_left_out
-from vllm_medusa.worker.target_rows import store_target_rows
+from vllm_medusa.worker.target import adapters_left_out, store_target_rows
 
 pytestmark = pytest.mark.engine
 
@@ -89,7 +88,7 @@ def test_heads_draft_with_the_target_s_own_lm_head(llm: LLM) -> None:
     states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(6))
     rows = drafter.heads(states)
     own = target.logits_processor.base_layer(target.lm_head, rows.flatten(0, 1))
-    assert drafter._logits(states).flatten(0, 1).equal(own[:, :VOCAB])
+    assert drafter._lm_head(rows.flatten(0, 1))[:, :VOCAB].equal(own[:, :VOCAB])
     known = torch.tensor([300, 7, 11])
     heads = MedusaHeads(1, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=known)
     with adapters_left_out(drafter._adapted):

@@ -18,7 +18,7 @@ from support.assets import TARGET, code_prompts
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB, save_fitted_heads, save_model
 from support.reference import assert_chaotic
-from support.runner import ON_V2, sized
+from support.runner import sized
 from support.spies import accepted_per_step, assert_told, mean_accepted, recorded_steps
 from transformers import AutoModelForCausalLM
 from vllm import LLM
@@ -129,13 +129,9 @@ def at_root(verdict: Verdict) -> Verdict:
 
 def verdict_seam() -> tuple[type, str, str]:
     """(class, method, attribute): what asks for the next drafts, and the verdict it goes by."""
-    if ON_V2:
-        from vllm_medusa.worker.v2.trees import Trees
+    from vllm_medusa.worker.trees import Trees
 
-        return Trees, "end", "verdict"
-    from vllm_medusa.worker.v1.runner import MedusaModelRunner
-
-    return MedusaModelRunner, "propose_draft_token_ids", "_verdict"
+    return Trees, "end", "verdict"
 
 
 @pytest.mark.parametrize("wrong", [by_count, at_root], ids=lambda wrong: wrong.__name__)

@@ -19,7 +19,7 @@ from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.engine import EngineSettings, Sampling, VllmEngine
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.offline.records import Record, load_records
-from vllm_medusa.training.self_distillation import Plan
+from vllm_medusa.training.distill import Plan
 
 pytestmark = pytest.mark.engine
 

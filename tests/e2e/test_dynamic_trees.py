@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.assets import HEADS as TRAINED_HEADS
@@ -36,8 +35,8 @@ from vllm_medusa.tree.dynamic import DynamicTree
 from vllm_medusa.worker import practice
 from vllm_medusa.worker.metrics import KINDS
 from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.trees import Trees
 from vllm_medusa.worker.v1 import runner
-from vllm_medusa.worker.v1.topologies import Topologies
 
 pytestmark = pytest.mark.engine
 
@@ -112,49 +111,52 @@ def test_random_topologies(llm: LLM, reference: Reference, monkeypatch: Patch) -
 
 def of_the_neighbour(patch: Patch) -> None:
     """A request is verified by the topology of another."""
-    trees = Topologies.trees
+    kept = Trees.topologies
 
-    def wrong(self: Topologies, req_ids: Any, width: int, num_nodes: torch.Tensor) -> Any:
-        drafted = [name for name, n in zip(req_ids, num_nodes.tolist(), strict=True) if n > 1]
-        after = dict(zip(drafted, drafted[1:] + drafted[:1], strict=True))
-        return trees(self, [after.get(name, name) for name in req_ids], width, num_nodes)
+    def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
+        drafted = (counts > 1).nonzero().flatten()
+        slots = slots.index_copy(0, drafted, slots[drafted].roll(-1))
+        return kept(self, slots, width, counts)
 
-    patch.setattr(Topologies, "trees", wrong)
+    patch.setattr(Trees, "topologies", wrong)
 
 
 def of_an_earlier_step(patch: Patch) -> None:
-    """Topologies are kept once and never renewed; drafts are laid out by the new ones."""
-    first: dict[str, np.ndarray] = {}
-    trees, own = Topologies.trees, Topologies.first
+    """Requests are verified by what was first drafted for their slots."""
+    keep, topologies, first = Trees.keep, Trees.topologies, {}
 
-    def wrong(self: Topologies, *args: Any) -> Any:
-        for name, parents in self._parents.items():
-            first.setdefault(name, parents)
-        patch.setattr(Topologies, "first", lambda self, name, n: first[name][:n])
+    def noted(self: Trees, slots: torch.Tensor, parents: torch.Tensor) -> None:
+        keep(self, slots, parents)
+        for slot in slots.tolist():
+            first.setdefault(slot, self.parents[slot].clone())
+
+    def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
+        now = self.parents.clone()
+        for slot, row in first.items():
+            self.parents[slot] = row
         try:
-            return trees(self, *args)
+            return topologies(self, slots, width, counts)
         finally:
-            patch.setattr(Topologies, "first", own)
+            self.parents.copy_(now)
 
-    patch.setattr(Topologies, "trees", wrong)
+    patch.setattr(Trees, "keep", noted)
+    patch.setattr(Trees, "topologies", wrong)
 
 
 def off_by_one(patch: Patch) -> None:
     """The parents start one node late."""
-    trees, own = Topologies.trees, Topologies.first
+    kept = Trees.topologies
 
-    def late(self: Topologies, name: str, count: int) -> Any:
-        rolled = np.roll(own(self, name, count)[1:], -1)
-        return np.append(-1, np.minimum(rolled, np.arange(count - 1)))
-
-    def wrong(self: Topologies, *args: Any) -> Any:
-        patch.setattr(Topologies, "first", late)
+    def wrong(self: Trees, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
+        now = self.parents.clone()
+        late = now[:, 1:].roll(-1, 1).minimum(torch.arange(now.shape[1] - 1))
+        self.parents[:, 1:] = late
         try:
-            return trees(self, *args)
+            return kept(self, slots, width, counts)
         finally:
-            patch.setattr(Topologies, "first", own)
+            self.parents.copy_(now)
 
-    patch.setattr(Topologies, "trees", wrong)
+    patch.setattr(Trees, "topologies", wrong)
 
 
 CONTROLS = [of_the_neighbour, of_an_earlier_step, off_by_one]
@@ -329,11 +331,11 @@ def test_deep_heads_rest_where_nothing_gets_there(
         return forward(self, states, count, first)
 
     monkeypatch.setattr(PackedHeads, "__call__", spied)
-    monkeypatch.setattr(runner, "LEAST", 2.0)  # no draft is as likely
+    monkeypatch.setattr(runner, "MIN_SURVIVAL", 2.0)  # no draft is as likely
     run(automatic, reference)
     assert ran[-1] == (0, 2)
     ran.clear()
-    monkeypatch.setattr(runner, "LEAST", 0.0)
+    monkeypatch.setattr(runner, "MIN_SURVIVAL", 0.0)
     run(automatic, reference)
     assert ran[:2] == [(0, 2), (2, 4)] and ran[-1] == (0, 4)  # at once, as they always run
 

@@ -26,7 +26,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_medusa.budget.policy import Fixed
 from vllm_medusa.worker import cpu_attention
-from vllm_medusa.worker.eagle_trees import EagleTrees, Waiting
+from vllm_medusa.worker.eagle_trees import EagleTrees, PendingTokens
 
 pytestmark = pytest.mark.engine
 
@@ -59,7 +59,7 @@ def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
 
     The drafter is as `train` left it: vLLM's own loader reads it.
     """
-    from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
+    from vllm_medusa.worker.v1.eagle import EagleModelRunner
 
     length = 3
     AttentionBackendEnum.CPU_ATTN.clear_override()
@@ -160,13 +160,13 @@ def test_exact_beside_all_that_happens(case: Case, llm: LLM, plain: Any) -> None
 def seldom_drafting(patch: Patch) -> list[int]:
     """Every fifth step drafts. Returns of how many steps tokens waited, each time."""
     steps, waited = itertools.count(), []
-    take_in = Waiting.take_in
+    flush = PendingTokens.flush
 
     def counted(self: Any) -> Any:
         waited.append(len(self._steps))
-        return take_in(self)
+        return flush(self)
 
-    patch.setattr(Waiting, "take_in", counted)
+    patch.setattr(PendingTokens, "flush", counted)
     patch.setattr(Fixed, "limit", lambda *_: 0 if next(steps) % 5 else 12)
     return waited
 
@@ -205,13 +205,13 @@ def test_follow_ups_find_what_plain_steps_gave(
 def test_lost_steps_would_be_seen(case: Case, llm: LLM, plain: Any, monkeypatch: Patch) -> None:
     """Were only the last step's tokens taken in, entries would be missing."""
     seldom_drafting(monkeypatch)
-    take_in = Waiting.take_in
+    flush = PendingTokens.flush
 
     def wrong(self: Any) -> Any:
         self._steps = self._steps[-1:]
-        return take_in(self)
+        return flush(self)
 
-    monkeypatch.setattr(Waiting, "take_in", wrong)
+    monkeypatch.setattr(PendingTokens, "flush", wrong)
     with pytest.raises(AssertionError, match="not close"):
         run(case, llm, plain, every=1)
 

@@ -18,7 +18,7 @@ from support.runner import ON_V2, on_v1
 from support.spies import assert_told, mean_accepted, recorded_steps
 from vllm import LLM, SamplingParams
 
-from vllm_medusa.proposer.hydra import HydraStep
+from vllm_medusa.proposer.steps import HydraStep
 from vllm_medusa.worker.drafting import MedusaDrafter
 
 pytestmark = pytest.mark.engine
@@ -48,13 +48,13 @@ def test_another_map_costs_acceptance(
 ) -> None:
     """A negative control: the rows are those of other tokens than the map says."""
     kind, llm = running
-    choose, asked = MedusaDrafter._choose, []
+    choose, asked = MedusaDrafter._read, []
 
     def wrong(self: MedusaDrafter, logits: Any, *args: Any) -> Any:
         asked.append(logits.shape[-1])
         return choose(self, logits.roll(1, -1), *args)
 
-    monkeypatch.setattr(MedusaDrafter, "_choose", wrong)
+    monkeypatch.setattr(MedusaDrafter, "_read", wrong)
     with recorded_steps() as steps:
         got = complete(llm, hydra_case.prompts, greedy(TOKENS))
     assert set(asked) == {KNOWN if kind == "dynamic" else VOCAB}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,8 @@ from vllm import LLM, SamplingParams
 
 from vllm_medusa.config import MedusaConfig, MedusaConfigError
 from vllm_medusa.lookup import lookup as room
-from vllm_medusa.lookup import merge
+from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.worker import practice
-from vllm_medusa.worker.v1.copies import Copies
 
 pytestmark = pytest.mark.engine
 
@@ -85,15 +85,13 @@ def test_long_chains_are_verified(llm: LLM, expected: Any, monkeypatch: Patch) -
 
 def below_the_root(patch: Patch) -> None:
     """Every node of a chain hangs below the root."""
-    own = merge.merge
+    own = room.join
 
     def wrong(*args: Any) -> Any:
         found = own(*args)
-        return type(found)(
-            found.token_ids, np.minimum(found.parents, 0), found.survival, found.proposed_by
-        )
+        return replace(found, parents=found.parents.clamp_max(0))
 
-    patch.setattr(room, "merge", wrong)
+    patch.setattr(room, "join", wrong)
 
 
 @pytest.mark.parametrize("control", [below_the_root, 1], ids=["wrong parent", "one token off"])
@@ -127,9 +125,7 @@ def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
         both = steps(llm)
         copied = metric(llm, "lookup_accepted_tokens")
         assert 0 < copied < metric(llm, "spec_decode_num_accepted_tokens")
-        monkeypatch.setattr(
-            Copies, "extend", lambda _, batch, i, depth, drafts, survival, __: (drafts, survival)
-        )
+        monkeypatch.setattr(Lookup, "extend", lambda *args: args[5])
         assert both < 0.7 * steps(llm)
         assert metric(llm, "lookup_accepted_tokens") == copied
 

@@ -16,15 +16,11 @@ from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
 from support.reference import Reference, differing, plain_greedy
-from support.runner import ON_V2, compaction, on_v1, sized
+from support.runner import compaction, on_v1, sized
 from vllm import LLM
 
 from vllm_medusa.worker import cpu_attention
-
-if ON_V2:
-    from vllm_medusa.worker.v2 import trees as positions  # what looks them up
-else:
-    from vllm_medusa.worker.v1 import runner as positions
+from vllm_medusa.worker import trees as positions  # what looks them up
 
 pytestmark = pytest.mark.engine
 

@@ -26,9 +26,17 @@ from vllm_medusa.budget.policy import Auto
 from vllm_medusa.worker import grammar as grammars
 from vllm_medusa.worker import grammar_drafts, practice
 from vllm_medusa.worker.grammar import Chance, fill_masks
-from vllm_medusa.worker.v1.topologies import depth_of
 
 pytestmark = pytest.mark.engine
+
+
+def depth_of(parents: Sequence[int]) -> int:
+    """Depth of a tree, from the parents of its drafts."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
 
 THINKING = ReasoningConfig(reasoning_start_str="(", reasoning_end_str="return x is done")
 ENGINE: dict[str, Any] = {"skip_tokenizer_init": False, "reasoning_config": THINKING}

@@ -7,6 +7,7 @@ vLLM's way to draw, says what they must be, step by step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm_medusa.decode import DecodeResult, decode
 from vllm_medusa.heads import load_heads
 from vllm_medusa.sampler import Draw, draw_splitmix
 from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker.drafting import MedusaDrafter
 
 pytestmark = pytest.mark.engine
@@ -272,16 +274,17 @@ def test_penalties_count_the_path(
     llm: LLM, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every draft repeats its parent's token, which a prohibitive penalty allows once only."""
-    propose = MedusaDrafter.propose
+    draft = MedusaDrafter.draft
 
-    def stuttering(self: Any, *states: torch.Tensor) -> torch.Tensor:
-        tokens = propose(self, *states).clone()
+    def stuttering(self: Any, *args: Any) -> DraftTrees:
+        drafts = draft(self, *args)
+        tokens = drafts.token_ids.clone()
         for node in range(1, TREE.num_nodes):
             if (parent := TREE.parents[node]) > 0:
-                tokens[:, node - 1] = tokens[:, parent - 1]
-        return tokens
+                tokens[:, node] = tokens[:, parent]
+        return replace(drafts, token_ids=tokens)
 
-    monkeypatch.setattr(MedusaDrafter, "propose", stuttering)
+    monkeypatch.setattr(MedusaDrafter, "draft", stuttering)
     options: dict[str, Any] = {"temperature": 1.0, "top_k": 40}
     every = prompts * 4
     free, _ = run(llm, every, seeded(len(every), 40, **options))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.eagle import Eagle3
 from support.runner import ON_V2
-from vllm_medusa.proposer.candidates import Choices
+from vllm_medusa.proposer.choices import Choices
 from vllm_medusa.scorer.layout import gather_tokens
 from vllm_medusa.worker import eagle_trees
 from vllm_medusa.worker.eagle_trees import EagleTrees
@@ -34,7 +34,7 @@ class Grown:
 def recorded_trees(every: int) -> Iterator[list[Grown]]:
     """Collect the trees of every so many steps that draft."""
     kept: list[Grown] = []
-    grow, expand = EagleTrees.grow, eagle_trees._Branches.expand
+    draft, expand = EagleTrees.draft, eagle_trees._Branches.expand
     latest: list[Grown] = []
     count = 0
 
@@ -45,7 +45,7 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         useful = [row for row, most in enumerate(depth.tolist()) if most > 0]
         row = useful[0] if useful else 0
         latest[:] = [Grown(row, int(roots.ends[row]))]
-        proposal = grow(self, roots, root, num_nodes, depth, *more)
+        proposal = draft(self, roots, root, num_nodes, depth, *more)
         count += bool(useful)
         if useful and count % every == 0:
             (grown,) = latest
@@ -63,12 +63,12 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         latest[0].levels.append((tokens.clone(), parents.clone(), choices))
         return choices
 
-    EagleTrees.grow, eagle_trees._Branches.expand = growing, expanding
+    EagleTrees.draft, eagle_trees._Branches.expand = growing, expanding
     try:
         with (_tokens_on_v2 if ON_V2 else _tokens_on_v1)(latest):
             yield kept
     finally:
-        EagleTrees.grow, eagle_trees._Branches.expand = grow, expand
+        EagleTrees.draft, eagle_trees._Branches.expand = draft, expand
 
 
 def cached(layer: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,26 +81,22 @@ def cached(layer: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _tokens_on_v1(latest: list[Grown]) -> Iterator[None]:
-    from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
-    from vllm_medusa.worker.v1.topologies import Topologies
+    from vllm_medusa.worker.v1.eagle import EagleModelRunner
 
-    grow_all, keep = EagleModelRunner._grow, Topologies.keep
-    runner: list[Any] = []
+    draft = EagleModelRunner._draft
 
-    def of_runner(self: Any, *args: Any) -> Any:
-        runner[:] = [self]
-        return grow_all(self, *args)
+    def drafting(self: Any, *args: Any) -> Any:
+        drafts = draft(self, *args)
+        if latest:
+            request = self.requests[self.input_batch.req_ids[latest[0].row]]
+            latest.pop().tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        return drafts
 
-    def keeping(self: Any, req_ids: Any, *args: Any) -> None:
-        request = runner[0].requests[req_ids[latest[0].row]]
-        latest[0].tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        keep(self, req_ids, *args)
-
-    EagleModelRunner._grow, Topologies.keep = of_runner, keeping
+    EagleModelRunner._draft = drafting
     try:
         yield
     finally:
-        EagleModelRunner._grow, Topologies.keep = grow_all, keep
+        EagleModelRunner._draft = draft
 
 
 @contextmanager

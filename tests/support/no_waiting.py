@@ -26,9 +26,10 @@ class NoWaiting(TorchDispatchMode):
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Have every seam of a step watched; returns how often each was called, by name."""
+
+    from vllm_medusa.worker.trees import Trees
     from vllm_medusa.worker.v2.sampler import TreeSampler
     from vllm_medusa.worker.v2.speculator import TreeSpeculator
-    from vllm_medusa.worker.v2.trees import Trees
 
     calls: dict[str, int] = {}
 
@@ -43,7 +44,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         monkeypatch.setattr(owner, name, call)
 
-    for owner, name in ((Trees, "begin"), (Trees, "positions"), (TreeSampler, "__call__"),
+    for owner, name in ((Trees, "begin"), (Trees, "write_positions"), (TreeSampler, "__call__"),
                         (TreeSpeculator, "propose")):  # fmt: skip
         watch(owner, name)
     return calls

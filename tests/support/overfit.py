@@ -15,7 +15,7 @@ from vllm_medusa.training.medusa1 import PIECE_ROWS, Medusa1, new_heads
 from vllm_medusa.training.method import Texts
 from vllm_medusa.training.options import StepOptions
 from vllm_medusa.training.rows import cut_pieces, row_ranges
-from vllm_medusa.training.run import Run, Stage
+from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -53,7 +53,7 @@ def texts(target: Target, records: list[Record], size: int, max_bytes: int = 1 <
 def looped(
     target: Target,
     records: list[Record],
-    run: Run,
+    run: TrainingRun,
     settings: StepOptions = OVERFIT,
     *,
     heads: Any = None,
@@ -61,7 +61,7 @@ def looped(
     **options: Any,
 ) -> Loop:
     """A loop whose states are built, measuring on its own text."""
-    run.begin()
+    run.work.mkdir(exist_ok=True)
     size = min(PIECE_ROWS, settings.batch_tokens or PIECE_ROWS)
     train = texts(target, records, size, 1 << 30 if cached else 0)
     heads = heads or new_heads(target, K, 1)
@@ -74,7 +74,7 @@ def overfit(target: Target, folder: Path, draft_vocab: int | None = None) -> tup
     record, some = greedy_record(target), None
     if draft_vocab is not None:
         some = frequent_tokens(count_tokens([record], target.vocab_size), draft_vocab)
-    with Run(folder, {}) as run:
+    with TrainingRun(folder, {}) as run:
         made = looped(target, [record], run, heads=new_heads(target, K, 1, token_map=some))
         made.train()
     return record, made

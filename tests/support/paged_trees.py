@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.scorer.layout import CacheLayout, gather_tokens
-from vllm_medusa.scorer.metadata import TreeAttentionMetadata, build_metadata
+from vllm_medusa.scorer.metadata import AttentionPlan, build_metadata
 from vllm_medusa.scorer.reference import attention_reference, visible_keys
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors
@@ -44,17 +44,20 @@ def random_tree_batch(sizes: list[int], generator: torch.Generator, shape: str) 
 class Case:
     query: Tensor
     kv_cache: Tensor
-    meta: TreeAttentionMetadata
+    tree: TreeBatch
+    base: Tensor  # int64 [B]
+    block_table: Tensor
+    starts: Tensor  # int64 [B], query row of each root
+    meta: AttentionPlan
     scale: float
     isa: str
     window: int | None
     parents: tuple[tuple[int, ...], ...]  # of each request's nodes
     slots: tuple[Tensor, ...]  # int64 [context + nodes] of each request
-    rows: tuple[int, ...]  # query row of each root
 
     def expected(self, softcap: float, sinks: Tensor | None, out: Tensor) -> Tensor:
         """Write the reference's rows to ``out``, in fp64; nothing of ``meta`` is read."""
-        for parents, slots, row in zip(self.parents, self.slots, self.rows, strict=True):
+        for parents, slots, row in zip(self.parents, self.slots, self.starts.tolist(), strict=True):
             count = len(parents)
             out[row : row + count], _ = attention_reference(
                 self.query[row : row + count],
@@ -121,11 +124,14 @@ def make_case(
     return Case(
         query,
         kv_cache,
+        tree,
+        torch.tensor(bases),
+        table,
+        starts,
         meta,
         dim**-0.5,
         isa,
         window,
         parents=tuple(tuple(tree.parents[b, :n].tolist()) for b, n in enumerate(sizes)),
         slots=tuple(all_slots),
-        rows=tuple(starts.tolist()),
     )

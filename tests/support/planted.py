@@ -86,7 +86,8 @@ def _planting_on_v1(drafts_of: DraftsOf) -> Iterator[None]:
                 continue
             tree = self._options.tree
             if isinstance(tree, DynamicTree):
-                tree = _of_parents(self._topologies.parents(req_id, 1 + len(drafts[index])))
+                kept = self.trees.parents[self._slots[req_id], 1 : 1 + len(drafts[index])]
+                tree = _of_parents(kept.tolist())
             planted = drafts_of(self.requests[req_id], tree)
             if planted is not None:
                 drafts[index] = planted[: len(drafts[index])]
@@ -128,13 +129,12 @@ def _planting_on_v2(drafts_of: DraftsOf) -> Iterator[None]:
                 output_token_ids=tokens[prompt:],
                 sampling_params=SimpleNamespace(seed=int(seed.np[slot])),
             )
-            tree = self.drafter.options.tree
+            tree = self.trees.options.tree
             if isinstance(tree, DynamicTree):
-                survival = self.trees.log_survival
-                count = 0 if survival is None else int(survival[index].isfinite().sum())
+                count = 0 if self._drafts is None else int(self._drafts.num_nodes[index]) - 1
                 if not count:
                     continue
-                kept = self.trees.topologies.parents[slot, 1 : 1 + count]
+                kept = self.trees.parents[slot, 1 : 1 + count]
                 tree = _of_parents(kept.tolist())
             planted = drafts_of(request, tree)
             if planted is not None:

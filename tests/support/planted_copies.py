@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from vllm_medusa.lookup import lookup, on_device
+from vllm_medusa.lookup import lookup
 
 _LAST = 6  # tokens that tell where in a text a request is
 
@@ -29,26 +29,16 @@ class PlantedCopies:
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """From now on this is what lookup finds."""
-        patch.setattr(lookup, "longest_match", self._match)
-        patch.setattr(lookup, "continuation", self._continuation)
-        patch.setattr(on_device, "continuations", self._of_batch)
+        patch.setattr(lookup, "continuations", self._of_batch)
 
-    def _match(self, tokens: np.ndarray) -> tuple[int, int]:
-        known = tuple(tokens[-_LAST:].tolist()) in self._after
-        return (20, len(tokens) - _LAST) if known else (0, 0)
-
-    def _continuation(self, tokens: np.ndarray, start: int, count: int, _: int) -> np.ndarray:
-        future = self._after[tuple(tokens[start:].tolist())][self._shift :][:count]
-        return np.array([t if self._rng.random() < 0.98 else 3 for t in future], dtype=np.int64)
-
-    def _of_batch(
-        self, texts: Tensor, slots: Tensor, lengths: Tensor, count: int
-    ) -> tuple[Tensor, Tensor]:
-        matched, found = torch.zeros_like(lengths), torch.full((len(slots), count), -1)
-        for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-            tokens = texts[slot, :length].numpy()
-            matched[row], start = self._match(tokens)
-            if matched[row]:
-                future = self._continuation(tokens, start, count, 0)
-                found[row, : len(future)] = torch.from_numpy(future)
+    def _of_batch(self, texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, Any]:
+        matched, found = np.zeros(len(rows), np.int64), np.full((len(rows), count), -1)
+        for place, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+            future = self._after.get(tuple(texts[row, length - _LAST : length].tolist()))
+            if future is not None:
+                future = future[self._shift :][:count]
+                tokens = [token if self._rng.random() < 0.98 else 3 for token in future]
+                matched[place], found[place, : len(tokens)] = 20, tokens
+        if isinstance(texts, torch.Tensor):
+            return torch.from_numpy(matched), torch.from_numpy(found)
         return matched, found

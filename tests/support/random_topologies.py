@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_medusa.proposer.candidates import Candidates
+from vllm_medusa.tree.drafts import DraftTrees
 
 
 def random_topologies(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
@@ -13,16 +13,15 @@ def random_topologies(patch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(0)
     seen: set[tuple[int, ...]] = set()
 
-    def best(candidates: Candidates, num_nodes: int) -> torch.Tensor:
-        value, parents = candidates.value, candidates.parents
-        place = torch.rand(value.shape, generator=generator)
-        for node in range(1, value.shape[1]):  # no node before its parent
-            above = place.gather(1, parents[:, node, None]).squeeze(1)
+    def best(self: DraftTrees, num_nodes: int) -> DraftTrees:
+        place = torch.rand(self.log_survival.shape, generator=generator)
+        for node in range(1, place.shape[1]):  # no node before its parent
+            above = place.gather(1, self.parents[:, node, None]).squeeze(1)
             place[:, node] = torch.maximum(place[:, node], above)
         place[:, 0] = -1
-        order = place.masked_fill(value.isinf(), 2.0).sort(dim=-1, stable=True).indices
+        order = place.masked_fill(self.log_survival.isinf(), 2.0).sort(dim=-1, stable=True).indices
         seen.update(map(tuple, order[:, :num_nodes].tolist()))
-        return order[:, :num_nodes]
+        return self.nodes(order[:, :num_nodes]).padded(num_nodes)
 
-    patch.setattr(Candidates, "best", best)
+    patch.setattr(DraftTrees, "best", best)
     return seen

@@ -41,7 +41,7 @@ class RecordingWorker(Recording, MedusaCPUWorker):
 
     def _record(self, scheduler_output: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         runner = self.model_runner
-        step, verdict = runner._step, runner._verdict
+        step, verdict = runner.trees.step, runner.trees.verdict
         drafts = self._propose(scheduler_output, sampled, *args, **kwargs)
         for index, req_id in enumerate(runner.input_batch.req_ids):
             if not sampled[index]:

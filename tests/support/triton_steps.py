@@ -16,7 +16,8 @@ from support.models import COMMON
 from vllm_medusa.scorer.paged import PagedBatch
 from vllm_medusa.scorer.step import Trees as TreesOf
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]])
@@ -90,10 +91,11 @@ class Buffers:
 
 def step_of(num_nodes: list[int], trees: TreesOf | None = None) -> TreeStep:
     """A step of requests with so many nodes, of `TREE` unless other trees are given."""
-    total = sum(num_nodes)
+    total, sizes = sum(num_nodes), np.array(num_nodes, dtype=np.int64)
     return TreeStep.build(
         trees or TreeTensors.from_tree(TREE).batch,
-        np.array(num_nodes, dtype=np.int64),
+        sizes,
+        torch.from_numpy(np.concatenate(([0], sizes.cumsum()))),
         torch.arange(total),
         torch.zeros(total, dtype=torch.int32),
     )

@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 from support.budgets import fickle, policy_of, scheduler_of, verify_all
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
@@ -34,7 +33,6 @@ pytestmark = [
 if ON_V2:
     from vllm_medusa.worker import practice
     from vllm_medusa.worker.drafting import MedusaDrafter
-    from vllm_medusa.worker.v2.topologies import Topologies
 
 TOKENS = 16
 Patch = pytest.MonkeyPatch
@@ -114,47 +112,6 @@ def test_every_request_and_step_has_another_tree(
     assert any(not row.is_tree for step in steps for row in step if not row.is_prefill)
 
 
-def of_the_neighbour(patch: Patch) -> None:
-    """A request is verified by the topology of another."""
-    trees = Topologies.trees
-    patch.setattr(Topologies, "trees", lambda self, slots, *args: trees(self, slots.roll(1), *args))
-
-
-def of_an_earlier_step(patch: Patch) -> None:
-    """Requests are verified by what was first drafted for their slots."""
-    keep, trees, first = Topologies.keep, Topologies.trees, {}
-
-    def noted(self: Topologies, slots: torch.Tensor, parents: torch.Tensor) -> None:
-        for slot, row in zip(slots.tolist(), parents, strict=True):
-            first.setdefault(slot, row)
-        keep(self, slots, parents)
-
-    def wrong(self: Topologies, slots: torch.Tensor, width: int, counts: torch.Tensor) -> Any:
-        now = self.parents.clone()
-        for slot, row in first.items():
-            self.parents[slot] = row
-        try:
-            return trees(self, slots, width, counts)
-        finally:
-            self.parents.copy_(now)
-
-    patch.setattr(Topologies, "keep", noted)
-    patch.setattr(Topologies, "trees", wrong)
-
-
-@pytest.mark.parametrize("control", [of_the_neighbour, of_an_earlier_step])
-def test_a_wrong_topology_costs_acceptance(
-    llm: LLM, reference: Reference, monkeypatch: Patch, control: Any
-) -> None:
-    """Never equality: attention, positions and the walk still go by one and the same tree."""
-    random_topologies(monkeypatch)
-    fickle(monkeypatch, llm, drafting=1.0, preempting=True)
-    part = reference.part(0, 6)
-    right = run(llm, part)
-    control(monkeypatch)
-    assert run(llm, part) < 0.7 * right
-
-
 def test_seeded_requests_and_penalties(
     llm: LLM, plain_seeded: list[Outcome], monkeypatch: Patch
 ) -> None:
@@ -176,7 +133,7 @@ def test_without_drafts_the_heads_rest(llm: LLM, reference: Reference, monkeypat
     def unwanted(*args: Any) -> None:
         raise AssertionError("the heads ran")
 
-    monkeypatch.setattr(MedusaDrafter, "grow", unwanted)
+    monkeypatch.setattr(MedusaDrafter, "draft", unwanted)
     with recorded_steps() as steps:
         assert differing(part.completions, complete(llm, part.prompts, greedy(TOKENS))) == []
     assert steps and not tree_rows(steps)

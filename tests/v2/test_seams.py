@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ if ON_V2:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
+    from vllm_medusa.tree.drafts import DraftTrees
     from vllm_medusa.worker.cuda_graphs import tree_sizes
     from vllm_medusa.worker.drafting import MedusaDrafter
     from vllm_medusa.worker.options import CPU_WORKER, V2_CPU_WORKER, EngineOptions, is_medusa
@@ -221,16 +223,17 @@ def test_penalties_count_the_path_of_typical_requests(
 ) -> None:
     """Every draft repeats its parent's token; a prohibitive penalty lets none of them in."""
     parents = llm_tree(llm).parents
-    propose = MedusaDrafter.propose
+    draft = MedusaDrafter.draft
 
-    def stuttering(self: Any, *states: torch.Tensor) -> torch.Tensor:
-        tokens = propose(self, *states).clone()
+    def stuttering(self: Any, *args: Any) -> DraftTrees:
+        drafts = draft(self, *args)
+        tokens = drafts.token_ids.clone()
         for node, parent in enumerate(parents[1:], start=1):
             if parent > 0:
-                tokens[:, node - 1] = tokens[:, parent - 1]
-        return tokens
+                tokens[:, node] = tokens[:, parent]
+        return replace(drafts, token_ids=tokens)
 
-    monkeypatch.setattr(MedusaDrafter, "propose", stuttering)
+    monkeypatch.setattr(MedusaDrafter, "draft", stuttering)
     rule = {"medusa": {"acceptance": "typical", "epsilon": 1e-9, "delta": 1e-9}}
     prompts = random_prompts(3, VOCAB, longest=30, seed=9)
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12, "extra_args": rule}

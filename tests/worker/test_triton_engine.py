@@ -35,7 +35,7 @@ if INTERPRETING:
 from vllm_medusa import proposer
 from vllm_medusa.proposer import kernel
 from vllm_medusa.scorer.paged import PagedBatch
-from vllm_medusa.tree import TreeBatch, TreeTensors
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.worker import cuda_attention, cuda_metadata
 
 pytestmark = pytest.mark.engine

@@ -40,9 +40,7 @@ _RESERVE = 1 << 30  # bytes that stay free
 def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> Plan:
     """Look at everything that is cheap to look at.
 
-    Raises:
-        ValueError: something has to be changed; the message says what.
-
+    Raises ValueError: something has to be changed; the message says what.
     """
     missing = [name for name in _EXTRAS if find_spec(name) is None]
     if missing:
@@ -51,9 +49,7 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
             f"adapt needs {', '.join(missing)}, not installed: pip install 'vllm-medusa[{extras}]'"
         )
     _check_output(options)
-    prompts = load_prompts(
-        options.prompts, options.format, options.column, options.on_bad_line, progress
-    )
+    prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     different = len({(p.text, p.turns, json.dumps(p.history)) for p in prompts})
     if different < 2:
         raise ValueError(

@@ -29,7 +29,7 @@ _GIVEN_TO_ADAPT = (
     *("kind", "method", "seed", "dtype", "heldout_share"),
     *("num_heads", "num_layers", "epochs", "learning_rate"),
 )
-_SET_BY_ADAPT = ("data", "heldout", "output", "overwrite", "save")
+_SET_BY_ADAPT = ("data", "heldout", "output", "overwrite")
 _MIN_VOCABULARY = 16  # tokens; the guesses of a head are about as many
 
 
@@ -132,9 +132,7 @@ def training_of(options: AdaptOptions) -> TrainOptions:
 def check_training(options: AdaptOptions, training: TrainOptions) -> None:
     """Refuse training that is not adapt's own in what adapt decides.
 
-    Raises:
-        ValueError: naming the option.
-
+    Raises ValueError: naming the option.
     """
     own, given = values_of(training_of(options)), values_of(training)
     for name in (*_GIVEN_TO_ADAPT, *_SET_BY_ADAPT):

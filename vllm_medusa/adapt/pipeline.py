@@ -263,9 +263,7 @@ def split_texts(
 ) -> None:
     """Write the records to train, to calibrate and to measure on, and counts of them.
 
-    Raises:
-        ValueError: too few prompts, or a bad line that is not to be skipped.
-
+    Raises ValueError: too few prompts, or a bad line that is not to be skipped.
     """
     counts, tokens, bad, disjoint = split_records(data, output, heldout_share)
     settle_bad_lines(data, bad, on_bad_line, progress)
@@ -277,12 +275,7 @@ def split_texts(
 def train_unharmed(
     options: TrainOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Train heads.
-
-    Raises:
-        JobFailed: the target lost too much quality to be used, and what.
-
-    """
+    """Train heads. Raises JobFailed: the target lost too much quality to be used, and what."""
     from vllm_medusa.training.train import train
 
     trained = train(options, progress, command)

@@ -87,9 +87,7 @@ class WorkFolder(Run):
     def run(self, stage: Stage) -> Path:
         """Bring a stage to its end, unless it is there already; returns its folder.
 
-        Raises:
-            StageFailed: the job failed; what it left stays for the next attempt.
-
+        Raises StageFailed: the job failed; what it left stays for the next attempt.
         """
         here = self.folder / f"{stage.name}-{stage.key}"
         options = stage.options(here)

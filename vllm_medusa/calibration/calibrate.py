@@ -62,9 +62,7 @@ def calibrate(
 ) -> Calibrated:
     """Measure heads on texts, and save what was seen beside them; killed, the same call resumes.
 
-    Raises:
-        ValueError: heads, records or a target that can't be used, or that don't go together.
-
+    Raises ValueError: heads, records or a target that can't be used, or that don't go together.
     """
     check_folder(options.heads)
     if drafter_method(options.heads) is not None:

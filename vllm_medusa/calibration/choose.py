@@ -52,9 +52,7 @@ def choose_tree(
 ) -> Chosen:
     """Build the tree that gives calibrated heads the most tokens per step, and write it down.
 
-    Raises:
-        ValueError: heads without a calibration of theirs, or options that don't go with it.
-
+    Raises ValueError: heads without a calibration of theirs, or options that don't go with it.
     """
     if options.output:
         refuse_to_replace(options.output, "tree", _is_tree)

@@ -47,9 +47,7 @@ def collect(
 ) -> tuple[Observations, list[Fit | None]]:
     """Observe all texts, and fit each head's temperature.
 
-    Raises:
-        CalibrationError: no text has a position.
-
+    Raises CalibrationError: no text has a position.
     """
     spans = list(find_spans(texts, heads.num_heads, end_tokens))
     total = sum(stop - start for _, start, stop, _ in spans)
@@ -75,7 +73,7 @@ def collect(
         if seen is None:
             chosen = [spans[n] for n in members]
             rows, labels = _rows(texts, batch, chosen, heads, hidden_states)
-            after = torch.cat([_following(texts[s[0]], s, heads.num_heads) for s in chosen])
+            after = torch.cat([_tokens(texts[s[0]], s, heads.num_heads, 1) for s in chosen])
             closely = torch.cat([close[n] for n in members]).to(rows.device)
             seen = observe(heads, rows, labels, num_ranks, lm_head, closely, after.to(rows.device))
             save_arrays(path, vars(seen))
@@ -142,23 +140,19 @@ def _rows(
     with torch.inference_mode():
         states = hidden_states(ids.to(device), mask.to(device))  # [B, L, H]
     rows = [states[batch.index(text), start:stop] for text, start, stop, _ in spans]
-    labels = [_labels(texts[span[0]], span, heads.num_heads) for span in spans]
+    labels = [_tokens(texts[span[0]], span, heads.num_heads, 2, NO_LABEL) for span in spans]
     return torch.cat(rows), torch.cat(labels).to(device)
 
 
-def _labels(text: Record, span: Span, num_heads: int) -> Tensor:
-    """int64 [T, K]: tokens t + h + 2 of the span."""
+def _tokens(
+    text: Record, span: Span, num_heads: int, shift: int, outside: int | None = None
+) -> Tensor:
+    """int64 [T, K]: tokens t + h + ``shift``; behind the span ``outside``, if that is given."""
     _, start, stop, end = span
-    index = torch.arange(start, stop)[:, None] + torch.arange(num_heads) + 2
+    index = torch.arange(start, stop)[:, None] + torch.arange(num_heads) + shift
     ids = torch.tensor(text.token_ids)
-    return torch.where(index < end, ids[index.clamp_max(len(ids) - 1)], NO_LABEL)
-
-
-def _following(text: Record, span: Span, num_heads: int) -> Tensor:
-    """int64 [T, K]: tokens t + h + 1 of the text, any behind its end."""
-    _, start, stop, _ = span
-    index = torch.arange(start, stop)[:, None] + torch.arange(num_heads) + 1
-    return torch.tensor(text.token_ids)[index.clamp_max(len(text.token_ids) - 1)]
+    found = ids[index.clamp_max(len(ids) - 1)]
+    return found if outside is None else torch.where(index < end, found, outside)
 
 
 def _observations(texts: Sequence[Record], spans: Sequence[Span], seen: Seen) -> Observations:

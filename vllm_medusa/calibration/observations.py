@@ -31,7 +31,6 @@ EAGLE = (
     "not calibrated. Serve it as it is (serve TARGET --speculative-model {0}), or see how much "
     "faster it is: compare TARGET {0} --prompts FILE."
 )
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,14 @@ class Observations:
         path = folder / FILE
         arrays = {each.name: getattr(self, each.name) for each in fields(self)}
         source = json.dumps(arrays.pop("source"))
-        save_arrays(path, arrays, {"format_version": str(_FORMAT), "source": source})
+        save_arrays(path, arrays, {"source": source})
         return path
 
     @classmethod
     def load(cls, folder: Path) -> Observations:
         """Read what `save` wrote.
 
-        Raises:
-            CalibrationError: there is no calibration, or it can't be read.
-
+        Raises CalibrationError: there is no calibration, or it can't be read.
         """
         path = folder / FILE
         if not path.is_file():
@@ -108,14 +105,9 @@ class Observations:
             with safe_open(path, framework="np") as file:
                 meta: Mapping[str, str] = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if meta.get("format_version") == str(_FORMAT):
-                return cls(**arrays, source=json.loads(meta["source"]))
+            return cls(**arrays, source=json.loads(meta["source"]))
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
             raise CalibrationError(f"{path} can't be read ({error}): calibrate again.") from error
-        raise CalibrationError(
-            f"{path} has the format {meta.get('format_version')}, this version reads {_FORMAT}: "
-            "calibrate again."
-        )
 
 
 def save_arrays(

@@ -36,9 +36,7 @@ class Walks:
     def __init__(self, texts: Sequence[Ranks], paths: Iterable[Path] = ()) -> None:
         """Begin with the tree of ``paths``, parents first; without any it is the root alone.
 
-        Raises:
-            ValueError: no text has a position.
-
+        Raises ValueError: no text has a position.
         """
         texts = [text for text in texts if len(text)]
         if not texts:

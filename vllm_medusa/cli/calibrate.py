@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
+from vllm_medusa.cli.console import ConsoleProgress, hide_loading_bars, invocation, stdout_console
 from vllm_medusa.offline.prompts import require_file
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def run(options: CalibrateOptions, progress: ConsoleProgress) -> int:
     require_file(options.data, "records")  # before torch is imported
     from vllm_medusa.calibration.calibrate import calibrate
 
+    hide_loading_bars()
     _print(calibrate(options, progress, invocation()))
     progress.note(
         f"saved in {options.heads}; next: vllm-medusa tree {options.heads} --num-draft-tokens N"

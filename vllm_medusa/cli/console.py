@@ -120,6 +120,13 @@ def run_job(
             return 130
 
 
+def hide_loading_bars() -> None:
+    """Keep transformers from drawing bars of its own while it loads a model."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def invocation() -> list[str]:
     """The words of the command that runs, for the provenance of what it makes."""
     return ["vllm-medusa", *sys.argv[1:]]

@@ -40,9 +40,7 @@ def add_flags(parser: Any, options: type[Options], titled: dict[str, Any] | None
 def from_flags(options: type[T], args: argparse.Namespace) -> T:
     """Options from a parsed command line.
 
-    Raises:
-        ValueError: options that contradict each other; a single one is refused by the parser.
-
+    Raises ValueError: options that contradict each other; a single one is refused by the parser.
     """
     values = {each.name: getattr(args, each.name) for each in described(options)}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}

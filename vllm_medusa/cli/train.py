@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_medusa.cli.console import ConsoleProgress, invocation
+from vllm_medusa.cli.console import ConsoleProgress, hide_loading_bars, invocation
 from vllm_medusa.training.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -30,11 +30,9 @@ _RANKS = (1, 2, 3, 5, 10)
 
 def run(options: TrainOptions, progress: ConsoleProgress) -> int:
     """Train, and say how the heads and the target fare; 1 if the target lost too much."""
-    from transformers.utils import logging
-
     from vllm_medusa.training.train import train
 
-    logging.disable_progress_bar()  # ours are enough
+    hide_loading_bars()
     trained = train(options, progress, invocation())
     if trained.main:
         _show(trained, progress)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_medusa.kernels import uses_kernel
 from vllm_medusa.kv.compaction import accepted_moves, copy_slots
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -101,6 +102,18 @@ def compact_layers(
     ``slots`` is int64 [B, N], distinct where they are read or written; ``path_nodes`` int64
     [B, D + 1] and ``num_accepted`` int64 [B] come from a `Path`. No host sync.
     """
+    if not uses_kernel(slots.device.type):
+        compact_layers_torch(layers, slots, path_nodes, num_accepted)
+        return
+    from vllm_medusa.kv import kernel
+
+    kernel.compact_layers(layers, slots, path_nodes, num_accepted)
+
+
+def compact_layers_torch(
+    layers: LayerCaches, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor
+) -> None:
+    """`compact_layers` by torch alone."""
     src, dst = accepted_moves(slots, path_nodes, num_accepted)
     for cache in layers.caches:
         copy_slots(cache, src, dst, layers.slot_dims)

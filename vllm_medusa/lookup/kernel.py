@@ -15,30 +15,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_medusa.lookup.merge import BY_BOTH, BY_CHAIN
-from vllm_medusa.lookup.search import LONGEST, SHORTEST
+from vllm_medusa.lookup.search import MAX_MATCH, MIN_MATCH
+from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 _BLOCK = 4096  # places of a text that are compared at once
-_BY_BOTH, _BY_CHAIN = tl.constexpr(BY_BOTH), tl.constexpr(BY_CHAIN)
+_FROM_BOTH, _FROM_LOOKUP = tl.constexpr(FROM_BOTH), tl.constexpr(FROM_LOOKUP)
 
 
 def continuations(
-    texts: Tensor, slots: Tensor, lengths: Tensor, count: int
+    texts: Tensor, rows: Tensor, lengths: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Search the texts of a batch: `on_device.continuations`."""
-    assert texts.stride(1) == 1 and slots.is_contiguous() and lengths.is_contiguous()
+    """`search.continuations`."""
+    assert texts.stride(1) == 1 and rows.is_contiguous() and lengths.is_contiguous()
     matched = torch.empty_like(lengths)
-    found = lengths.new_empty((len(slots), count))
-    search[(len(slots),)](
+    found = lengths.new_empty((len(rows), count))
+    search_kernel[(len(rows),)](
         texts,
         texts.stride(0),
-        slots,
+        rows,
         lengths,
         matched,
         found,
         count,
-        LONGEST=LONGEST,
-        SHORTEST=SHORTEST,
+        MAX_MATCH=MAX_MATCH,
+        MIN_MATCH=MIN_MATCH,
         BLOCK=_BLOCK,
         BLOCK_C=max(16, triton.next_power_of_2(count)),
         num_warps=8,
@@ -46,60 +46,56 @@ def continuations(
     return matched, found
 
 
-def merge(
-    token_ids: Tensor,  # int64 [B, N]
-    parents: Tensor,  # int64 [B, N]
-    log_survival: Tensor,  # float32 [B, N]
-    proposed_by: Tensor,  # int64 [B, N]
-    chain: Tensor,  # int64 [B, D]
-    log_survival_of_chain: Tensor,  # float32 [B, D]
-    levels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Join trees and chains: the fields of what `on_device.merge` returns."""
-    (batch, nodes), size = token_ids.shape, chain.shape[1]
-    given = token_ids, parents, log_survival, proposed_by, chain, log_survival_of_chain
+def join(trees: DraftTrees, chain: Tensor, log_survival: Tensor, levels: int) -> DraftTrees:
+    """`search.join`."""
+    (batch, nodes), size = trees.parents.shape, chain.shape[1]
+    own = trees.token_ids, trees.parents, trees.log_survival, trees.source
+    given = (*own, chain, log_survival)
     assert all(each.stride(1) == 1 for each in given)
-    out = tuple(each.new_empty((batch, nodes)) for each in given[:4])
+    out = DraftTrees(*(each.new_empty((batch, nodes)) for each in own))
     block = max(16, triton.next_power_of_2(nodes + size))
-    join[(batch,)](
+    join_kernel[(batch,)](
         *(part for each in given for part in (each, each.stride(0))),
         log_survival.new_empty((batch, block)),
-        *out,
+        out.token_ids,
+        out.parents,
+        out.log_survival,
+        out.source,
         nodes,
         size,
         min(levels, size),
         BLOCK=block,
         num_warps=8,
     )
-    return out[0], out[1], out[2], out[3]
+    return out
 
 
 @triton.jit(
     do_not_specialize=("texts_s", "count"),
     do_not_specialize_on_alignment=(
         "texts_ptr",
-        "slots_ptr",
+        "rows_ptr",
         "lengths_ptr",
         "matched_ptr",
         "found_ptr",
     ),
 )
-def search(
-    texts_ptr,  # integer [S, L]
+def search_kernel(
+    texts_ptr,  # integer [rows, L]
     texts_s,
-    slots_ptr,  # int64 [B]
+    rows_ptr,  # int64 [B]
     lengths_ptr,  # int64 [B]
     matched_ptr,  # out, int64 [B]
     found_ptr,  # out, int64 [B, count]
     count,
-    LONGEST: tl.constexpr,
-    SHORTEST: tl.constexpr,
+    MAX_MATCH: tl.constexpr,
+    MIN_MATCH: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """The place that agrees with the text's end over most tokens, the latest of equals."""
     request = tl.program_id(0).to(tl.int64)
-    texts_ptr += tl.load(slots_ptr + request).to(tl.int64) * texts_s
+    texts_ptr += tl.load(rows_ptr + request).to(tl.int64) * texts_s
     length = tl.load(lengths_ptr + request).to(tl.int32)
     last = length - 1
     lane = tl.arange(0, BLOCK)
@@ -111,7 +107,7 @@ def search(
         agree = tl.zeros([BLOCK], tl.int32)
         back = 0
         going = 1
-        while (back < LONGEST) & (going > 0):  # no place agrees beyond the text's first token
+        while (back < MAX_MATCH) & (going > 0):  # no place agrees beyond the text's first token
             same = same & (place >= back)
             before = tl.load(texts_ptr + (place - back), mask=same, other=0)
             same = same & (before == tl.load(texts_ptr + (last - back)))
@@ -122,7 +118,7 @@ def search(
         better = best // BLOCK >= matched
         matched = tl.where(better, best // BLOCK, matched)
         start = tl.where(better, first + best % BLOCK + 1, start)
-    is_found = matched >= SHORTEST
+    is_found = matched >= MIN_MATCH
     matched = tl.where(is_found, matched, 0)
     start = tl.where(is_found, start, 0)
     column = tl.arange(0, BLOCK_C)
@@ -143,7 +139,7 @@ def search(
         *("scratch_ptr", "tokens_out", "parents_out", "values_out", "by_out"),
     ),
 )
-def join(
+def join_kernel(
     tokens_ptr,  # int64 [B, N]
     tokens_b,
     parents_ptr,  # int64 [B, N]
@@ -180,7 +176,7 @@ def join(
     tokens = tl.where(own, tokens, tl.load(chain_ptr + place, mask=of_chain, other=-1))
     parents = tl.load(parents_ptr + index, mask=own, other=-1).to(tl.int32)
     values = tl.load(values_ptr + request * values_b + index, mask=own, other=float("-inf"))
-    by = tl.load(by_ptr + request * by_b + index, mask=own, other=_BY_CHAIN)
+    by = tl.load(by_ptr + request * by_b + index, mask=own, other=_FROM_LOOKUP)
 
     at = 0  # the node that the chain has come to
     shared = 0
@@ -193,7 +189,7 @@ def join(
         at = tl.where(going > 0, hit, at)
         here = (index == at) & (going > 0)
         values = tl.where(here, tl.maximum(values, surer), values)
-        by = tl.where(here, _BY_BOTH, by)
+        by = tl.where(here, _FROM_BOTH, by)
         shared += going
 
     below = of_chain & (place >= shared)

@@ -1,71 +1,119 @@
-"""Lookup for the requests of an engine: what each may copy, and what became of it."""
+"""Lookup for the requests of an engine: what each may copy, and how often that was right.
+
+How often the next token of a continuation is right, by how many tokens agree so far, is learned
+while serving: from every continuation whose request went on, verified or not, as what the request
+says next is known either way. Greedy requests copy more faithfully than sampled ones and are
+counted apart. Old observations decay.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+import math
+from typing import Any
 
 import numpy as np
+import torch
 
-from vllm_medusa.lookup.chances import Chances
-from vllm_medusa.lookup.merge import DraftTree, merge
-from vllm_medusa.lookup.search import Ints, continuation, longest_match
+from vllm_medusa.lookup.search import MAX_MATCH, Array, continuations, join
+from vllm_medusa.tree.drafts import DraftTrees
 
-LEAST = 0.02  # survival below which a token of a continuation is not offered
-
-
-@dataclass(frozen=True)
-class _Found:
-    """A continuation whose request hasn't gone on yet."""
-
-    token_ids: Ints
-    matched: int
-    sampled: bool
+MIN_SURVIVAL = 0.02  # of a copied token that is drafted
+_ENDS = (1, 2, 3, 5, 8, 12, 18, 26, MAX_MATCH)  # the longest match of each bucket
+_PRIOR = (
+    (0.2, 0.35, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93),  # greedy
+    (0.1, 0.2, 0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8),  # sampled
+)
+_PRIOR_TOKENS = 8.0  # that the prior is worth
+_WINDOW = 256.0  # tokens over which a bucket is averaged
+_MAX_CHANCE = 0.995
 
 
 class Lookup:
-    """Finds continuations and learns how far they can be trusted."""
+    """Finds continuations and learns how far they can be trusted.
 
-    def __init__(self, vocab_size: int) -> None:
+    Slots tell the requests apart: what is kept of a request is in its slot. On a device nothing
+    waits for it. Arguments and memory are tensors there and numpy arrays on the host: the code
+    below is the same for both.
+    """
+
+    def __init__(
+        self, vocab_size: int, num_slots: int, max_tokens: int, device: torch.device | None
+    ) -> None:
+        """``max_tokens`` bounds a continuation; no device: on the host."""
+        self.max_tokens = max_tokens
         self._vocab_size = vocab_size
-        self.chances = Chances()
-        self._waiting: dict[str, _Found] = {}
+        prior = np.array(_PRIOR, np.float32).flatten()
+        # the cell of a token of a greedy or sampled request, by how many tokens agree before it
+        bucket = np.searchsorted(_ENDS, np.arange(MAX_MATCH + max_tokens).clip(0, MAX_MATCH))
+        self._xp: Any = np if device is None else torch
 
-    def learn(self, name: str, said: Sequence[int]) -> None:
-        """Compare what a request said with what was found for it last."""
-        found = self._waiting.pop(name, None)
-        if found is None or not len(said):
-            return
-        known = min(len(found.token_ids), len(said))
-        differ = found.token_ids[:known] != np.asarray(said)[:known]
-        ended = bool(differ.any())
-        right = int(differ.argmax()) if ended else known
-        self.chances.learn(found.matched, right, ended=ended, sampled=found.sampled)
+        def kept(array: np.ndarray) -> Array:
+            return array if device is None else torch.from_numpy(array).to(device)
+
+        with torch.inference_mode(False):  # else only inference mode could write to them
+            self._places = kept(np.arange(max_tokens))
+            self._cell_of = kept(np.stack([bucket, bucket + len(_ENDS)]))
+            self._cells, self._prior = kept(np.arange(prior.size)), kept(prior)
+            self._right, self._tried = kept(np.zeros_like(prior)), kept(np.zeros_like(prior))
+            # of each slot: what was found, its tokens' cells, the length of the text then
+            self._found = kept(np.full((num_slots, max_tokens), -1))
+            self._cell = kept(np.zeros((num_slots, max_tokens), np.int64))
+            self._length = kept(np.full(num_slots, -1))
+
+    def forget(self) -> None:
+        """Start again, with nothing learned."""
+        self._right[:] = 0.0
+        self._tried[:] = 0.0
+        self._length[:] = -1
+
+    @property
+    def chances(self) -> Array:
+        """float32 [18]: of the next token, by bucket of matched tokens; greedy, then sampled."""
+        chance = (self._right + _PRIOR_TOKENS * self._prior) / (self._tried + _PRIOR_TOKENS)
+        return chance.clip(0.0, _MAX_CHANCE)
+
+    def learn(
+        self,
+        slots: Array,  # int64 [B]
+        texts: Array,  # integer [rows, L], prompts and outputs
+        rows: Array,  # int64 [B], each request's row of ``texts``
+        lengths: Array,  # int64 [B], of the requests' texts
+        num_new: Array,  # int64 [B], how many of a text's last tokens are new
+    ) -> None:
+        """Compare what requests said with what was found for them last."""
+        before, found, places = self._length[slots], self._found[slots], self._places
+        new = texts[rows[:, None], (before[:, None] + places).clip(0, texts.shape[1] - 1)]
+        known = (before + num_new == lengths)[:, None] & (places < num_new[:, None]) & (found >= 0)
+        right = ((found == new) & known).cumprod(1)
+        tried = known & (places <= right.sum(1)[:, None])
+        cells = self._cell[slots][..., None] == self._cells  # [B, tokens, cells]
+        rights = (cells & (right > 0)[..., None]).sum((0, 1))
+        tries = (cells & tried[..., None]).sum((0, 1))
+        kept = math.exp(-1.0 / _WINDOW) ** tries
+        self._right[:] = kept * self._right + rights
+        self._tried[:] = kept * self._tried + tries
+        self._length[slots] = -1
 
     def extend(
-        self, name: str, tokens: Ints, tree: DraftTree, depth: int, most: int, *, sampled: bool
-    ) -> DraftTree:
-        """A request's tree with what may be copied.
-
-        Args:
-            name: of the request.
-            tokens: [n] its prompt and output.
-            tree: that was drafted for it.
-            depth: The deepest node that it has a use for, at least 1.
-            most: drafts of the result.
-            sampled: whether it samples.
-
-        """
-        matched, start = longest_match(tokens)
-        if not matched:
-            return tree
-        copied = continuation(tokens, start, min(depth, most), self._vocab_size)
-        survival = self.chances.survival(matched, len(copied), sampled=sampled)
-        self._waiting[name] = _Found(copied, matched, sampled)
-        count = int(np.count_nonzero(survival >= LEAST))
-        return merge(tree, copied[:count], survival[:count], most) if count else tree
-
-    def keep(self, alive: Container[str], requests: int) -> None:
-        """Forget requests that are gone, if there are many more than ``requests``."""
-        if len(self._waiting) > 2 * requests + 64:
-            self._waiting = {name: each for name, each in self._waiting.items() if name in alive}
+        self,
+        slots: Array,  # as for `learn`
+        texts: Array,
+        rows: Array,
+        lengths: Array,
+        trees: DraftTrees,  # that were drafted for the requests
+        depth: Array,  # int64 [B], the deepest node that each has a use for; 0: nothing is copied
+        sampled: Array,  # bool [B], whether a request samples
+        levels: int,  # bound of the depth of ``trees``
+    ) -> DraftTrees:
+        """The requests' trees with what may be copied."""
+        matched, found = continuations(texts, rows, lengths, self.max_tokens)
+        no_token = (found < 0) | (found >= self._vocab_size)  # in place of an image, say
+        useless = (self._places >= depth[:, None]) | (matched == 0)[:, None]
+        ends = (no_token | useless).cumsum(1) > 0
+        found = self._xp.where(ends, -1, found)
+        cells = self._cell_of[sampled[:, None] * 1, matched[:, None] + self._places]
+        self._found[slots], self._cell[slots], self._length[slots] = found, cells, lengths
+        survival = self._xp.log(self.chances)[cells].cumsum(1)
+        unlikely = survival < math.log(MIN_SURVIVAL)
+        survival = self._xp.where(ends | unlikely, -math.inf, survival)
+        return join(trees, found, survival, levels)

@@ -1,56 +1,150 @@
-"""Where a request's last tokens stood before, and what followed them there.
+r"""Where requests' last tokens stood before and what followed them, as chains of their trees.
 
-    tokens        a b c d e a b c        the last three stood at 0 already
-    length, start 3, 3                   so d e may follow, and then a b c d e ... again
+    text          a b c d e a b c        the last three stood at 0 already
+    matched 3, start 3                   so d e may follow, and then a b c d e ... again
 
-Of all places the one counts that agrees over most tokens, of equally good ones the latest.
+Of all places the one counts that agrees over most tokens, of equally good ones the latest. The
+continuation is a chain below the root. As far as its tokens are nodes of the tree, these are shared
+and as likely as the likelier of the two says; the rest hangs below the last shared node.
+
+    tree   0          chain  x y z      joined  0
+          / \                                  / \
+         x   w                                x   w        x is shared
+         |                                   / \
+         v                                  v   y
+                                                 \
+                                                  z
+
+Texts are numpy arrays on the host, or tensors on a device, where the search and the joining are a
+Triton kernel each (`kernel`); the functions that end in ``_numpy`` do the same on the host.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
-Ints = npt.NDArray[np.integer]
+from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
-LONGEST = 32  # tokens that are compared
-SHORTEST = 2  # tokens that have to agree
-_PLACES = 2048  # the latest so many are looked at
+MAX_MATCH = 32  # tokens that are compared
+MIN_MATCH = 2  # tokens that have to agree
+_PLACES = 2048  # of those, the latest so many are compared further
+
+Array = Any  # a numpy array on the host, a tensor on a device
 
 
-def longest_match(tokens: Ints) -> tuple[int, int]:
+def continuations(
+    texts: Array,  # integer [rows, L]
+    rows: Array,  # int64 [B], each request's row
+    lengths: Array,  # int64 [B], of the requests' texts
+    count: int,
+) -> tuple[Array, Array]:
+    """How many of the last tokens stood before, and ``count`` tokens that followed them there.
+
+    int64 [B] and [B, count]; at the end of the text they repeat. Any tokens where none agree.
+    """
+    if isinstance(texts, Tensor):
+        from vllm_medusa.lookup import kernel
+
+        return kernel.continuations(texts, rows, lengths, count)
+    return continuations_numpy(texts, rows, lengths, count)
+
+
+def continuations_numpy(
+    texts: np.ndarray, rows: np.ndarray, lengths: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`continuations` on the host."""
+    matched = np.zeros(len(rows), np.int64)
+    found = np.zeros((len(rows), count), np.int64)
+    for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        matched[place], start = longest_match(texts[row, :length])
+        if matched[place]:
+            found[place] = texts[row, start + np.arange(count) % (length - start)]
+    return matched, found
+
+
+def longest_match(tokens: np.ndarray) -> tuple[int, int]:
     """How many of the last of ``tokens`` [n] stood before, and where it went on; (0, 0): nowhere.
 
-    One pass over the text for each of the `SHORTEST` last tokens, then only its few places.
+    One pass over the text for each of the `MIN_MATCH` last tokens, then only its few places.
     """
     last = len(tokens) - 1
-    if last < SHORTEST:
+    if last < MIN_MATCH:
         return 0, 0
-    first = SHORTEST - 1  # the first place that has so many tokens
+    first = MIN_MATCH - 1  # the first place that has so many tokens
     same = tokens[first:last] == tokens[last]
-    for back in range(1, SHORTEST):
+    for back in range(1, MIN_MATCH):
         same &= tokens[first - back : last - back] == tokens[last - back]
     places = np.flatnonzero(same)[-_PLACES:] + first
     if not len(places):
         return 0, 0
-    steps = np.arange(min(LONGEST, last))
+    steps = np.arange(min(MAX_MATCH, last))
     ending = tokens[last - steps]
     latest = int(places[-1])
-    if latest + 1 >= LONGEST and (tokens[latest - steps] == ending).all():
-        return LONGEST, latest + 1  # as it is in loops, with many places
-    before = places[:, None] - steps  # [places, LONGEST]
+    if latest + 1 >= MAX_MATCH and (tokens[latest - steps] == ending).all():
+        return MAX_MATCH, latest + 1  # as it is in loops, with many places
+    before = places[:, None] - steps  # [places, MAX_MATCH]
     same = (tokens[before.clip(0)] == ending) & (before >= 0)
     lengths = np.logical_and.accumulate(same, axis=1).sum(1)
     best = int(lengths.max())
     return best, int(places[lengths == best][-1]) + 1
 
 
-def continuation(tokens: Ints, start: int, count: int, vocab_size: int) -> Ints:
-    """``count`` tokens from ``start`` on; behind the end of the text it goes on in a circle.
+def join(trees: DraftTrees, chain: Array, log_survival: Array, levels: int) -> DraftTrees:
+    """The best nodes of ``trees`` and of a chain below each root.
 
-    It ends before the first that is no token of the vocabulary (what stands for an image may be
-    none).
+    Args:
+        trees: N nodes each, as the result has.
+        chain: int64 [B, D].
+        log_survival: float32 [B, D], falling; -inf behind its end.
+        levels: bound of the depth of ``trees``.
+
     """
-    found = tokens[start + np.arange(count) % (len(tokens) - start)]
-    strange = np.flatnonzero((found < 0) | (found >= vocab_size))
-    return found[: strange[0]] if len(strange) else found
+    if isinstance(chain, Tensor):
+        from vllm_medusa.lookup import kernel
+
+        return kernel.join(trees, chain, log_survival, levels)
+    return join_numpy(trees, chain, log_survival, levels)
+
+
+def join_numpy(
+    trees: DraftTrees, chain: np.ndarray, log_survival: np.ndarray, levels: int
+) -> DraftTrees:
+    """`join` on the host."""
+    tokens, parents = trees.token_ids.numpy(), trees.parents.numpy()
+    values, source = trees.log_survival.numpy().copy(), trees.source.numpy().copy()
+    (batch, nodes), size = tokens.shape, chain.shape[1]
+    every, places = np.arange(batch), np.arange(size)
+    at = shared = np.zeros(batch, np.int64)  # the last shared node, and how many there are
+    for level in range(min(levels, size)):
+        surer = log_survival[:, level]
+        same = (parents == at[:, None]) & (tokens == chain[:, level, None]) & np.isfinite(values)
+        follows = (shared == level) & same.any(1) & np.isfinite(surer)
+        if not follows.any():
+            break
+        at = np.where(follows, same.argmax(1), at)
+        values[every, at] = np.maximum(values[every, at], np.where(follows, surer, -np.inf))
+        source[every, at] = np.where(follows, FROM_BOTH, source[every, at])
+        shared = shared + follows
+    own = np.where(places < shared[:, None], -np.inf, log_survival).astype(np.float32)
+    below = np.where(places == shared[:, None], at[:, None], nodes - 1 + places)
+    values = np.concatenate([values, own], 1)
+    order = np.argsort(-values, axis=1, kind="stable")[:, :nodes]
+    place = np.zeros(values.shape, np.int64)
+    np.put_along_axis(place, order, np.arange(nodes)[None], 1)
+
+    def ordered(own: np.ndarray, of_chain: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(np.concatenate([own, of_chain], 1), order, 1)
+
+    above = np.take_along_axis(place, ordered(parents, below).clip(0), 1)
+    above[:, 0] = -1
+    parts = (
+        ordered(tokens, chain.clip(0)),
+        above,
+        np.take_along_axis(values, order, 1),
+        ordered(source, np.full_like(chain, FROM_LOOKUP)),
+    )
+    return DraftTrees(*map(torch.from_numpy, parts))

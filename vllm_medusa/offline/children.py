@@ -58,10 +58,8 @@ class Child:
     def receive(self) -> Any:
         """Return what the process sends next: a pair of a word and something.
 
-        Raises:
-            JobFailed: it ended or failed; the message has the end of its log.
-            KeyboardInterrupt: it was interrupted, and this process was not.
-
+        Raises JobFailed: it ended or failed; the message has the end of its log; KeyboardInterrupt:
+        it was interrupted, and this process was not.
         """
         try:
             message = self.channel.recv()

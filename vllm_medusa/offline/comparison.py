@@ -162,9 +162,8 @@ def affordable(seconds: float, turn: float, prompts: int, rounds: int) -> tuple[
 def refuse_misfit(heads: str, target: str) -> None:
     """Refuse heads of another width before plain vLLM is started for nothing.
 
-    Raises:
-        HeadsError: the target is a folder whose hidden size the heads, or the drafter, don't have.
-
+    Raises HeadsError: the target is a folder whose hidden size the heads, or the drafter, don't
+    have.
     """
     config = Path(target) / "config.json"
     if not config.is_file():

@@ -33,9 +33,7 @@ _Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # token ids, spa
 def encode_text(value: Any, tokenizer: Any) -> _Encoded:
     """Token ids of a plain text, and one span of all but the first.
 
-    Raises:
-        PromptError: it is not a text, or too short to predict anything.
-
+    Raises PromptError: it is not a text, or too short to predict anything.
     """
     if not isinstance(value, str) or not value:
         raise PromptError(f"'text' is {value!r:.60}; use a text that isn't empty")
@@ -157,9 +155,7 @@ def turn_end(rest: str, tokenizer: Any) -> str | None:
 def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False) -> str:
     """A conversation as the text that the tokenizer's chat template makes of it.
 
-    Raises:
-        PromptError: there is no chat template, or it refuses the conversation.
-
+    Raises PromptError: there is no chat template, or it refuses the conversation.
     """
     from jinja2 import TemplateError
 

@@ -143,9 +143,7 @@ def fit(
 ) -> Room:
     """Cache for the longest ``batch`` texts at once, or for as many of them as there is room.
 
-    Raises:
-        ValueError: there is no room for a single one.
-
+    Raises ValueError: there is no room for a single one.
     """
     limit = sizes.positions
     longest = nlargest(batch, (n if limit is None else min(n, limit) for n in lengths))

@@ -16,7 +16,7 @@ from vllm_medusa.offline.acceptance import Acceptance
 from vllm_medusa.offline.batch import Conversation, Result, Session, run_batch
 from vllm_medusa.offline.engine import Sampling, VllmEngine, start_seconds, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob
-from vllm_medusa.offline.prompts import Prompt, PromptError, detect_format, load_prompts
+from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
 from vllm_medusa.offline.quiet import stderr_to_log
 from vllm_medusa.offline.results import ResultLog, fingerprint
 
@@ -47,15 +47,11 @@ class Generated:
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:
     """Generate for every prompt that has no result yet.
 
-    Raises:
-        PromptError: the prompts can't be used; results that were finished are kept.
-        FileRefused: the output holds something else, or results of other settings.
-        EngineRefused: vLLM or the plugin refuses the settings.
-
+    Raises PromptError: the prompts can't be used; results that were finished are kept; FileRefused:
+    the output holds something else, or results of other settings; EngineRefused: vLLM or the plugin
+    refuses the settings.
     """
-    prompts = load_prompts(
-        options.prompts, options.format, options.column, options.on_bad_line, progress
-    )
+    prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     sampling = options.sampling()
     if options.speculative_config() is None:
         progress.note("plain vLLM, without speculation: no --speculative-model and no --lookup")
@@ -87,9 +83,6 @@ def open_results(
     Checkpoints on this machine are known by their digests, wherever they are.
     """
     prompts: Path | None = options.prompts  # None: a job that needs none
-    format: str | None = None
-    if prompts is not None:
-        format = detect_format(prompts) if options.format == "auto" else options.format
     engine = asdict(options.engine_settings())
     engine["engine_args"] = without_memory(engine["engine_args"])
     checkpoints = {}
@@ -102,7 +95,7 @@ def open_results(
             place[key] = None
     settings = {
         "prompts_sha256": None if prompts is None else digest(prompts),
-        "format": format,
+        "suffix": None if prompts is None else prompts.suffix.lower(),
         "checkpoints": checkpoints,
         "tree_sha256": _digest_of_file(options.tree),
         "column": options.column,

@@ -129,9 +129,7 @@ def run_in_turn(
 ) -> InTurn:
     """Run the prompts through both engines.
 
-    Raises:
-        ValueError: there are no prompts, or an engine refuses one.
-
+    Raises ValueError: there are no prompts, or an engine refuses one.
     """
     if not prompts:
         raise ValueError("there are no prompts to compare on.")

@@ -28,11 +28,8 @@ class PromptFile(Options):
     """A file of prompts, and what is made of it."""
 
     title = "files"
-    prompts: Path = option("the file of prompts", "-i")
+    prompts: Path = option("a file of prompts: .txt, .jsonl or .parquet", "-i")
     output: Path = option("results, as JSON lines", "-o")
-    format: Literal["auto", "text", "jsonl", "parquet"] = option(
-        "of the prompts; auto: by the file's suffix", default="auto", shown=""
-    )
     column: str | None = option(
         "key or column that holds the prompt; absent: by its name", default=None
     )
@@ -98,9 +95,7 @@ class Speculation(Options):
     def speculative_config(self) -> dict[str, Any] | None:
         """The argument of vLLM's ``LLM``; None: no speculation.
 
-        Raises:
-            ValueError: a text that begins like JSON and isn't.
-
+        Raises ValueError: a text that begins like JSON and isn't.
         """
         if self.speculative_model is None and not self.lookup:
             return None
@@ -126,9 +121,7 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
     def engine_settings(self) -> EngineSettings:
         """What the engine is built from.
 
-        Raises:
-            ValueError: see `speculative_config`; or ``engine_args`` has one too.
-
+        Raises ValueError: see `speculative_config`; or ``engine_args`` has one too.
         """
         speculation = self.speculative_config()
         other = self.engine_args.get("speculative_config") or {}

@@ -71,36 +71,21 @@ class BadLine:
     reason: str
 
 
-def detect_format(path: Path) -> str:
-    """The format that a file's suffix names.
-
-    Raises:
-        PromptError: there is no such file, or its suffix is unknown.
-
-    """
-    require_file(path, "prompts")
-    if path.suffix.lower() not in _SUFFIXES:
-        raise PromptError(
-            f"{path}: the suffix {path.suffix!r} doesn't say the format; known are "
-            f"{', '.join(sorted(_SUFFIXES))}. Name it with --format {{text,jsonl,parquet}}."
-        )
-    return _SUFFIXES[path.suffix.lower()]
-
-
-def read_prompts(
-    path: Path, format: str = "auto", column: str | None = None
-) -> Iterator[Prompt | BadLine]:
+def read_prompts(path: Path, column: str | None = None) -> Iterator[Prompt | BadLine]:
     """Yield every record of a prompt file, bad ones as ``BadLine``, in the file's order.
 
-    The format "auto" goes by the suffix. The value of ``column`` may be a text, a list of texts
-    (turns) or a list of messages; None: the first of ``CONTENT_KEYS`` that a row has.
+    The value of ``column`` may be a text, a list of texts (turns) or a list of messages; None: the
+    first of ``CONTENT_KEYS`` that a row has.
 
-    Raises:
-        PromptError: the file as a whole can't be read.
-
+    Raises PromptError: the file as a whole can't be read, or its suffix is unknown.
     """
-    kind = detect_format(path) if format == "auto" else format
     require_file(path, "prompts")
+    kind = _SUFFIXES.get(path.suffix.lower())
+    if kind is None:
+        raise PromptError(
+            f"{path}: the suffix {path.suffix!r} doesn't tell the format; rename the file to one "
+            f"of {', '.join(sorted(_SUFFIXES))}."
+        )
     if kind == "text" and column is not None:
         raise PromptError(f"a column ({column!r}) was named, but {path} is a text file: drop it.")
 
@@ -115,9 +100,7 @@ def read_prompts(
 def require_file(path: Path, what: str) -> None:
     """Refuse what is not a file that can be read; ``what`` it should hold.
 
-    Raises:
-        PromptError: there is none, or a folder.
-
+    Raises PromptError: there is none, or a folder.
     """
     if not path.is_file():
         found = "a folder, not a file" if path.is_dir() else "no such file"
@@ -146,12 +129,7 @@ def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | 
 
 
 def parse_json(text: str) -> Any:
-    """The value of a line of JSON.
-
-    Raises:
-        PromptError: it isn't JSON.
-
-    """
+    """The value of a line of JSON. Raises PromptError: it isn't JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -162,19 +140,16 @@ def parse_json(text: str) -> Any:
 
 def load_prompts(
     path: Path,
-    format: str = "auto",
     column: str | None = None,
     on_bad_line: str = "refuse",
     progress: Progress = SILENT,
 ) -> list[Prompt]:
     """Read a whole file of prompts; see `read_prompts` and `settle_bad_lines`.
 
-    Raises:
-        PromptError: the file can't be read, has bad lines that are not to be skipped, or nothing
-            else.
-
+    Raises PromptError: the file can't be read, has bad lines that are not to be skipped, or nothing
+    else.
     """
-    prompts, bad = partition(read_prompts(path, format, column))
+    prompts, bad = partition(read_prompts(path, column))
     settle_bad_lines(path, bad, on_bad_line, progress)
     if not prompts:
         raise PromptError(f"{path}: no prompts in it.")
@@ -198,9 +173,7 @@ def settle_bad_lines(
 ) -> None:
     """Refuse a file with bad lines, or, where ``on_bad_line`` is "skip", report them.
 
-    Raises:
-        PromptError: naming the first of them.
-
+    Raises PromptError: naming the first of them.
     """
     if not bad:
         return
@@ -257,9 +230,7 @@ def _from_record(row: Mapping[str, Any], index: int, line: int) -> Prompt:
 def require_characters(*texts: str) -> None:
     """Refuse halves of surrogate pairs: JSON can escape them; no tokenizer and no file takes them.
 
-    Raises:
-        PromptError: there is one.
-
+    Raises PromptError: there is one.
     """
     try:
         "".join(texts).encode()
@@ -305,9 +276,7 @@ def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
 def read_message(value: Any, key: str) -> Message:
     """Return a ``{"role", "content"}`` object of the list ``key``, other keys dropped.
 
-    Raises:
-        PromptError: it is something else.
-
+    Raises PromptError: it is something else.
     """
     if (
         not isinstance(value, Mapping)

@@ -58,10 +58,8 @@ class ResultLog:
     ):
         """Open or create a result file; results of other settings are never mixed into one.
 
-        Raises:
-            FileRefused: the file belongs to other settings, is damaged, was not written by this
-                class, or is being written by another process.
-
+        Raises FileRefused: the file belongs to other settings, is damaged, was not written by this
+        class, or is being written by another process.
         """
         self.path = path
         self.done: set[int] = set()

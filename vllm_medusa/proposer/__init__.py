@@ -7,7 +7,6 @@ Medusa's heads do not see each other's choices, so a depth needs one top-k for a
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from vllm_medusa.heads.model import LMHead, MedusaHeads
@@ -24,7 +23,7 @@ def draft(
     tree: TreeTensors,
     lm_head: LMHead | None = None,
 ) -> Tensor:
-    """Draft a tree for each request: hidden_states [B, H] -> int64 [B, N], column 0 unset (0).
+    """Draft a tree for each request: hidden_states [B, H] -> int64 [B, N], 0 at the root.
 
     ``hidden_states`` are the target's last ones, after its final norm, at the position whose next
     token is the root. ``lm_head`` is for heads that share the target's. Only the heads the tree
@@ -35,10 +34,10 @@ def draft(
 
 
 def propose(logits: Tensor, tree: TreeTensors, token_map: Tensor | None = None) -> Tensor:
-    """Fill the tree: logits [B, >= max_depth, V_draft] -> target token ids, int64 [B, N].
+    """Fill a static tree: logits [B, >= max_depth, V_draft] -> target token ids, int64 [B, N].
 
-    Column 0, the root, is not drafted and holds 0. ``token_map`` (int64 [V_draft]) turns draft ids
-    into target ids; ties go to the lower draft id. No host sync.
+    The root, column 0, holds 0. ``token_map`` (int64 [V_draft]) turns draft ids into target ids;
+    ties go to the lower draft id. No host sync.
 
     Raises ValueError if the tree is deeper than there are heads or wider than the vocabulary.
     """
@@ -52,17 +51,17 @@ def check_fits(tree: TreeTensors, num_heads: int, vocab_size: int) -> int:
         raise ValueError(
             f"the tree is {tree.max_depth} deep; there are {num_heads} heads. Use a shallower tree"
         )
-    width = max(tree.head_widths)
-    if width > vocab_size:
+    if tree.width > vocab_size:
         raise ValueError(
-            f"the tree takes the best {width} tokens of a head; the heads score {vocab_size}. Use "
-            "a narrower tree"
+            f"the tree takes the best {tree.width} tokens of a head; the heads score {vocab_size}. "
+            "Use a narrower tree"
         )
-    return width
+    return tree.width
 
 
 def place(best: Tensor, tree: TreeTensors, token_map: Tensor | None = None) -> Tensor:
-    """Put the heads' best tokens, int64 [B, D, width], at the nodes: int64 [B, N]."""
-    tokens = best[:, tree.depths[1:] - 1, tree.ranks[1:]]  # [B, N - 1]
-    root = tokens.new_zeros((best.shape[0], 1))
-    return torch.cat([root, tokens if token_map is None else token_map[tokens]], 1)
+    """Put the heads' best tokens, int64 [B, D, width], at the nodes: int64 [B, N], root 0."""
+    tokens = best.flatten(1)[:, tree.places]
+    tokens = tokens if token_map is None else token_map[tokens]
+    tokens[:, 0] = 0
+    return tokens

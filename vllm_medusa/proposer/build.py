@@ -7,7 +7,7 @@ A drafter knows one of two things, and is asked for no more:
 - `Branching`: how likely a token is below a node, given the node's own path (Hydra, EAGLE). Of
   each level the k nodes of the highest value are expanded, K choices each; all are candidates.
 
-Either way the best N of all candidates are the tree (`candidates`). A static tree of ranks is
+Either way the best N of all candidates are the tree (`DraftTrees.best`). A static tree of ranks is
 filled level by level (`fill_tree`). Nothing here waits for the device.
 
     level 0      expand(0, root)               -> K choices below the root
@@ -18,15 +18,15 @@ filled level by level (`fill_tree`). Nothing here waits for the device.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.proposer.candidates import IMPOSSIBLE, Candidates, Choices, Proposal
+from vllm_medusa.proposer.choices import Choices
+from vllm_medusa.tree.batch import TreeTensors
+from vllm_medusa.tree.drafts import IMPOSSIBLE, DraftTrees
 from vllm_medusa.tree.dynamic import Beam
-from vllm_medusa.tree.pool import Pool
 from vllm_medusa.tree.topology import TokenTree
 
 
@@ -34,7 +34,7 @@ class Marginal(Protocol):
     """A drafter whose levels don't see each other, at one step of some requests."""
 
     def marginals(self, depth: int, width: int) -> Choices:
-        """The best ``width`` choices of the first ``depth`` levels: [B, depth, width]."""
+        """The best ``width`` choices of the first ``depth`` levels: [B, <= depth, width]."""
         ...
 
 
@@ -51,7 +51,7 @@ class Branching(Protocol):
             tokens: int64 [B, k], the nodes' own tokens. The root's is the token that the target
                 gave last.
             parents: int64 [B, k], which of the nodes of the call before each node is a child of;
-                0 for the root. A node may stand there that can't be right; its choices are unread.
+                0 for the root. Choices below a node that can't be right are not read.
             width: Choices wanted, at least 1.
 
         """
@@ -60,45 +60,44 @@ class Branching(Protocol):
 
 def build_tree(
     drafter: Marginal | Branching,
-    source: Pool | Beam,  # what the drafter fills: a `Pool` if marginal, a `Beam` if branching
+    source: TreeTensors | Beam,  # a pool for marginal drafters, a beam for branching ones
     root: Tensor,  # int64 [B], the tokens that the target gave last; marginals don't need them
     num_nodes: int,  # of each tree, root included
     max_depth: Tensor,  # int64 [B], the deepest node that each request has a use for
     limit: int | None = None,  # drafts of a request that are of use, from 1; None: all
-) -> Proposal:
+) -> DraftTrees:
     """A tree for each request, the same on every rank if the drafter's choices are.
 
     With ``limit`` no level deeper than that is drafted and no more nodes of one expanded: the best
     so many drafts are the same.
     """
     limit = num_nodes if limit is None else min(limit, num_nodes)
-    if isinstance(source, Pool):
-        depth = min(source.tensors.max_depth, limit)
-        choices = drafter.marginals(depth, source.width)  # type: ignore[union-attr]
-        return of_pool(choices, source).tree(num_nodes, max_depth)
-    candidates = of_beam(drafter, source.within(limit), root)  # type: ignore[arg-type]
-    return candidates.tree(num_nodes, max_depth)
+    if isinstance(source, TreeTensors):
+        choices = drafter.marginals(min(source.max_depth, limit), source.width)  # type: ignore[union-attr]
+        found, depths = of_pool(choices, source), source.depths
+    else:
+        source = source.within(limit)
+        found = of_beam(drafter, source, root)  # type: ignore[arg-type]
+        depths = _depths(source, root.device)
+    value = found.log_survival.masked_fill(depths > max_depth[:, None], IMPOSSIBLE)
+    return DraftTrees(found.token_ids, found.parents, value, found.source).best(num_nodes)
 
 
-def of_pool(choices: Choices, pool: Pool) -> Candidates:
+def of_pool(choices: Choices, pool: TreeTensors) -> DraftTrees:
     """The pool's nodes with the choices [B, <= max_depth, width] of a marginal drafter.
 
     Nodes deeper than there are choices can't survive.
     """
     tokens = choices.token_ids.flatten(1)  # [B, D * width]
-    places = pool.last_place.clamp_max(tokens.shape[1] - 1)  # [M]
-    return Candidates(
-        token_ids=tokens[:, places],
-        parents=pool.tensors.parents.expand(len(tokens), -1),
-        depths=pool.tensors.depths,
-        value=pool.survival(choices.log_confidence),
+    tokens = tokens[:, pool.places.clamp_max(tokens.shape[1] - 1)]  # [B, M]
+    return DraftTrees.of(
+        tokens, pool.parents.expand_as(tokens), pool.survival(choices.log_confidence)
     )
 
 
-def of_beam(drafter: Branching, beam: Beam, root: Tensor) -> Candidates:
+def of_beam(drafter: Branching, beam: Beam, root: Tensor) -> DraftTrees:
     """The root and all choices of all levels of a branching drafter: M = `beam.num_nodes`."""
     batch, width = len(root), beam.choices
-    shape = _beam_on(beam, root.device)
     tokens, values = [root[:, None]], [root.new_zeros((batch, 1), dtype=torch.float32)]
     parents = [root.new_full((batch, 1), -1)]
     expanded = root.new_zeros((batch, 1))  # int64 [B, k], candidates
@@ -113,73 +112,53 @@ def of_beam(drafter: Branching, beam: Beam, root: Tensor) -> Candidates:
         parents.append(expanded.repeat_interleave(width, 1))
         order = values[-1].sort(dim=-1, descending=True, stable=True).indices[:, : beam.width]
         expanded, slots = order + first, order // width
-    return Candidates(torch.cat(tokens, 1), torch.cat(parents, 1), shape, torch.cat(values, 1))
+    return DraftTrees.of(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1))
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """How a static tree is filled level by level, on one device."""
+def fill_tree(drafter: Branching, tree: TokenTree, root: Tensor) -> Tensor:
+    """The tokens of a static tree, whose ranks are those of a node's own choices.
 
-    nodes: tuple[Tensor, ...]  # int64 [k] of each level: nodes that have children
-    slots: tuple[Tensor, ...]  # int64 [k]: which of the level above each is a child of
-    widths: tuple[int, ...]  # choices wanted of each level
-    children: tuple[Tensor, ...]  # int64 [c]: the nodes of the next level
-    places: tuple[Tensor, ...]  # int64 [c]: where in [k * width] choices each is
-    num_nodes: int
-
-    @classmethod
-    def of(cls, tree: TokenTree, device: torch.device | str = "cpu") -> Plan:
-        """Lay ``tree`` out; its ranks are those of a node's own choices."""
-        inner = sorted(set(tree.parents[1:]))
-        levels = [[n for n in inner if tree.depths[n] == d] for d in range(tree.max_depth)]
-        slot = {node: place for level in levels for place, node in enumerate(level)}
-        below = [
-            [n for n in range(1, tree.num_nodes) if tree.depths[n] == d + 1]
-            for d in range(tree.max_depth)
-        ]
-        widths = tuple(max(tree.ranks[n] for n in level) + 1 for level in below)
-
-        def on(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        return cls(
-            nodes=tuple(map(on, levels)),
-            slots=tuple(on([slot.get(tree.parents[n], 0) for n in level]) for level in levels),
-            widths=widths,
-            children=tuple(map(on, below)),
-            places=tuple(
-                on([slot[tree.parents[n]] * width + tree.ranks[n] for n in level])
-                for level, width in zip(below, widths, strict=True)
-            ),
-            num_nodes=tree.num_nodes,
-        )
-
-
-def fill_tree(drafter: Branching, plan: Plan, root: Tensor) -> Tensor:
-    """The tokens of a static tree: root int64 [B] -> int64 [B, N], column 0 unset (0)."""
+    ``root`` is int64 [B]; returns int64 [B, N].
+    """
     batch = len(root)
-    tokens = root.new_zeros((batch, plan.num_nodes))
+    tokens = root.new_zeros((batch, tree.num_nodes))
     tokens[:, 0] = root
-    for level, (nodes, slots) in enumerate(zip(plan.nodes, plan.slots, strict=True)):
-        choices = drafter.expand(
-            level, tokens[:, nodes], slots.expand(batch, -1), plan.widths[level]
-        )
-        tokens[:, plan.children[level]] = choices.token_ids.flatten(1)[:, plan.places[level]]
-    tokens[:, 0] = 0
+    for depth, level in enumerate(_levels(tree, root.device)):
+        slots = level.slots.expand(batch, -1)
+        choices = drafter.expand(depth, tokens[:, level.nodes], slots, level.width)
+        tokens[:, level.children] = choices.token_ids.flatten(1)[:, level.places]
     return tokens
 
 
-def clean(log_confidence: Tensor) -> Tensor:
-    """At most 0, and -inf where logits were NaN, so that values can be sorted."""
-    return log_confidence.nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE).clamp_max(0)
+class _Level(NamedTuple):
+    """How one level of a static tree is filled."""
+
+    nodes: Tensor  # int64 [k]: those of the level that have children
+    slots: Tensor  # int64 [k]: which of the level above each is a child of
+    width: int  # choices wanted
+    children: Tensor  # int64 [c]: the nodes of the next level
+    places: Tensor  # int64 [c]: where in [k * width] choices each is
+
+
+@functools.lru_cache(maxsize=8)
+def _levels(tree: TokenTree, device: torch.device) -> list[_Level]:
+    inner = sorted(set(tree.parents[1:]))
+    slot: dict[int, int] = {-1: 0}
+    levels = []
+    for depth in range(tree.max_depth):
+        nodes = [node for node in inner if tree.depths[node] == depth]
+        below = [node for node in range(1, tree.num_nodes) if tree.depths[node] == depth + 1]
+        width = max(tree.ranks[node] for node in below) + 1
+        slots = [slot[tree.parents[node]] for node in nodes]
+        slot |= {node: place for place, node in enumerate(nodes)}
+        places = [slot[tree.parents[node]] * width + tree.ranks[node] for node in below]
+        on_device = [torch.tensor(each, device=device) for each in (nodes, slots, below, places)]
+        levels.append(_Level(on_device[0], on_device[1], width, on_device[2], on_device[3]))
+    return levels
 
 
 @functools.lru_cache(maxsize=64)
-def _beam_on(beam: Beam, device: torch.device) -> Tensor:
+def _depths(beam: Beam, device: torch.device) -> Tensor:
     """int64 [M]: the depth of each candidate."""
-    counts = [
-        1,
-        beam.choices,
-        *[beam.width_at(level) * beam.choices for level in range(1, beam.depth)],
-    ]
+    counts = [1, *(beam.width_at(level) * beam.choices for level in range(beam.depth))]
     return torch.repeat_interleave(torch.arange(beam.depth + 1), torch.tensor(counts)).to(device)

@@ -13,8 +13,6 @@ Logits are turned into keys by their bits alone, so nothing can round or be flus
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -30,38 +28,13 @@ _PARTS = (2048, 4096, 8192)  # ids in a part
 _CANDIDATES = 4096  # merged by one program, if the largest part allows it
 
 
-class ProposeScratch(NamedTuple):
-    """What the kernels leave for one another; see `propose`."""
-
-    parts: Tensor  # int64 [parts, B, D, k]
-    merged: Tensor  # int64 [B, D, k]
-
-    @classmethod
-    def empty(cls, logits: Tensor, k: int) -> ProposeScratch:
-        """Memory for ``logits`` [B, D, V] and k candidates per head."""
-        batch, heads, vocab = logits.shape
-        parts = triton.cdiv(vocab, _part_size(vocab, k))
-        new = logits.new_empty
-        return cls(
-            new((parts, batch, heads, k), dtype=torch.int64),
-            new((batch, heads, k), dtype=torch.int64),
-        )
-
-
 def propose(
-    logits: Tensor,
-    tree: TreeTensors,
-    token_map: Tensor | None = None,
-    out: Tensor | None = None,
-    scratch: ProposeScratch | None = None,
+    logits: Tensor, tree: TreeTensors, token_map: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Fill the tree: logits [B, >= max_depth, V_draft] -> int64 [B, N]; `proposer.propose`.
-
-    ``scratch`` is for ``logits[:, :max_depth]`` and the tree's widest head.
-    """
+    """Fill the tree: logits [B, >= max_depth, V_draft] -> int64 [B, N]; `proposer.propose`."""
     vocab = logits.shape[2]
     width = check_fits(tree, logits.shape[1], vocab)
-    parts = _best_of_parts(logits[:, : tree.max_depth], width, VocabShard(0, vocab, vocab), scratch)
+    parts = _best_of_parts(logits[:, : tree.max_depth], width, VocabShard(0, vocab, vocab))
     return fill_tree(parts, tree, token_map, out)
 
 
@@ -71,29 +44,23 @@ def propose_sharded(
     shard: VocabShard,
     all_gather: AllGather,
     token_map: Tensor | None = None,
-    out: Tensor | None = None,
-    scratch: ProposeScratch | None = None,
 ) -> Tensor:
     """Fill the tree from a rank's logits [B, >= max_depth, V_shard]; `sharded.propose_sharded`."""
     width = check_fits(tree, logits.shape[1], shard.vocab_size)
-    keys = local_topk(logits[:, : tree.max_depth], width, shard, scratch)
-    return fill_tree(all_gather(keys), tree, token_map, out)
+    keys = local_topk(logits[:, : tree.max_depth], width, shard)
+    return fill_tree(all_gather(keys), tree, token_map)
 
 
-def local_topk(
-    logits: Tensor, k: int, shard: VocabShard, scratch: ProposeScratch | None = None
-) -> Tensor:
+def local_topk(logits: Tensor, k: int, shard: VocabShard) -> Tensor:
     """The k best candidates of a shard: [B, D, V_shard] -> keys int64 [B, D, k]."""
-    scratch = scratch or ProposeScratch.empty(logits, k)
-    parts = _best_of_parts(logits, k, shard, scratch)
-    return merge_topk(parts, k, scratch.merged)
+    return merge_topk(_best_of_parts(logits, k, shard), k)
 
 
-def merge_topk(keys: Tensor, k: int, out: Tensor | None = None) -> Tensor:
+def merge_topk(keys: Tensor, k: int) -> Tensor:
     """The k best of all ranks' candidates: int64 [R, B, D, k'] -> [B, D, k]."""
     ranks, batch, heads, given = keys.shape
-    out = keys.new_empty((batch, heads, k)) if out is None else out
-    assert keys.is_contiguous() and out.is_contiguous() and out.shape == (batch, heads, k)
+    out = keys.new_empty((batch, heads, k))
+    assert keys.is_contiguous()
     _merge_kernel[(batch * heads,)](
         keys,
         ranks,
@@ -133,15 +100,12 @@ def fill_tree(
     return out
 
 
-def _best_of_parts(
-    logits: Tensor, k: int, shard: VocabShard, scratch: ProposeScratch | None
-) -> Tensor:
+def _best_of_parts(logits: Tensor, k: int, shard: VocabShard) -> Tensor:
     """The k best candidates of every part of the vocabulary: int64 [parts, B, D, k]."""
     batch, heads, vocab = logits.shape
     part = _part_size(vocab, k)
     parts = triton.cdiv(vocab, part)
-    out = (scratch or ProposeScratch.empty(logits, k)).parts
-    assert out.shape == (parts, batch, heads, k) and out.is_contiguous()
+    out = logits.new_empty((parts, batch, heads, k), dtype=torch.int64)
     assert shard.num_ids <= vocab and logits.stride(2) == 1
     is_bf16 = logits.dtype == torch.bfloat16
     _parts_kernel[(batch * heads, parts)](

@@ -123,33 +123,6 @@ def accept(
     tl.store(last_node_ptr + request, last)
 
 
-@triton.jit(
-    do_not_specialize=("nodes_b", "token_ids_b", "output_b"),
-    do_not_specialize_on_alignment=("nodes_ptr", "num_accepted_ptr", "final_ptr", "output_ptr"),
-)
-def close(
-    nodes_ptr,  # int64 [B, D + 1]
-    nodes_b,
-    num_accepted_ptr,  # int64 [B]
-    token_ids_ptr,  # int64 [B, N]
-    token_ids_b,
-    final_ptr,  # int64 [B]
-    output_ptr,  # out, int64 [B, D + 1]
-    output_b,
-    columns,
-    BLOCK_D: tl.constexpr,
-):
-    """The tokens of a path, then the final one, then none."""
-    request = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK_D)
-    end = tl.load(num_accepted_ptr + request).to(tl.int32)
-    inside = column < end
-    node = tl.load(nodes_ptr + request * nodes_b + column + 1, mask=inside, other=0)
-    token = tl.load(token_ids_ptr + request * token_ids_b + node, mask=inside, other=_NO_TOKEN)
-    token = tl.where(column == end, tl.load(final_ptr + request), token)
-    tl.store(output_ptr + request * output_b + column, token, mask=column < columns)
-
-
 @triton.jit
 def vocabulary(
     logits_ptr,  # float [R, V]

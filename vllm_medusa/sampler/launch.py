@@ -4,14 +4,11 @@ Whatever compares and counts gives the same bits as the torch functions of the s
 `typical_path` also does arithmetic, which agrees up to rounding. No program waits for another and
 no sum is atomic, so the same logits give the same verdict on every rank, in every batch.
 
-Every function can be told where to write (``out``, scratch memory), so that nothing is allocated
-while a CUDA graph is captured. Tensors are strided in all dimensions but the last. This module
-imports Triton, so import it late, where there is a device to run it.
+Tensors are strided in all dimensions but the last. This module imports Triton, so import it late,
+where there is a device to run it.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -63,15 +60,12 @@ def target_verdict(
     return out
 
 
-def accept_path(
-    tree: TreeBatch, node_accepted: Tensor, score: Tensor | None = None, out: Path | None = None
-) -> Path:
+def accept_path(tree: TreeBatch, node_accepted: Tensor, score: Tensor | None = None) -> Path:
     """The longest path of accepted nodes: `path.accept_path`, with ``score`` in fp32."""
     batch, nodes = tree.parents.shape
-    out = out or empty_verdict(batch, tree.max_depth, node_accepted.device).path
+    out = empty_verdict(batch, tree.max_depth, node_accepted.device).path
     assert node_accepted.shape == (batch, nodes) and node_accepted.dtype == torch.bool
     assert score is None or (score.shape == (batch, nodes) and score.dtype == torch.float32)
-    assert out.nodes.shape == (batch, tree.max_depth + 1)
     kernel.accept[(batch,)](
         *_strided(node_accepted),
         *_strided(node_accepted if score is None else score),  # unread where there is no score
@@ -91,98 +85,45 @@ def accept_path(
     return out
 
 
-def close_path(
-    path: Path, token_ids: Tensor, final_token: Tensor, out: Tensor | None = None
-) -> Verdict:
-    """The verdict of a path: `path.close_path`; ``out`` takes the tokens, int64 [B, D + 1]."""
-    out = torch.empty_like(path.nodes) if out is None else out
-    batch, columns = path.nodes.shape
-    assert out.shape == (batch, columns) and token_ids.shape[0] == batch
-    kernel.close[(batch,)](
-        *_strided(path.nodes),
-        *_strided(path.num_accepted),
-        *_strided(token_ids),
-        *_strided(final_token),
-        *_strided(out),
-        columns,
-        BLOCK_D=_block(columns),
-        num_warps=1,
-    )
-    return Verdict(path, out)
-
-
-class TypicalScratch(NamedTuple):
-    """What the kernels of `typical_path` leave for one another."""
-
-    parts: Tensor  # float32 [R, splits, 3], sums over parts of the vocabulary
-    node_accepted: Tensor  # bool [B, N]
-    score: Tensor  # float32 [B, N]
-
-    @classmethod
-    def empty(cls, tree: TreeBatch, logits: Tensor) -> TypicalScratch:
-        """Memory for these trees and ``logits`` [R, V]."""
-        rows, vocab = logits.shape
-        new = logits.new_empty
-        return cls(
-            new((rows, triton.cdiv(vocab, _SPLIT), 3), dtype=torch.float32),
-            new(tree.parents.shape, dtype=torch.bool),
-            new(tree.parents.shape, dtype=torch.float32),
-        )
-
-
 def typical_path(
     tree: TreeBatch,
-    token_ids: Tensor,
-    logits: Tensor,
-    row_of_node: Tensor,
-    epsilon: Tensor,
-    delta: Tensor,
-    out: Path | None = None,
-    scratch: TypicalScratch | None = None,
+    token_ids: Tensor,  # int64 [B, N], negative where there is no draft
+    logits: Tensor,  # fp32, fp16 or bf16 [R, V], after temperature and truncation (-inf)
+    row_of_node: Tensor,  # int64 [B, N], each node's row of logits; unread where there is none
+    epsilon: Tensor,  # fp32 [B]
+    delta: Tensor,  # fp32 [B]
 ) -> Path:
     """The longest path of plausible nodes from logits, which are read once.
 
     `typical.typical_path` of the probabilities ``logits[row_of_node].softmax(-1)``, up to rounding.
-
-    Args:
-        tree: The trees of B requests, N nodes each.
-        token_ids: int64 [B, N], negative where there is no draft.
-        logits: fp32, fp16 or bf16 [R, V], after temperature and truncation (-inf).
-        row_of_node: int64 [B, N], the logits' row of each node; what padding has is not read.
-        epsilon: fp32 [B].
-        delta: fp32 [B].
-        out: Where to write the path.
-        scratch: Memory to use.
-
     """
     batch, nodes = tree.parents.shape
     rows, vocab = logits.shape
-    scratch = scratch or TypicalScratch.empty(tree, logits)
     splits = triton.cdiv(vocab, _SPLIT)
-    assert token_ids.shape == row_of_node.shape == scratch.score.shape == (batch, nodes)
+    parts = logits.new_empty((rows, splits, 3), dtype=torch.float32)  # sums over parts of rows
+    node_accepted = logits.new_empty((batch, nodes), dtype=torch.bool)
+    score = logits.new_empty((batch, nodes), dtype=torch.float32)
+    assert token_ids.shape == row_of_node.shape == (batch, nodes)
     assert epsilon.shape == delta.shape == (batch,)
-    assert scratch.parts.is_contiguous() and scratch.parts.shape == (rows, splits, 3)
-    kernel.vocabulary[(rows, splits)](
-        *_strided(logits), vocab, scratch.parts, SPLIT=_SPLIT, num_warps=8
-    )
+    kernel.vocabulary[(rows, splits)](*_strided(logits), vocab, parts, SPLIT=_SPLIT, num_warps=8)
     kernel.plausible[(batch,)](
         *_strided(token_ids),
         *_strided(logits),
         *_strided(row_of_node),
-        scratch.parts,
+        parts,
         splits,
         *_strided(epsilon),
         *_strided(delta),
         *_strided(tree.parents),
         *_strided(tree.num_nodes),
-        *_strided(scratch.node_accepted),
-        *_strided(scratch.score),
+        *_strided(node_accepted),
+        *_strided(score),
         max(0, tree.max_depth - 1).bit_length(),
         BLOCK_S=_block(splits),
         BLOCK_N=_block(nodes),
         num_warps=8,
     )
-    return accept_path(tree, scratch.node_accepted, scratch.score, out)
+    return accept_path(tree, node_accepted, score)
 
 
 def _block(size: int) -> int:

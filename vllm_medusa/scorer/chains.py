@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vllm_medusa.scorer.positions import ragged_rows
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree.batch import TreeBatch
 
 
 @dataclass(frozen=True, eq=False)

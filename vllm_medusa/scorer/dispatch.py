@@ -48,8 +48,6 @@ def paged_tree_attention(
         ``out``.
 
     Raises:
-        ValueError: A shape, stride or number that can't be.
-        TypeError: A dtype that isn't supported.
         ImportError: A GPU without Triton.
 
     """

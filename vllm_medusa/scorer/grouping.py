@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_medusa.scorer.layout import TRANSPOSED_ISAS, CacheLayout
-from vllm_medusa.tree.batch import TreeBatch
 
 # Logit elements (head x node x key, at 64 channels a head) that cost as much as one more group.
 GROUP_COST = 32 * 1024
@@ -26,8 +25,9 @@ class Member:
     """One request of a group; columns are counted from its own first gathered block."""
 
     index: int  # b
-    size: int  # nodes
-    row: int  # query row of the root
+    rows: int  # query rows
+    size: int  # own keys
+    row: int  # the first query row
     blocks: range  # of the block table
     origin: int  # position of column 0
     left: int  # column of the first key that the root sees
@@ -60,21 +60,6 @@ class TreeGroup:
     masks: tuple[Mask, ...]  # columns counted from ``first``
 
 
-def read_members(
-    tree: TreeBatch, base: Tensor, starts: Tensor, block: int, window: int | None
-) -> list[Member]:
-    """Read the requests of a step off its tensors, all on the CPU; ``block`` is the block size."""
-    members = []
-    numbers = zip(tree.num_nodes.tolist(), base.tolist(), starts.tolist(), strict=True)
-    for b, (size, context, row) in enumerate(numbers):
-        left = 0 if window is None else max(0, context - window + 1)
-        blocks = range(left // block, -(-(context + size) // block))
-        origin = blocks.start * block
-        root = context - origin
-        members.append(Member(b, size, row, blocks, origin, left - origin, root, root + size))
-    return members
-
-
 def deal(members: list[Member], layout: CacheLayout, num_heads: int) -> list[list[Member]]:
     """Deal the requests into groups, longest first."""
     if len(members) == 1 or layout.isa not in TRANSPOSED_ISAS:
@@ -82,17 +67,17 @@ def deal(members: list[Member], layout: CacheLayout, num_heads: int) -> list[lis
     area = num_heads * layout.head_size / 64
     groups: list[list[Member]] = []
     nodes = columns = 0
-    for m in sorted(members, key=lambda m: (m.end - m.left, m.size), reverse=True):
+    for m in sorted(members, key=lambda m: (m.end - m.left, m.rows), reverse=True):
         width = m.end - m.left
-        taller = max(nodes, m.size)
+        taller = max(nodes, m.rows)
         if groups:
             count = len(groups[-1])
-            padding = taller * columns - m.size * width + (taller - nodes) * columns * count
+            padding = taller * columns - m.rows * width + (taller - nodes) * columns * count
             total = (count + 1) * taller * columns
             if padding * area < GROUP_COST and total * area <= GROUP_LIMIT:
                 groups[-1].append(m)
                 nodes = taller
                 continue
         groups.append([m])
-        nodes, columns = m.size, width
+        nodes, columns = m.rows, width
     return [sorted(group, key=lambda m: m.row) for group in groups]

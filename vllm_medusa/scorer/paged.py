@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree.packing import num_words
+from vllm_medusa.tree.packing import num_words, pack_ancestors
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -82,32 +82,59 @@ class PagedBatch:
 
     def __post_init__(self) -> None:
         batch, nodes, words = self.ancestor_bits.shape
-        shapes = {
-            "cu_query_lens": (batch + 1,),
-            "seq_lens": (batch,),
-            "block_table": (batch, self.block_table.shape[-1]),
-            "is_tree": (batch,),
-            "depths": (batch, nodes),
-        }
-        for name, shape in shapes.items():
-            actual = tuple(getattr(self, name).shape)
-            if actual != shape:
-                raise ValueError(
-                    f"{name} has shape {actual}; with ancestor_bits for {batch} requests of "
-                    f"{nodes} nodes it must be {shape}"
-                )
-        if self.is_tree.dtype != torch.bool:
-            raise ValueError(f"is_tree is {self.is_tree.dtype}; it must be torch.bool")
-        if words < num_words(nodes) or self.ancestor_bits.dtype != torch.int64:
-            raise ValueError(
-                f"ancestor_bits is {self.ancestor_bits.dtype} with {words} words a row; {nodes} "
-                f"nodes need torch.int64 and {num_words(nodes)} words, as `pack_ancestors` makes"
+        assert self.cu_query_lens.shape == (batch + 1,) and self.depths.shape == (batch, nodes)
+        assert self.seq_lens.shape == self.is_tree.shape == (batch,) == self.block_table.shape[:1]
+        assert self.is_tree.dtype == torch.bool and self.ancestor_bits.dtype == torch.int64
+        assert words >= num_words(nodes)
+        assert self.num_splits == 1 or self.workspace is not None
+
+
+@dataclass(frozen=True, eq=False)
+class PagedBranches:
+    """What `paged` needs to know of the scratch nodes of all requests, in one place for good.
+
+    The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
+    """
+
+    ancestor_bits: Tensor  # int64 [most requests, S, W]
+    depths: Tensor  # int64 [most requests, S]; windows alone would ask for them
+    is_tree: Tensor  # bool [most requests]
+
+    @classmethod
+    def allocate(cls, requests: int, size: int, device: torch.device | str) -> PagedBranches:
+        """For so many requests and nodes at most."""
+        with torch.inference_mode(False):  # else only inference mode could write to it
+            return cls(
+                torch.zeros(requests, size, num_words(size), dtype=torch.int64, device=device),
+                torch.zeros(requests, size, dtype=torch.int64, device=device),
+                torch.ones(requests, dtype=torch.bool, device=device),
             )
-        if self.num_splits > 1 and self.workspace is None:
-            raise ValueError(
-                f"num_splits is {self.num_splits} without a workspace; make one with "
-                "SplitWorkspace.allocate, or set num_splits to 1"
-            )
+
+    def batch(
+        self,
+        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query sees
+        cu_query_lens: Tensor,  # int32 [B + 1]
+        seq_lens: Tensor,  # int32 [B], context and scratch
+        block_table: Tensor,  # int32 [B, max_blocks]
+        most_queries: int,  # of a request, in any level
+        num_splits: int = 1,
+        workspace: SplitWorkspace | None = None,
+    ) -> PagedBatch:
+        """One level; nothing is waited for."""
+        (count, queries, size), bits = seen.shape, pack_ancestors(seen)
+        self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
+        return PagedBatch(
+            cu_query_lens=cu_query_lens,
+            seq_lens=seq_lens,
+            block_table=block_table,
+            is_tree=self.is_tree[:count],
+            ancestor_bits=self.ancestor_bits[:count],
+            depths=self.depths[:count],
+            max_query_len=most_queries,
+            num_splits=num_splits,
+            workspace=workspace,
+            rows_before=size - queries,
+        )
 
 
 def check_arguments(
@@ -120,46 +147,16 @@ def check_arguments(
     sinks: Tensor | None,
     lse: Tensor | None,
 ) -> None:
-    """Raise for what `paged_tree_attention` can't take; reads shapes and strides only."""
+    """Assert what `dispatch.paged_tree_attention` takes; reads shapes and strides only."""
     rows, heads, dim = query.shape
-    kv_heads = key_cache.shape[2]
-    if query.dtype not in QUERY_DTYPES or out.dtype != query.dtype:
-        raise TypeError(
-            f"queries are {query.dtype} and out is {out.dtype}; both must be the same of "
-            f"{', '.join(map(str, QUERY_DTYPES))}"
-        )
-    if key_cache.dtype not in (query.dtype, *FP8_DTYPES) or value_cache.dtype != key_cache.dtype:
-        raise TypeError(
-            f"the caches are {key_cache.dtype} and {value_cache.dtype} with {query.dtype} "
-            f"queries; both must be {query.dtype} or one of {', '.join(map(str, FP8_DTYPES))}. "
-            "View a uint8 cache as the fp8 dtype that it holds."
-        )
-    if key_cache.shape != value_cache.shape or key_cache.dim() != 4 or key_cache.shape[3] != dim:
-        raise ValueError(
-            f"the caches have shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}; "
-            f"both must be [num_blocks, block_size, kv heads, {dim}], as "
-            "kv_cache.transpose(1, 2).split(head_size, -1) gives"
-        )
-    if heads % kv_heads or not 1 <= dim <= MAX_HEAD_SIZE:
-        raise ValueError(
-            f"{heads} query heads of {dim} channels and {kv_heads} key heads; the first must be "
-            f"a multiple of the last, and a head have at most {MAX_HEAD_SIZE} channels"
-        )
-    if out.shape != query.shape or query.stride(2) != 1 or out.stride(2) != 1:
-        raise ValueError(
-            f"query and out have shapes {tuple(query.shape)} and {tuple(out.shape)}, strides "
-            f"{query.stride()} and {out.stride()}; the shapes must agree and channels be adjacent"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"sliding window is {window}; it must be at least 1, or None for none")
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks have shape {tuple(sinks.shape)}; {heads} heads need ({heads},)")
-    if lse is not None and (lse.shape != (rows, heads) or not lse.is_contiguous()):
-        raise ValueError(f"lse has shape {tuple(lse.shape)}; it must be contiguous {(rows, heads)}")
-    if batch.workspace is not None and batch.num_splits > 1:
-        most = batch.workspace.max_splits(rows, heads, dim)
-        if batch.num_splits > most:
-            raise ValueError(
-                f"num_splits is {batch.num_splits}, but for {rows} rows of {heads} heads the "
-                f"workspace has room for {most}; allocate it for the largest step, or use fewer"
-            )
+    kinds = query.dtype, *FP8_DTYPES
+    assert query.dtype in QUERY_DTYPES and out.dtype == query.dtype, (query.dtype, out.dtype)
+    assert key_cache.dtype == value_cache.dtype in kinds, (key_cache.dtype, value_cache.dtype)
+    assert key_cache.shape == value_cache.shape and key_cache.shape[3] == dim <= MAX_HEAD_SIZE
+    assert heads % key_cache.shape[2] == 0, (heads, key_cache.shape)
+    assert out.shape == query.shape and query.stride(2) == out.stride(2) == 1
+    assert window is None or window >= 1, window
+    assert sinks is None or sinks.shape == (heads,), sinks
+    assert lse is None or (lse.shape == (rows, heads) and lse.is_contiguous())
+    if batch.workspace is not None:
+        assert batch.num_splits <= batch.workspace.max_splits(rows, heads, dim), batch.num_splits

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree.batch import TreeBatch
 
 # (width, counts int64 [B]) -> the step's trees, `width` nodes wide
 Trees = Callable[[int, Tensor], TreeBatch]
@@ -39,33 +39,14 @@ class TreeStep:
 
     @classmethod
     def build(
-        cls, trees: Trees, num_nodes: np.ndarray, rows: Tensor, input_ids: Tensor
-    ) -> TreeStep:
-        """Lay out a step.
-
-        Args:
-            trees: Gives the topologies, see `Trees`.
-            num_nodes: int64 [B], how many nodes of its tree each request verifies.
-            rows: integer [sum of num_nodes], the runner's logits indices.
-            input_ids: integer [T], the scheduled tokens, placeholders not yet replaced.
-
-        """
-        cu_nodes = torch.from_numpy(np.concatenate(([0], num_nodes.cumsum()))).to(rows.device)
-        return cls.lay_out(trees, num_nodes, cu_nodes, rows, input_ids)
-
-    @classmethod
-    def lay_out(
         cls,
         trees: Trees,
-        num_nodes: np.ndarray,
-        cu_nodes: Tensor,
-        rows: Tensor,
-        input_ids: Tensor,
+        num_nodes: np.ndarray,  # int64 [B], how many nodes of its tree each request verifies
+        cu_nodes: Tensor,  # integer [B + 1], first logits row of each request
+        rows: Tensor,  # integer [sum of num_nodes], the runner's logits indices
+        input_ids: Tensor,  # integer [T], the scheduled tokens, placeholders not yet replaced
     ) -> TreeStep:
-        """The same for a runner that has ``cu_nodes`` (integer [B + 1]) on its device already.
-
-        Nothing is copied from the host, and nothing waits for the device.
-        """
+        """Lay out a step; nothing is copied from the host, and nothing waits for the device."""
         cu_nodes, rows = cu_nodes.to(torch.int64), rows.to(torch.int64)
         counts = cu_nodes[1:] - cu_nodes[:-1]
         width = int(num_nodes.max())

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_medusa.files import new_path
 
-_SMOOTHED = 50  # points of a curve
+_POINTS = 50  # of a curve
 
 
 def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") -> None:
@@ -24,34 +26,30 @@ def draw_curves(entries: Iterable[dict[str, Any]], path: Path, title: str = "") 
     kept = [line for line in measured if "quality" in line]
     count = 3 if kept else 2
     figure, (left, right, *more) = plt.subplots(1, count, figsize=(5.5 * count, 4))
-    num_heads = len(steps[0]["losses"]) if steps else 0
-    width = max(1, len(steps) // _SMOOTHED)
-    windows = [steps[i : i + width] for i in range(0, len(steps), width)]
-    for head in range(num_heads):
-        at = [window[-1]["step"] for window in windows]
-        mean = [sum(line["losses"][head] for line in w) / len(w) for w in windows]
-        (curve,) = left.plot(at, mean, linewidth=1, label=f"head {head}")
+    losses = np.array([line["losses"] for line in steps])  # [S, K]
+    parts = np.array_split(np.arange(len(steps)), min(len(steps), _POINTS))
+    heads = [f"head {head}" for head in range(losses.shape[1])]
+    at = [steps[part[-1]]["step"] for part in parts]
+    left.plot(at, [losses[part].mean(0) for part in parts], linewidth=1, label=heads)
+    if measured:
         at = [line["step"] for line in measured]
-        color = curve.get_color()
-        losses = [line["heldout"]["loss"][head] for line in measured]
-        left.plot(at, losses, "o", markersize=3, color=color)
-        for rank, style in ((1, "-"), (5, ":")):
-            share = [line["heldout"]["top"][head][rank - 1] for line in measured]
-            name = f"head {head}, top {rank}" if head == 0 else None
-            right.plot(at, share, style, marker="o", markersize=3, color=color, label=name)
+        left.set_prop_cycle(None)
+        left.plot(at, [line["heldout"]["loss"] for line in measured], "o", markersize=3)
+        top = np.array([line["heldout"]["top"] for line in measured])  # [M, K, ranks]
+        for rank, style in ((1, "o-"), (5, "o:")):
+            right.set_prop_cycle(None)
+            names = [f"{head}, top {rank}" for head in heads]
+            right.plot(at, top[:, :, rank - 1], style, markersize=3, label=names)
+        right.legend(fontsize=8)
     left.set(xlabel="step", ylabel="loss, nats (dots: held out)", title="loss")
+    left.legend(fontsize=8)
     right.set(xlabel="step", ylabel="share of labels", title="held-out accuracy", ylim=(0, 1))
     for axes in more:
-        at = [line["step"] for line in kept]
-        kl = [line["quality"]["kl"] for line in kept]
-        axes.plot(at, kl, marker="o", markersize=3, label="KL(original || new), nats a token")
-        ratio = [line["quality"]["perplexity_ratio"] - 1 for line in kept]
-        axes.plot(at, ratio, ":", marker="o", markersize=3, label="perplexity after / before - 1")
+        lost = [(q["kl"], q["perplexity_ratio"] - 1) for q in (line["quality"] for line in kept)]
+        names = ["KL(original || new), nats per token", "perplexity after / before - 1"]
+        axes.plot([line["step"] for line in kept], lost, "o-", markersize=3, label=names)
         axes.set(xlabel="step", title="what the target lost, held out")
-    for axes in (left, right, *more):
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+        axes.legend(fontsize=8)
     figure.suptitle(title)
     figure.tight_layout()
     with new_path(path) as part:

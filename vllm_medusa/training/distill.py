@@ -1,21 +1,35 @@
-"""The distill job: the target continues prompts, and writes what its heads are trained on."""
+"""The distill job: the target writes the texts that its heads are trained on (section 2.3.2).
+
+Every prompt is continued ``samples`` times; sample s of prompt p has the slot p * samples + s and
+the seed ``seed + slot``, so a text depends neither on the others nor on where a job was resumed.
+
+A conversation becomes one record with a span for each answer, as long as the tokens written for a
+turn are those in the prompt of the next one. Where they aren't (the target chose other tokens for
+the same text, or the chat template drops reasoning), what was written so far is a record of its
+own, so no token is trained in a context it was not written in.
+
+A slot owns ``stride`` indices. Its last record has the first of them, ``slot * stride``, and is
+written after the others: where it is in a file, the slot is finished.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress
-from vllm_medusa.offline.batch import Result
+from vllm_medusa.offline.batch import Answer, Conversation, Engine, Request, Result, Session
 from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.generate import Speed, open_results, run_prompts
 from vllm_medusa.offline.options import DistillOptions
 from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
-from vllm_medusa.training.self_distillation import Plan, Summary
-from vllm_medusa.training.self_talk import require_self_talk
+from vllm_medusa.offline.records import key_of
+from vllm_medusa.training.self_talk import SelfTalk, require_self_talk
 
 _TALK_TURNS = 3
 
@@ -42,9 +56,7 @@ def distill(
 
     """
     if options.prompts is not None:
-        prompts = load_prompts(
-            options.prompts, options.format, options.column, options.on_bad_line, progress
-        )
+        prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     else:
         count = options.conversations or 0
         prompts = [Prompt(index, index + 1, f"talk-{index}") for index in range(count)]
@@ -90,7 +102,9 @@ def distill(
                 f"{early} of {ended} conversations ended before their {plan.turns} answers: a text "
                 "was cut at --max-tokens, or a user's turn was empty"
             )
-        return Distilled(options.output, log.failed, speed, Summary.of(options.output))
+        with options.output.open("rb") as file:
+            summary = summarize(map(json.loads, file))
+        return Distilled(options.output, log.failed, speed, summary)
 
 
 def _talker(model: str) -> Any:
@@ -106,3 +120,142 @@ def _talker(model: str) -> Any:
         ) from None
     require_self_talk(tokenizer)
     return tokenizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is written for each prompt."""
+
+    samples: int = 1  # texts of each prompt
+    temperatures: tuple[float, ...] = (0.0,)  # sample s takes number s, modulo their count
+    seed: int = 0  # of slot 0
+    turns: int = 1  # the most answers that a text may have
+    talker: Any = None  # the tokenizer, if the target is to write the user's later turns too
+
+    @property
+    def stride(self) -> int:
+        """Indices of each slot: the most records that a text can fall into."""
+        return self.turns
+
+    def temperature(self, slot: int) -> float:
+        """The temperature of a slot."""
+        return self.temperatures[slot % self.samples % len(self.temperatures)]
+
+    def slots(self, prompts: Iterable[Prompt], done: AbstractSet[int]) -> Iterator[Prompt]:
+        """Yield each prompt once for each sample; ``index`` becomes the slot.
+
+        Slots whose last record's index is in ``done`` are left out.
+        """
+        for prompt in prompts:
+            for sample in range(self.samples):
+                slot = prompt.index * self.samples + sample
+                if slot * self.stride not in done:
+                    name = f"#{sample}" if self.samples > 1 else ""
+                    yield replace(prompt, index=slot, request_id=prompt.request_id + name)
+
+    def session(self, prompt: Prompt) -> Session:
+        """Begin a slot; to be given to `vllm_medusa.offline.batch.run_batch`."""
+        temperature = self.temperature(prompt.index)
+        if self.talker is not None:
+            return SelfTalk(prompt, temperature, self.turns, self.talker)
+        return Sampled(prompt, temperature=temperature)
+
+    def records(self, result: Result) -> list[dict[str, Any]]:
+        """Return the lines of a finished slot in the order in which they are to be written.
+
+        The slot's last line has the slot's first index. A slot for which nothing was written has a
+        line with an "error".
+        """
+        slot = result.prompt.index
+        pieces = _pieces(result.answers)
+        if not pieces:
+            name = {"index": slot * self.stride, "request_id": result.prompt.request_id}
+            return [name | {"error": result.error or "the target wrote nothing"}]
+        first = next(a for a in result.answers if a.role == "assistant")  # not the user's opening
+        prompt = list(first.prompt_token_ids)
+        whole = prompt if len(prompt) > 1 else pieces[0].token_ids
+        group = key_of(whole, len(prompt))
+        return [
+            {
+                "index": slot * self.stride + number,
+                "request_id": result.prompt.request_id,
+                "group": group,
+                "token_ids": piece.token_ids,
+                "generated": piece.spans,
+                "temperature": self.temperature(slot),
+                "seed": self.seed + slot,
+                "finish_reason": piece.finish_reason,
+                "text": piece.text,
+            }
+            for number, piece in zip((*range(1, len(pieces)), 0), pieces, strict=True)
+        ]
+
+
+@dataclass
+class Sampled(Conversation):
+    """A conversation at a temperature of its own, which ends with the first truncated answer."""
+
+    temperature: float = 0.0
+
+    def next_request(self, engine: Engine) -> Request:
+        """See `vllm_medusa.offline.batch.Session`."""
+        return Request(super().next_request(engine).prompt, {"temperature": self.temperature})
+
+    @property
+    def finished(self) -> bool:
+        """See `vllm_medusa.offline.batch.Session`."""
+        return super().finished or self.answers[-1].finish_reason == "length"
+
+
+@dataclass
+class _Piece:
+    """Tokens in the context they were written in, and which of them the target wrote as itself."""
+
+    token_ids: list[int]
+    spans: list[list[int]] = field(default_factory=list)
+    finish_reason: str | None = None
+    text: str = ""
+
+
+def _pieces(answers: Iterable[Answer]) -> list[_Piece]:
+    pieces: list[_Piece] = []
+    for answer in answers:
+        prompt = list(answer.prompt_token_ids)
+        if not pieces or prompt[: len(pieces[-1].token_ids)] != pieces[-1].token_ids:
+            pieces.append(_Piece([]))
+        piece = pieces[-1]
+        piece.token_ids = prompt + answer.token_ids
+        if answer.role == "assistant" and answer.token_ids:
+            piece.spans.append([len(prompt), len(piece.token_ids)])
+            piece.finish_reason, piece.text = answer.finish_reason, answer.text
+    for piece in pieces:  # a user's turn that nothing answers is no use
+        if piece.spans:
+            del piece.token_ids[piece.spans[-1][1] :]
+    return [piece for piece in pieces if piece.spans]
+
+
+@dataclass
+class Summary:
+    """Counts and lengths of a file of records."""
+
+    records: int = 0
+    prompt_tokens: int = 0
+    generated: list[int] = field(default_factory=list)  # generated tokens of each record
+    truncated: int = 0
+    empty: int = 0
+    duplicates: int = 0
+
+
+def summarize(lines: Iterable[Mapping[str, Any]]) -> Summary:
+    """Summarize lines that `Plan.records` made; those with an error aren't counted."""
+    found, texts = Summary(), set()
+    for line in lines:
+        if "error" not in line:
+            found.generated.append(sum(end - start for start, end in line["generated"]))
+            found.prompt_tokens += len(line["token_ids"]) - found.generated[-1]
+            found.truncated += line["finish_reason"] == "length"
+            found.empty += not line["text"].strip()
+            texts.add(hash(tuple(line["token_ids"])))
+    found.records = len(found.generated)
+    found.duplicates = found.records - len(texts)
+    return found

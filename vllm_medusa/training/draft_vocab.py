@@ -1,7 +1,7 @@
 """The draft vocabulary: the tokens that a target writes, which are few of all that it knows.
 
 Heads read the LM head's rows of these tokens only (FR-Spec, https://arxiv.org/abs/2502.14856).
-What heads can't draft the target still writes, a token at a step.
+What heads can't draft the target still writes, one token per step.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,22 +36,12 @@ class CacheError(ValueError):
     """Hidden states that can't be kept or computed."""
 
 
-class StateSource(Protocol):
-    """What computes states: a `Target`, or `eagle3.AuxiliaryStates`."""
-
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def device(self) -> torch.device: ...  # noqa: D102
-    def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor: ...  # noqa: D102
-
-
 class HiddenStates:
     """States of a range of rows of each record."""
 
     def __init__(
         self,
-        target: StateSource,
+        target: Any,  # computes states: a `Target`, or `eagle3.AuxiliaryStates`
         records: Sequence[Record],
         ranges: Sequence[Sequence[int]],  # rows [start, end) of each record; empty: none
         folder: Path | None = None,  # the cache's own folder is made in it; None: in memory

@@ -11,6 +11,7 @@ import torch
 
 from vllm_medusa.heads.checkpoint import save_drafter, save_heads
 from vllm_medusa.heads.eagle_model import EagleDrafter, choose_layers
+from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.machine import fast_bfloat16
@@ -23,7 +24,7 @@ from vllm_medusa.training.draft_vocab import (
     frequent_tokens,
     usual_size,
 )
-from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates, StateSource
+from vllm_medusa.training.hidden_cache import DTYPES, HiddenStates
 from vllm_medusa.training.inputs import DataError, Inputs, require_labels
 from vllm_medusa.training.loop import Report
 from vllm_medusa.training.losses import AnyHeads
@@ -31,7 +32,7 @@ from vllm_medusa.training.method import Method, Texts
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.recipe import MEASURED_ROWS, complete
 from vllm_medusa.training.rows import Piece, count_labels, cut_pieces
-from vllm_medusa.training.run import Run
+from vllm_medusa.training.run import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -103,10 +104,12 @@ class Job:
             "cache": {"dtype": str(self._cache_dtype), "gb": options.cache.cache_gb},
         }
 
-    def open(self) -> Run:
+    def open(self) -> TrainingRun:
         """Open the output's run; says so if it is complete."""
         files = self.options.files
-        run = Run(files.output, self.settings, overwrite=files.overwrite, main=self.workers.main)
+        main = self.workers.main
+        run = TrainingRun(files.output, self.settings, overwrite=files.overwrite, main=main)
+        self.workers.wait()  # until the main process has removed what --overwrite removes
         if run.complete:
             self.progress.note(f"nothing to do; the heads are in {files.output}")
         return run
@@ -126,11 +129,23 @@ class Job:
             quantization=self.options.machine.quantization if quantized else None,
         )
 
-    def heads_alone(self, target: Target, run: Run, heads: AnyHeads | None = None) -> Method:
-        """Medusa-1 or EAGLE-3 on built states; new heads unless given."""
+    def new_heads(self, target: Target) -> MedusaHeads:
+        """Untrained Medusa or Hydra heads."""
+        options = self.options.heads
+        return medusa1.new_heads(
+            target,
+            options.num_heads,
+            options.num_layers,
+            lm_heads=options.lm_heads or "shared",
+            token_map=self.token_map(target),
+            kind=options.kind,
+        )
+
+    def heads_alone(self, target: Target, run: TrainingRun) -> Method:
+        """Medusa-1 or EAGLE-3 with new heads, on built states."""
         options, workers, steps = self.options, self.workers, self.steps
         whole, size = bool(self.layers), medusa1.PIECE_ROWS
-        source: StateSource = target
+        source: Any = target
         if whole:
             source, size = eagle3.AuxiliaryStates(target, self.layers), eagle3.PIECE_ROWS
             shown = ", ".join(map(str, self.layers))
@@ -152,17 +167,8 @@ class Job:
         if self.inputs.heldout:
             heldout = self.heldout_texts(source, cut_pieces(self.inputs.heldout, size, whole=whole))
         if not whole:
-            made = heads or medusa1.new_heads(
-                target,
-                options.heads.num_heads,
-                options.heads.num_layers,
-                lm_heads=options.heads.lm_heads or "shared",
-                token_map=self.token_map(target),
-                kind=options.heads.kind,
-            )
-            assert not isinstance(made, EagleDrafter)
-            parts = (texts, heldout, steps, workers)
-            return medusa1.Medusa1(target, made, *parts, bf16=self.bf16)
+            heads, parts = self.new_heads(target), (texts, heldout, steps, workers)
+            return medusa1.Medusa1(target, heads, *parts, bf16=self.bf16)
         some = [(p.record, p.start, p.limit) for p in pieces[:8]]
         drafter = eagle3.new_drafter(
             target,
@@ -178,9 +184,7 @@ class Job:
         parts = (texts, heldout, steps, workers)
         return eagle3.Eagle3(target, drafter, *parts, bf16=self.bf16)
 
-    def heldout_texts(
-        self, source: StateSource, pieces: Sequence[Piece], *, share: bool = True
-    ) -> Texts:
+    def heldout_texts(self, source: Any, pieces: Sequence[Piece], *, share: bool = True) -> Texts:
         """The held-out pieces that are measured (this process's share), states in memory."""
         stride = -(-sum(piece.num_rows for piece in pieces) // MEASURED_ROWS)
         chosen = pieces[::stride]

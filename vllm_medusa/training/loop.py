@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_medusa.job import JobFailed
-from vllm_medusa.training.method import Groups, Method
-from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.method import Method
 from vllm_medusa.training.rows import deal, plan_steps, split_passes
 from vllm_medusa.training.run import Stage
 
@@ -45,7 +44,11 @@ class Loop:
         self.settings, self.save_seconds = method.settings, save_seconds
         settings = self.settings
         assert settings.batch_tokens and settings.learning_rate
-        self.optimizer = make_optimizer(method.parameters(), settings)
+        groups = [
+            {"params": [p for p in parameters if p.requires_grad], "factor": factor}
+            for parameters, factor in method.parameters()
+        ]
+        self.optimizer = torch.optim.AdamW(groups, weight_decay=settings.weight_decay)
         self.plan = plan_steps(
             method.lengths,
             method.groups,
@@ -98,7 +101,7 @@ class Loop:
         items = self.plan[self.step]
         mine = deal(items, method.lengths, workers.world)[workers.rank]
         passes = split_passes(mine, method.lengths, method.pass_rows)
-        batches = [method.collate(part) for part in passes]
+        batches = [method.collate(items) for items in passes]
         weights = method.weights(self.step, self.steps)
         counts = torch.zeros_like(weights)
         for batch in batches:
@@ -106,17 +109,15 @@ class Loop:
         counts = workers.add_up(counts).clamp(min=1)
         sums = torch.zeros_like(weights)
         self.optimizer.zero_grad(set_to_none=True)
-        for part, batch in zip(passes, batches, strict=True):
-            seed = hash((self.settings.seed, self.step, part[0]))  # the same in any process
-            with method.dropout(seed):
-                with method.autocast():
-                    loss, found = method.loss(batch, weights / counts)
-                loss.backward()
+        for batch in batches:
+            with method.autocast():
+                loss, found = method.loss(batch, weights / counts)
+            loss.backward()
             sums += found
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         workers.share_gradients(parameters)
         sums = workers.add_up(sums)
-        norm = clip_gradients(parameters, self.settings.clip)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip)
         if not bool(torch.isfinite(torch.cat([sums, norm.view(1)])).all()):
             self._stop(items, sums, norm, parameters)
         rate = self._set_rate()
@@ -179,37 +180,3 @@ def rate_at(step: int, steps: int, warmup: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
-def make_optimizer(groups: Groups, settings: StepOptions) -> torch.optim.AdamW:
-    """AdamW over (parameters, factor of the learning rate); weight decay on matrices only.
-
-    Raises:
-        ValueError: nothing requires a gradient.
-
-    """
-    options: list[dict[str, Any]] = []
-    for parameters, factor in groups:
-        chosen = [p for p in parameters if p.requires_grad]
-        for decay, members in (
-            (settings.weight_decay, [p for p in chosen if p.dim() >= 2]),
-            (0.0, [p for p in chosen if p.dim() < 2]),
-        ):
-            if members:
-                options.append({"params": members, "weight_decay": decay, "factor": factor})
-    if not options:
-        raise ValueError("no parameter requires a gradient; there is nothing to train")
-    return torch.optim.AdamW(options)
-
-
-def clip_gradients(parameters: Iterable[Tensor], bound: float) -> Tensor:
-    """Scale all gradients down to a norm of ``bound``; returns the norm before, fp32 scalar.
-
-    A norm that isn't finite leaves the gradients as they are.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    if bool(torch.isfinite(norm)):
-        for grad in grads:
-            grad.mul_((bound / (norm + 1e-6)).clamp(max=1.0).to(grad.dtype))
-    return norm

@@ -73,26 +73,22 @@ def adaptable_modules(model: Any, chosen: Sequence[str] = ()) -> list[str]:
             f"{kind} has no linear layer that LoRA could adapt, so Medusa-2 can't train it. Use "
             "--method medusa-1, which leaves the target alone"
         )
-    if not chosen:
-        return names
-    kept: dict[str, None] = {}
     for wanted in chosen:
-        found = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
-        if not found:
-            kinds = sorted({name.rpartition(".")[2] for name in names})
+        if not any(f".{name}".endswith(f".{wanted}") for name in names):
+            kinds = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise LoraError(
                 f"LoRA module {wanted!r} is not a linear layer of {kind}'s decoder (its LM head is "
-                f"never adapted); it has {', '.join(kinds)}"
+                f"never adapted); it has {kinds}"
             )
-        kept |= dict.fromkeys(found)
-    return [name for name in names if name in kept]
+    ends = tuple(f".{wanted}" for wanted in chosen)
+    return [name for name in names if not chosen or f".{name}".endswith(ends)]
 
 
 def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
     """Put a fresh adapter into ``model``, in place; everything but the adapter is frozen.
 
-    The caller's ``model`` goes on as before, with the adapter in it. The adapter's weights are
-    fp32 whatever the model's dtype is. It changes nothing until it is trained.
+    The adapter's weights are fp32 whatever the model's dtype is. It changes nothing until it is
+    trained.
 
     Raises:
         LoraError: see `adaptable_modules`; or peft has no adapter for one of the layers.
@@ -104,7 +100,6 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank
-        lora_dropout=settings.dropout,
         target_modules=names,
         task_type="CAUSAL_LM",
     )
@@ -118,7 +113,7 @@ def attach(model: Any, settings: LoraSettings, *, seed: int) -> PeftModel:
                 f"peft can't adapt {type(model).__name__}: {error}. Choose other layers, or use "
                 "--method medusa-1"
             ) from error
-    adapted.eval()  # the target's own dropout stays off; `dropping_out` switches the adapter's on
+    adapted.eval()  # the target's own dropout stays off
     return adapted
 
 
@@ -129,29 +124,9 @@ def original(adapted: PeftModel) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def dropping_out(adapted: PeftModel, seed: int) -> Iterator[None]:
-    """Within this the adapter's dropout is on, drawn from ``seed``; no other dropout is."""
-    layers = [m for n, m in adapted.named_modules() if "lora_dropout" in n.split(".")]
-    cuda = {p.device.index or 0 for p in adapted.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(cuda)):
-        torch.manual_seed(seed)
-        for layer in layers:
-            layer.train()
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.eval()
-
-
 def adapter_parameters(adapted: PeftModel) -> dict[str, nn.Parameter]:
     """Every trained parameter of the backbone, by name: the adapter's, nothing else."""
-    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    strangers = [name for name in trained if ".lora_" not in name]
-    if strangers:
-        raise LoraError(f"{strangers[0]} would train, though it is the target's own")
-    return trained
+    return {name: p for name, p in adapted.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
@@ -161,7 +136,7 @@ def merge(adapted: PeftModel) -> Any:
     Each sum is taken in fp32 and rounded once to the weight's dtype.
 
     Raises:
-        LoraError: a merged weight is not finite, or the backbone is quantised.
+        LoraError: a merged weight is not finite.
 
     """
     from peft.tuners.lora import LoraLayer
@@ -170,8 +145,6 @@ def merge(adapted: PeftModel) -> Any:
     layer: Any  # a `lora.Linear`, which torch's and peft's types say too little of
     for name, layer in layers:
         weight: Tensor = layer.get_base_layer().weight
-        if not weight.is_floating_point():
-            raise LoraError(f"{name} is quantised; merge into the unquantised target instead")
         delta = layer.get_delta_weight(ADAPTER)  # laid out as the weight is
         merged = weight.float() + delta.float()
         if not bool(torch.isfinite(merged).all()):
@@ -209,7 +182,7 @@ def merge_adapter(source: str | Path, adapter: str | Path, folder: Path) -> Path
     if getattr(model, "quantization_method", None) is not None:
         raise LoraError(
             f"{source} is stored quantised, and an adapter can't be merged into that without loss. "
-            "Keep the adapter (--save adapter), or train on the unquantised model"
+            "Train on the unquantised model"
         )
     adaptable_modules(model)  # refuses the folder of an adapter, which transformers loads too
     merged = merge(PeftModel.from_pretrained(model, str(adapter)))

@@ -1,4 +1,4 @@
-"""The heads' losses, without ever holding the logits of a whole batch.
+"""The heads' losses, without holding the logits of a whole batch.
 
 Head h (0-based) at position t predicts token t + h + 2 (Medusa, https://arxiv.org/abs/2401.10774,
 section 2.2.1). With K heads over a vocabulary of V tokens the logits of T positions are
@@ -8,22 +8,19 @@ is kept is the gradient of the heads' states, [T, K, H], and of stored LM heads.
 
 Labels are the tokens that follow, or, "soft", the target's whole distribution over each of them at
 the temperature that the text was sampled with: the same expected loss with less noise. Positions
-lie one behind the other in a batch, so the distribution over head h's label at row n is what the
+are consecutive in a batch, so the distribution over head h's label at row n is what the
 target makes of the state in row n + h + 1.
 
 With a draft vocabulary D a label outside it adds no loss. Of a soft label, p over all V tokens,
-that leaves -sum of p(v) log q(v) over v in D, with p as it is, not made to sum to 1 over D: else a
-place where D holds little of p would weigh as much as any other, and heads that can't tell the two
-apart would rank tokens by something else than how likely they are. So p needs the target's whole LM
-head, V x H once for each row, beside the heads' 2 K products of V_draft x H: never more than the
-same training without a draft vocabulary.
+that leaves -sum of p(v) log q(v) over v in D, with p not renormalized over D: else a position where
+D holds little of p would weigh as much as any other. So p needs the target's whole LM head once for
+each row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,8 +73,7 @@ def draft_labels(labels: Tensor, heads: AnyHeads, outside: int) -> Tensor:
     return torch.where(labels < 0, labels, draft_id[labels.clamp_min(0)])
 
 
-@dataclass(frozen=True)
-class HeadLosses:
+class HeadLosses(NamedTuple):
     """What `head_losses` found."""
 
     loss: Tensor  # fp32, the sum over heads of weight times ``sums``; the gradient flows from it
@@ -87,7 +83,7 @@ class HeadLosses:
 
 def head_losses(
     heads: AnyHeads,
-    hidden_states: Tensor,  # [N, H], what the target's LM head sees; texts one behind the other
+    hidden_states: Tensor,  # [N, H], what the target's LM head sees
     labels: Tensor,  # int64 [N, K] target ids, IGNORED where none; the first K heads are used
     weights: Tensor,  # [K], the factor of each head's sum
     lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
@@ -167,7 +163,7 @@ class _Teacher:
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Loss and gradients in one go: what flows back is only the loss's scalar factor."""
+    """Loss and gradients at once: what flows back is only the loss's scalar factor."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -13,7 +13,6 @@ What it leaves behind::
     HEADS/config.json, model.safetensors     the heads; config.json's "medusa" has the results
     HEADS/target/                            the new target: transformers' folder, tokenizer and all
     HEADS/target-degraded/                   the same where quality fell beyond the bounds
-    HEADS/adapter/                           instead of it, with ``save="adapter"``
 
 Merging rounds the weights to the target's dtype, so everything is measured once more on the merged
 model, read back from its files.
@@ -23,9 +22,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from contextlib import AbstractContextManager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,14 +47,14 @@ from vllm_medusa.training.options import JointOptions, StepOptions
 from vllm_medusa.training.quality import Quality, QualityMeter, kl_rows
 from vllm_medusa.training.recipe import complete_joint, heads_weight
 from vllm_medusa.training.rows import Piece, cut_pieces, labels_at, pad, row_ranges, split_passes
-from vllm_medusa.training.run import Run, Stage
+from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-MODEL, DEGRADED, ADAPTER = "target", "target-degraded", "adapter"
+MODEL, DEGRADED = "target", "target-degraded"
 _MEASURED_TOKENS = 4096  # per pass
 _DIVERGED = (
     "So the new target, which is being trained, diverged: use a smaller --backbone-rate or "
@@ -112,10 +109,6 @@ class Medusa2(Method):
         """See `Method`: 1 for the target's own loss, then lambda_0 lambda_k."""
         own = torch.ones(1, device=self.decay.device)
         return torch.cat([own, heads_weight(self.joint, step, steps) * self.decay])
-
-    def dropout(self, seed: int) -> AbstractContextManager[None]:
-        """See `Method`: the adapter's."""
-        return lora.dropping_out(self.adapted, seed)
 
     def loss(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """See `Method`; one pass of the backbone, two with a teacher."""
@@ -242,13 +235,9 @@ def train_medusa2(job: Job) -> None:
         )
     written = all(record.temperature is not None for record in inputs.train)
     joint, steps = complete_joint(options.joint, options.training, self_distilled=written)
+    start = None if joint.start_heads is None else fingerprint(joint.start_heads)
     job.settings |= {
-        "joint": asdict(joint)
-        | {
-            "start_heads": _fingerprint(joint.start_heads),
-            "warmup_steps": steps.warmup_steps,
-        },
-        "save": joint.save,
+        "joint": asdict(joint) | {"start_heads": start, "warmup_steps": steps.warmup_steps},
         "bounds": asdict(joint.bounds),
     }
     with job.open() as run:
@@ -258,9 +247,9 @@ def train_medusa2(job: Job) -> None:
         target = job.load_target()
         lora.adaptable_modules(target.model, joint.lora.modules)  # refused before the warm-up
         _check_space(job, run, target)
-        run.begin()
+        run.work.mkdir(exist_ok=True)
         if workers.main:
-            for name in (MODEL, DEGRADED, ADAPTER):  # of a run that --overwrite throws away
+            for name in (MODEL, DEGRADED):  # of a run that --overwrite throws away
                 shutil.rmtree(run.output / name, ignore_errors=True)
         heads = _first_heads(job, run, target)
         heldout = _heldout(job, target)
@@ -276,8 +265,7 @@ def train_medusa2(job: Job) -> None:
         )
         job.progress.note(
             f"joint stage: {loop.steps} steps, {tokens} tokens; the adapter is {share:.1%} of the "
-            f"target; {joint.lm_loss} for the target, lambda_0 {joint.heads_weight:g} "
-            f"({joint.growth})"
+            f"target; {joint.lm_loss} for the target, lambda_0 {joint.heads_weight:g}"
         )
         loop.train(job.report("joint"))
         if workers.main:
@@ -292,12 +280,11 @@ def train_medusa2(job: Job) -> None:
                 # what is merged was never quantized, and this process measures all of it
                 heldout = _heldout(job, job.load_target(quantized=False), share=False)
             _publish(job, run, heads, heldout, trained, origin)
-            run.finish()
         workers.wait()
 
 
-def _first_heads(job: Job, run: Run, target: Target) -> MedusaHeads:
-    """The given heads, or those of the warm-up."""
+def _first_heads(job: Job, run: TrainingRun, target: Target) -> MedusaHeads:
+    """The given heads, or those of the warm-up; new ones where a checkpoint follows."""
     start = job.options.joint.start_heads
     if start is not None:
         heads, _ = load_heads(
@@ -308,6 +295,8 @@ def _first_heads(job: Job, run: Run, target: Target) -> MedusaHeads:
             device=job.workers.device,
         )
         return heads
+    if (run.work / "state.pt").exists():
+        return job.new_heads(target)
     method = job.heads_alone(target, run)
     Loop(method, Stage(run, "warm-up.jsonl", "warm-up")).train(job.report("warm-up"))
     job.release(method)
@@ -327,7 +316,7 @@ def _heldout(job: Job, target: Target, *, share: bool = True) -> Texts:
 
 def _publish(
     job: Job,
-    run: Run,  # with the trained adapter in ``work/adapter``
+    run: TrainingRun,  # with the trained adapter in ``work/adapter``
     heads: MedusaHeads,
     heldout: Texts,
     trained: dict[str, Any],
@@ -337,8 +326,8 @@ def _publish(
 
     The trained model should have been released before: this loads two, one after the other.
     """
-    joint, adapter, output = job.options.joint, run.work / "adapter", run.output
-    merged = lora.merge_adapter(job.inputs.source, adapter, run.work / "merged")
+    output, work = run.output, run.work
+    merged = lora.merge_adapter(job.inputs.source, work / "adapter", work / "merged")
     job.round(heads)
     target = job.load_target(merged, quantized=False)
     heads = heads.to(target.device)
@@ -347,22 +336,17 @@ def _publish(
         draft_head = target.lm_head_of(heads.token_map)
         accuracy, quality = measure_joint(heads, draft_head, target, heldout)
         found = {"heldout": accuracy, "quality": quality.to_dict()}
-        shortfalls = quality.shortfalls(joint.bounds)
+        shortfalls = quality.shortfalls(job.options.joint.bounds)
     except CacheError as error:  # the new target computes NaN
         shortfalls = [str(error).removesuffix(".")]
     stored = plain_json(found)
     if stored != found and not shortfalls:
         shortfalls = ["not all that was measured is finite"]
     results = {"degraded": bool(shortfalls), "shortfalls": shortfalls, **stored}
-    base, new = Path(job.inputs.source), target_fingerprint(merged)
-    if joint.save == "adapter":
-        adapter.replace(output / ADAPTER)
-        shutil.rmtree(merged)
-    else:
-        base = output / (DEGRADED if shortfalls else MODEL)
-        config = merged / "config.json"
-        write_json(config, {**read_json(config), "medusa_2": results})
-        merged.replace(base)
+    base, config = output / (DEGRADED if shortfalls else MODEL), merged / "config.json"
+    new = target_fingerprint(merged)
+    write_json(config, {**read_json(config), "medusa_2": results})
+    merged.replace(base)
     job.save(heads, {**trained, **results}, origin, new, base)
 
 
@@ -387,7 +371,7 @@ def _checkpoint_layers(model: Any) -> None:
         layer.training = True  # of the layer alone: the dropout in it stays off
 
 
-def _check_space(job: Job, run: Run, target: Target) -> None:
+def _check_space(job: Job, run: TrainingRun, target: Target) -> None:
     """Refuse to start what the disk can't hold in the end: the merged model."""
     stored = DTYPES.get(job.inputs.dtype or "", job.dtype)
     wanted = sum(p.numel() for p in target.model.parameters()) * stored.itemsize
@@ -397,11 +381,3 @@ def _check_space(job: Job, run: Run, target: Target) -> None:
             f"the new target takes {wanted / 1e9:.1f} GB, and {run.output} has {free / 1e9:.1f} GB "
             "free. Name another disk by --output."
         )
-
-
-def _fingerprint(heads: Path | None) -> str | None:
-    if heads is None:
-        return None
-    if not heads.exists():
-        raise ValueError(f"--start-heads {heads}: no such file or folder.")
-    return fingerprint(heads)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -110,10 +109,6 @@ class Method:
         """Compute in bfloat16 if asked to."""
         kind = self.workers.device.type
         return torch.autocast(kind, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
-
-    def dropout(self, seed: int) -> AbstractContextManager[None]:
-        """Around a pass and its gradient: dropout, drawn from ``seed``; by default none."""
-        return nullcontext()
 
     def collate(self, items: Sequence[int], texts: Texts | None = None) -> Batch:
         """A batch of some pieces; ``texts``: others than those to train on."""

@@ -111,7 +111,7 @@ class StepOptions(Options):
     decay: Share = option("head k weighs DECAY^k", default=0.8)
     epochs: Positive = option("passes over the texts", default=3)
     batch_tokens: Positive | None = option(
-        "tokens a step", default=None, metavar="N", shown="256 to 4096: about 1500 steps"
+        "tokens per step", default=None, metavar="N", shown="256 to 4096: about 1500 steps"
     )
     learning_rate: Above | None = option(
         "the heads' peak", default=None, shown="1e-3; more for targets narrower than 573"
@@ -157,14 +157,13 @@ class CacheOptions(Options):
 
 
 class LoraSettings(Options):
-    """The adapter's shape. Rank 32 and alpha 16 are the paper's (appendix B.1).
+    """The adapter's shape; rank 32 and alpha 16 are the paper's (appendix B.1).
 
-    The paper's dropout of 0.05 makes the student noisy even where it equals the teacher.
+    The paper's dropout is left out: the student is noisy even where it equals the teacher.
     """
 
     rank: Positive = option("", "--lora-rank", default=32)
     alpha: Above = option("", "--lora-alpha", default=16.0)
-    dropout: BelowOne = option("", "--lora-dropout", default=0.0)
     modules: tuple[str, ...] = option(
         "linear layers such as q_proj",
         "--lora-modules",
@@ -177,8 +176,7 @@ class LoraSettings(Options):
 class QualityBounds(Options):
     """How much of its quality a target may lose before the training counts as failed.
 
-    The defaults are a judgement, no law: wide enough for a run that works, too narrow for one that
-    diverges or trades quality for heads.
+    The defaults are heuristic: wide enough for a run that works, too narrow for one that diverges.
     """
 
     max_kl: AtLeastZero = option(
@@ -213,23 +211,16 @@ class JointOptions(Options):
         metavar="X",
         shown="0.01 with kl, else 0.2",
     )
-    growth: Literal["sine", "linear", "constant"] = option(
-        "how lambda_0 gets there", default="sine"
-    )
-    growth_share: Share = option("in this share of the steps", default=1.0)
     backbone_rate: Above = option("learning rate's peak", default=5e-4)
     heads_rate: Above = option("times that, for the heads", default=4.0)
     joint_epochs: Positive = option(default=1)
     joint_steps: Positive | None = option("at most", default=None, metavar="N")
-    joint_tokens: Positive = option("of text a step", default=8192, metavar="N")
+    joint_tokens: Positive = option("of text per step", default=8192, metavar="N")
     pass_tokens: Positive = option(
         "of one pass of the target; fewer take less memory", default=4096, metavar="N"
     )
     checkpoint_layers: bool = option(
         "compute layers twice rather than keep what is in them", default=False
-    )
-    save: Literal["merged", "adapter"] = option(
-        "merged: a new target in OUTPUT/target; adapter: peft's in OUTPUT/adapter", default="merged"
     )
     bounds: QualityBounds = group(factory=QualityBounds)
 

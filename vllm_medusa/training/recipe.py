@@ -2,9 +2,8 @@
 
 lambda_0, the heads' weight beside the target's own loss, grows to its peak, because what untrained
 heads ask of the backbone would spoil it (Medusa, https://arxiv.org/abs/2401.10774, section 2.2.2).
-The paper's recipes (appendix B): on other text a peak of 0.2 after heads trained alone (Vicuna 7B
-and 13B), on self-distilled text a peak of 0.01 that grows as a sine until the last step (Vicuna
-33B, Zephyr).
+The paper's recipes (appendix B): a peak of 0.2 on other text, of 0.01 on self-distilled text, which
+grows as a sine until the last step.
 """
 
 from __future__ import annotations
@@ -88,8 +87,4 @@ def usual_batch(rows: int) -> int:
 
 def heads_weight(options: JointOptions, step: int, steps: int) -> float:
     """lambda_0 of the 0-based ``step``: above 0 at the first, the peak at the last."""
-    peak = options.heads_weight or 0.0
-    if options.growth == "constant":
-        return peak
-    done = min(1.0, (step + 1) / (steps * options.growth_share))
-    return peak * (math.sin(done * math.pi / 2) if options.growth == "sine" else done)
+    return (options.heads_weight or 0.0) * math.sin((step + 1) / steps * math.pi / 2)

@@ -17,33 +17,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_medusa.files import (
-    FileRefused,
-    new_file,
-    read_json,
-    refuse_other_settings,
-    require_parent,
-    try_lock,
-    write_json,
-)
-
-_REMEDY = "Name another folder, or pass --overwrite to throw that run away."
+from vllm_medusa.files import FileRefused, Run, new_file, require_parent
 
 
-class Run:
+class TrainingRun(Run):
     """The output folder of one training, locked; a context manager.
 
     Attributes:
         output: where the heads go.
         folder: ``training/`` in it.
-        work: ``training/work``, removed by `finish`.
+        work: ``training/work``, to be made when the first result is; removed in the end.
         complete: a run of the same settings has ended here; there is nothing to do.
 
     """
@@ -64,83 +54,34 @@ class Run:
         """
         self.output, self.main = Path(output), main
         self.folder, self.work = self.output / "training", self.output / "training" / "work"
-        self.settings = json.loads(json.dumps(settings))
         self.complete = not overwrite and (self.output / "config.json").exists()
-        self._lock = -1
-        if not main:
-            return
-        check_output(self.output)
-        self.output.mkdir(exist_ok=True)
-        self._lock = os.open(self.output, os.O_RDONLY)
-        try:
-            if not try_lock(self._lock):
-                raise FileRefused(
-                    f"{self.output}: another process is training there. Wait for it, or name "
-                    "another folder."
-                )
-            if self._settings_file.exists():
+        if main:
+            check_output(self.output)
+            self.output.mkdir(exist_ok=True)
+            remedy = "Name another folder, or pass --overwrite to throw that run away."
+            options: dict[str, Any] = {"of": self.output, "overwrite": overwrite, "remedy": remedy}
+            super().__init__(self.folder, settings, **options)
+            for name in ("config.json", "model.safetensors", "calibration.safetensors"):
                 if overwrite:
-                    self._throw_away()
-                else:
-                    self._compare()
-        except BaseException:
-            self.close()
-            raise
+                    (self.output / name).unlink(missing_ok=True)
 
-    def __enter__(self) -> Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def begin(self) -> None:
-        """Write the settings: from now on the folder belongs to them."""
-        if self.main:
-            self.work.mkdir(parents=True, exist_ok=True)
-            write_json(self._settings_file, self.settings)
-
-    def finish(self) -> None:
-        """Remove what only an unfinished run needs; the heads must be there."""
-        assert (self.output / "config.json").exists(), "the heads have to be saved before"
-        if self.main:
+    def __exit__(self, *error: object) -> None:
+        """Release the folder, and remove what only an unfinished run needs if it is complete."""
+        if not self.main:
+            return
+        if (self.output / "config.json").exists():
             shutil.rmtree(self.work, ignore_errors=True)
+            (self.folder / "lock").unlink(missing_ok=True)
+        elif error[0] is not None and not self.resumed and not self.work.exists():
+            self.remove()  # nothing was computed, so other settings may follow
         self.close()
-
-    def close(self) -> None:
-        """Release the folder; the run can be resumed."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    @property
-    def _settings_file(self) -> Path:
-        return self.folder / "run.json"
-
-    def _compare(self) -> None:
-        try:
-            before = read_json(self._settings_file)
-        except FileRefused as error:
-            raise FileRefused(f"{error} {_REMEDY}") from None
-        refuse_other_settings(self.output, before, self.settings, "a run", _REMEDY)
-
-    def _throw_away(self) -> None:
-        """Remove the run: checkpoints first and its settings last, so that none is continued."""
-        shutil.rmtree(self.work, ignore_errors=True)
-        for name in ("config.json", "model.safetensors", "calibration.safetensors"):
-            (self.output / name).unlink(missing_ok=True)
-        for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path != self._settings_file:
-                path.unlink()
-        self._settings_file.unlink()
 
 
 class Stage:
     """Log and checkpoint of one stage of a run; `load` comes first."""
 
-    def __init__(self, run: Run, log: str = "log.jsonl", name: str = "state") -> None:
-        self.main, self.folder = run.main, run.folder
+    def __init__(self, run: TrainingRun, log: str = "log.jsonl", name: str = "state") -> None:
+        self.main = run.main
         self._log, self._checkpoint = run.folder / log, run.work / f"{name}.pt"
         self._file: FileIO | None = None
 
@@ -149,6 +90,9 @@ class Stage:
         kept = None
         if self._checkpoint.exists():
             kept = torch.load(self._checkpoint, map_location=map_location, weights_only=True)
+            size = self._log.stat().st_size if self._log.exists() else 0
+            if size < kept["log_bytes"]:  # killed while --overwrite removed the run
+                kept = None
         if self.main:
             self._log.touch()
             self._file = self._log.open("r+b", buffering=0)  # readers see every line at once
@@ -187,33 +131,22 @@ def check_output(output: Path) -> None:
         raise FileRefused(f"{output} is a file; name a folder for the heads.")
     if (output / "training" / "run.json").is_file():
         return
-    if {path.name for path in output.rglob("*")} - {"training", "work", ".run.json.part"}:
+    if {path.name for path in output.rglob("*")} - {"training", "lock", ".run.json.part"}:
         raise FileRefused(
             f"{output} holds files, but is not a training run. Name another folder for the heads."
         )
 
 
-def check_inputs(
-    output: Path,
-    inputs: Mapping[str, str | Path | None],  # by what users call each; hub names are ignored
-    *,
-    overwrite: bool,
-    removed: Sequence[str],  # what a run replaces in the output
-) -> None:
-    """Refuse inputs that training into ``output`` would remove.
+def check_inputs(output: Path, inputs: Mapping[str, str | Path | None]) -> None:
+    """Refuse inputs (by what users call each; hub names are ignored) that are in the output.
 
     Raises:
         FileRefused: one is the output or in it.
 
     """
-    whole = output.resolve()
-    taken = [whole] if overwrite else [whole / name for name in removed]
     for name, path in inputs.items():
-        if path is None or not Path(path).exists():
-            continue
-        if any(Path(path).resolve().is_relative_to(folder) for folder in taken):
-            what = "which --overwrite empties" if overwrite else "whose content the run replaces"
+        if path and Path(path).exists() and Path(path).resolve().is_relative_to(output.resolve()):
             raise FileRefused(
-                f"{name} {path} is in the output {output}, {what}. Name another --output, or move "
-                "it out of there."
+                f"{name} {path} is in the output {output}, whose content the run replaces. Name "
+                "another --output, or move it out of there."
             )

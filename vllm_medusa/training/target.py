@@ -32,8 +32,8 @@ class Target:
     """A frozen causal LM with a plain LM head.
 
     ``model`` is transformers' own object; adapters may be put into its layers in place. Nothing in
-    it requires gradients after construction, nor is anything here under ``no_grad``: whoever makes
-    parameters trainable gets gradients through `hidden_states`.
+    it requires gradients after construction, but nothing here is under ``no_grad``: gradients reach
+    parameters that are made trainable.
 
     Attributes:
         model: the whole model, in evaluation mode.
@@ -42,6 +42,9 @@ class Target:
         vocab_size: V, the number of the LM head's rows.
         logit_scale: the logits' factor, 1 for most models.
         soft_cap: the logits' bound c in ``c * tanh(logits / c)``, or None.
+        embedding_weight: of tokens, [>= V, H], as it is stored.
+        lm_head_weight: [V, H], without scale; the embedding itself where they are tied.
+        lm_head_bias: [V], or None.
 
     """
 
@@ -63,6 +66,9 @@ class Target:
         if getattr(model.config, "is_encoder_decoder", False):
             raise TargetError(f"{name} is an encoder-decoder; heads need a decoder-only model.")
         self.head: Any = head
+        self.lm_head_weight: Tensor = head.weight
+        self.lm_head_bias: Tensor | None = getattr(head, "bias", None)
+        self.embedding_weight: Tensor = model.get_input_embeddings().weight
         self.backbone: Any = model.base_model
         if self.backbone is model:
             raise TargetError(f"{name} has no backbone apart from its LM head.")
@@ -107,22 +113,6 @@ class Target:
     def device(self) -> torch.device:
         """Where token ids have to be."""
         return self.model.get_input_embeddings().weight.device
-
-    @property
-    def embedding_weight(self) -> Tensor:
-        """The embedding of tokens, [>= vocab_size, H], as it is stored."""
-        weight: Tensor = self.model.get_input_embeddings().weight
-        return weight
-
-    @property
-    def lm_head_weight(self) -> Tensor:
-        """The LM head's matrix, [V, H], without scale; the embedding itself where they are tied."""
-        return self.head.weight
-
-    @property
-    def lm_head_bias(self) -> Tensor | None:
-        """The LM head's bias, [V], if it has one."""
-        return getattr(self.head, "bias", None)
 
     @property
     def end_tokens(self) -> set[int]:

@@ -16,7 +16,7 @@ from vllm_medusa.training.curves import draw_curves
 from vllm_medusa.training.inputs import Inputs
 from vllm_medusa.training.job import Job
 from vllm_medusa.training.loop import Loop, NotFiniteError
-from vllm_medusa.training.medusa2 import ADAPTER, DEGRADED, MODEL, train_medusa2
+from vllm_medusa.training.medusa2 import DEGRADED, MODEL, train_medusa2
 from vllm_medusa.training.options import TrainOptions
 from vllm_medusa.training.run import Stage, check_inputs, check_output
 from vllm_medusa.training.workers import Workers
@@ -46,17 +46,16 @@ class Trained:
 
     @property
     def model(self) -> Path | None:
-        """The new target, or its adapter, of Medusa-2."""
+        """The new target of Medusa-2."""
         if self.told["method"] != "medusa-2":
             return None
-        merged = DEGRADED if self.degraded else MODEL
-        return self.output / (ADAPTER if self.told["save"] == "adapter" else merged)
+        return self.output / (DEGRADED if self.degraded else MODEL)
 
 
 def train(
     options: TrainOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Trained:
-    """Train heads; a run that was killed goes on where it was, and ends with the same weights.
+    """Train heads; a run that was killed resumes, and ends with the same weights.
 
     Raises:
         ValueError, OSError: what was given can't be used; nothing was made, or the run stays as it
@@ -65,24 +64,20 @@ def train(
 
     """
     files, joint = options.files, options.joint
-    check_inputs(
-        files.output,
-        {
-            "the target": options.model,
-            "--data": files.data,
-            "--heldout": files.heldout,
-            "--start-heads": joint.start_heads,
-        },
-        overwrite=files.overwrite,
-        removed=("training", MODEL, DEGRADED, ADAPTER),
-    )
+    inputs: dict[str, str | Path | None] = {
+        "the target": options.model,
+        "--data": files.data,
+        "--heldout": files.heldout,
+        "--start-heads": joint.start_heads,
+    }
+    check_inputs(files.output, inputs)
     workers = Workers(options.machine.device)
     try:
         if workers.main:  # the others would look while this one makes it
             check_output(files.output)
         else:
             progress = SILENT
-        inputs = Inputs.read(options, progress)
+        found = Inputs.read(options, progress)
         if joint.start_heads is not None:
             info = peek_heads(joint.start_heads)
             if info.is_hydra:
@@ -92,10 +87,10 @@ def train(
                 )
             shape = replace(options.heads, num_heads=info.num_heads, num_layers=info.num_layers)
             options = replace(options, heads=shape)
-        job = Job(options, inputs, workers, progress, command)
+        job = Job(options, found, workers, progress, command)
         (train_medusa2 if options.method == "medusa-2" else train_alone)(job)
-        if workers.main and files.heldout is None and inputs.heldout:
-            write_records(files.output / "training" / "heldout.jsonl", inputs.heldout)
+        if workers.main and files.heldout is None and found.heldout:
+            write_records(files.output / "training" / "heldout.jsonl", found.heldout)
         told = read_json(files.output / "config.json")["medusa"]["training"]
         return Trained(files.output, told, workers.main)
     except (NotFiniteError, KeyboardInterrupt) as error:  # which all processes meet
@@ -115,7 +110,7 @@ def train_alone(job: Job) -> None:
             return
         origin = job.provenance()
         target = job.load_target()
-        run.begin()
+        run.work.mkdir(exist_ok=True)
         method = job.heads_alone(target, run)
         stage = Stage(run)
         loop = Loop(method, stage)
@@ -130,5 +125,3 @@ def train_alone(job: Job) -> None:
             draw_curves(stage.entries(), run.folder / "curves.png", title)
             job.save(method.heads, {"steps": loop.steps, **(found or {"heldout": None})}, origin)
         job.release(method)
-        if run.main:
-            run.finish()

@@ -17,27 +17,44 @@ from vllm_medusa.tree.topology import TokenTree
 
 @dataclass(frozen=True, eq=False)
 class TreeTensors:
-    """One tree on one device, built once and shared by every step."""
+    """One static tree on one device, built once: drafted whole, or the pool of dynamic trees.
+
+    A pool has more nodes than a request verifies. A step scores them all by their survival and
+    takes the best (EAGLE-2, https://arxiv.org/abs/2406.16858, section 4.1, on Medusa's marginals).
+    """
 
     parents: Tensor  # int64 [N], -1 for the root
     depths: Tensor  # int64 [N]
     ranks: Tensor  # int64 [N], 0 for the root
     ancestor_bits: Tensor  # int64 [N, W]
     ancestors: Tensor  # bool [N, N], self included
+    choices: Tensor  # int64 [D, N]: where in [D * width] choices a path's d-th one is, or -1
+    places: Tensor  # int64 [N]: where in them the node's own is; 0 for the root
     max_depth: int
     head_widths: tuple[int, ...]  # [max_depth]
 
     @classmethod
     def from_tree(cls, tree: TokenTree, device: torch.device | str = "cpu") -> TreeTensors:
         """Copy ``tree`` to ``device``."""
-        parents = torch.tensor(tree.parents, dtype=torch.int64)
+        parents, depths, ranks = (
+            torch.tensor(numbers, dtype=torch.int64)
+            for numbers in (tree.parents, tree.depths, tree.ranks)
+        )
+        width = max(tree.head_widths, default=0)
+        choices = torch.full((tree.num_nodes, tree.max_depth), -1)
+        for node, path in enumerate(tree.paths, start=1):
+            choices[node, : len(path)] = torch.tensor(path)
+        start = width * torch.arange(tree.max_depth)
+        choices = torch.where(choices < 0, -1, choices + start)
         ancestors = dense_ancestors(parents)
         return cls(
             parents=parents.to(device),
-            depths=torch.tensor(tree.depths, dtype=torch.int64, device=device),
-            ranks=torch.tensor(tree.ranks, dtype=torch.int64, device=device),
+            depths=depths.to(device),
+            ranks=ranks.to(device),
             ancestor_bits=pack_ancestors(ancestors).to(device),
             ancestors=ancestors.to(device),
+            choices=choices.T.contiguous().to(device),
+            places=((depths - 1) * width + ranks).clamp_min(0).to(device),
             max_depth=tree.max_depth,
             head_widths=tree.head_widths,
         )
@@ -46,6 +63,26 @@ class TreeTensors:
     def num_nodes(self) -> int:
         """N, root included."""
         return self.parents.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Choices of each head that are in use."""
+        return max(self.head_widths, default=0)
+
+    def survival(self, log_confidence: Tensor) -> Tensor:
+        """Log-survival of every node: float32 [B, <= D, width], all <= 0, -> float32 [B, N].
+
+        Terms are added from the root on, so that a child is never above its parent, not even by
+        rounding. -inf: a choice that can't be right, or one deeper than there are confidences.
+        """
+        depth = log_confidence.shape[1]
+        flat = torch.nn.functional.pad(log_confidence.flatten(1), (0, 1))  # a 0 at index -1
+        total = flat.new_zeros((flat.shape[0], self.num_nodes))
+        for choice in self.choices[:depth]:
+            total = total + flat[:, choice]
+        return (
+            total if depth == self.max_depth else total.masked_fill(self.depths > depth, -torch.inf)
+        )
 
     def batch(self, width: int, num_nodes: Tensor) -> TreeBatch:
         """The first ``width`` nodes for every request; ``num_nodes`` [B] of them exist."""
@@ -62,6 +99,8 @@ class TreeTensors:
             ranks=self.ranks[:num_nodes],
             ancestor_bits=self.ancestor_bits[:num_nodes, : num_words(num_nodes)],
             ancestors=self.ancestors[:num_nodes, :num_nodes],
+            choices=self.choices[:, :num_nodes],
+            places=self.places[:num_nodes],
         )
 
 

@@ -21,7 +21,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import product, starmap
 from typing import SupportsIndex
 
 MAX_NODES = 256  # root included: four 64-bit ancestor words per node
@@ -58,7 +58,8 @@ class TokenTree:
                 a path whose parent is missing, or more than `MAX_NODES` nodes.
 
         """
-        listed = tuple(_as_path(position, path) for position, path in enumerate(_entries(paths)))
+        remedy = f"A tree is a list of paths such as [[0], [0, 0], [1]], not {paths!r}."
+        listed = tuple(starmap(_as_path, enumerate(_entries(paths, remedy))))
         if not listed:
             raise TreeError(
                 "The tree has no path, so it would draft nothing; give at least [[0]], "
@@ -110,16 +111,7 @@ class TokenTree:
         return cls(tuple((0,) * level for level in range(1, depth + 1)))
 
     def prefix(self, num_nodes: int) -> TokenTree:
-        """The tree of the first ``num_nodes`` nodes, root included; all of it if there are fewer.
-
-        Raises:
-            TreeError: ``num_nodes`` below 1 (the root always stays).
-
-        """
-        if num_nodes < 1:
-            raise TreeError(
-                f"A prefix of {num_nodes} nodes: the root counts, so the least is 1 (no draft)."
-            )
+        """The tree of the first ``num_nodes`` nodes, at least the root; all if there are fewer."""
         return self if num_nodes >= self.num_nodes else TokenTree(self.paths[: num_nodes - 1])
 
     def cut(self, max_depth: int | None = None, num_ranks: int | None = None) -> TokenTree:
@@ -182,34 +174,30 @@ class TokenTree:
         return self.parents == tuple(range(-1, self.num_nodes - 1))
 
 
-def _entries(paths: object) -> Iterable[object]:
-    if isinstance(paths, str | bytes) or not isinstance(paths, Iterable):
-        raise TreeError(f"A tree is a list of paths such as [[0], [0, 0], [1]], not {paths!r}.")
-    return paths
+def _entries(listed: object, remedy: str) -> tuple[object, ...]:
+    if isinstance(listed, str | bytes) or not isinstance(listed, Iterable):
+        raise TreeError(remedy)
+    return tuple(listed)
 
 
 def _as_path(position: int, path: object) -> Path:
     where = f"Path {position} of the tree is {path!r}"
     remedy = "a path is a list of ranks from 0, one for each head from the first, such as [0, 2]."
-    if isinstance(path, str | bytes) or not isinstance(path, Iterable):
-        raise TreeError(f"{where}; {remedy}")
-    ranks = tuple(path)
+    ranks = _entries(path, f"{where}; {remedy}")
     if any(isinstance(rank, bool) or not isinstance(rank, SupportsIndex) for rank in ranks):
         raise TreeError(f"{where}, which holds something that is no integer; {remedy}")
-    return tuple(operator.index(rank) for rank in ranks)
+    return tuple(map(operator.index, ranks))  # type: ignore[arg-type]
 
 
 def _as_widths(widths: object) -> tuple[int, ...]:
     remedy = "give one integer from 1 for each head, such as [4, 3, 2]."
-    if isinstance(widths, str | bytes) or not isinstance(widths, Iterable):
-        raise TreeError(f"The widths of a dense tree are {widths!r}; {remedy}")
-    listed = tuple(widths)
+    listed = _entries(widths, f"The widths of a dense tree are {widths!r}; {remedy}")
     if not listed:
         raise TreeError(f"A dense tree without widths would draft nothing; {remedy}")
     for position, width in enumerate(listed):
         if isinstance(width, bool) or not isinstance(width, int) or width < 1:
             raise TreeError(f"Width {position} of the dense tree is {width!r}; {remedy}")
-    return listed
+    return listed  # type: ignore[return-value]
 
 
 def _parents_first(paths: Sequence[Path]) -> Iterator[Path]:

@@ -23,12 +23,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_medusa.kv.packed import compact_packed
-from vllm_medusa.scorer.branches import build_branches
 from vllm_medusa.scorer.cpu import tree_attention
 from vllm_medusa.scorer.layout import CacheLayout
-from vllm_medusa.scorer.metadata import AttentionPlan, build_metadata
+from vllm_medusa.scorer.metadata import AttentionPlan, build_branches, build_metadata
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree.batch import TreeBatch
 
 
 @dataclass

@@ -21,8 +21,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_medusa.kv.dispatch import compact_layers
-from vllm_medusa.kv.layers import LayerCaches
+from vllm_medusa.kv.layers import LayerCaches, compact_layers
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import MAX_HEAD_SIZE, PagedBatch
 from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
@@ -64,30 +63,10 @@ class TreeAttentionBackend(TritonAttentionBackend):
         """Decoders only."""
         return attn_type == AttentionType.DECODER
 
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """No: into how many parts the keys go depends on the batch."""
-        return False
-
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """No: nodes see nothing that comes later."""
-        return False
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """No."""
-        return False
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        """No: a window that spares the prompt is unknown to our kernel."""
-        return False
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        """No ALiBi of any kind."""
-        return False
+    # Into how many parts the keys go depends on the batch; nodes see nothing that comes later; a
+    # window that spares the prompt, and ALiBi, are unknown to our kernel.
+    supports_batch_invariance = supports_mm_prefix = classmethod(lambda cls: False)
+    supports_non_causal = supports_rswa = supports_alibi_sqrt = classmethod(lambda cls: False)
 
     @classmethod
     def supports_combination(

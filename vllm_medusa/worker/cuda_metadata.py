@@ -25,11 +25,11 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_medusa.kernels import uses_kernel
-from vllm_medusa.scorer.branches import PagedBranches
-from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
+from vllm_medusa.scorer.paged import PagedBatch, PagedBranches, SplitWorkspace
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.scorer.tiles import FEWEST_SPLITS, LARGEST_BLOCK_M
-from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.tree.packing import num_words
 from vllm_medusa.worker.eagle import beam_of, scratch_of
@@ -215,37 +215,27 @@ class _Trees:
         """The metadata with the trees; ``is_tree`` is written, before or after."""
         batch = plain.seq_lens.shape[0]  # padding included
         rows = self.bound(plain.max_query_len)
-        splits = 1
-        if self.workspace is not None:  # prefill may have more rows than it has room for
-            room = self.workspace.max_splits(
-                plain.num_actual_tokens, self.shape.num_heads, self.shape.head_size
-            )
-            splits = min(self.shape.splits(batch, rows, plain.max_seq_len), room)
-        paged = self.batch(
-            plain.query_start_loc, plain.seq_lens, plain.block_table[:batch], rows, splits
-        )
+        table = plain.block_table[:batch]
+        splits = self.splits(plain, batch, rows)
+        paged = self.batch(plain.query_start_loc, plain.seq_lens, table, rows, splits)
         return TreeMetadata(**vars(plain), paged=paged)
 
     def add_branches(self, plain: TritonAttentionMetadata, seen: Tensor) -> TreeMetadata:
         """The metadata of one level of a drafter's trees; no step's trees are touched."""
         assert self.beam is not None and self.branches is not None
-        splits = 1
-        if self.workspace is not None:
-            room = self.workspace.max_splits(
-                plain.num_actual_tokens, self.shape.num_heads, self.shape.head_size
-            )
-            most = self.shape.splits(len(seen), self.beam.width, plain.max_seq_len)
-            splits = min(most, room)
-        paged = self.branches.batch(
-            seen,
-            plain.query_start_loc,
-            plain.seq_lens,
-            plain.block_table,
-            self.beam.width,
-            splits,
-            self.workspace,
-        )
+        rows, splits = self.beam.width, self.splits(plain, len(seen), self.beam.width)
+        where = plain.query_start_loc, plain.seq_lens, plain.block_table
+        paged = self.branches.batch(seen, *where, rows, splits, self.workspace)
         return TreeMetadata(**vars(plain), paged=paged)
+
+    def splits(self, plain: TritonAttentionMetadata, batch: int, rows: int) -> int:
+        """Into how many parts keys go; prefill may have more rows than the workspace has room."""
+        if self.workspace is None:
+            return 1
+        room = self.workspace.max_splits(
+            plain.num_actual_tokens, self.shape.num_heads, self.shape.head_size
+        )
+        return min(self.shape.splits(batch, rows, plain.max_seq_len), room)
 
     def batch(
         self, cu: Tensor, seq_lens: Tensor, block_table: Tensor, rows: int, splits: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +10,18 @@ from vllm.config import VllmConfig
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.heads import HydraHeads, MedusaHeads, PackedHeads, PackedHydra, load_heads
-from vllm_medusa.proposer.build import Branching, Marginal, build_tree, fill_tree
-from vllm_medusa.proposer.candidates import Choices, Proposal
+from vllm_medusa.proposer.build import build_tree, fill_tree
+from vllm_medusa.proposer.choices import Choices, read_choices, read_choices_sharded
 from vllm_medusa.proposer.dispatch import propose, propose_sharded
-from vllm_medusa.proposer.drafts import plan_on, source_on
-from vllm_medusa.proposer.dynamic import marginals, marginals_sharded
-from vllm_medusa.proposer.hydra import Embed, HydraStep
+from vllm_medusa.proposer.drafts import source_on, tensors_on
 from vllm_medusa.proposer.sharded import VocabShard
-from vllm_medusa.proposer.stages import Stages
-from vllm_medusa.tree import TokenTree, TreeTensors
-from vllm_medusa.tree.dynamic import DynamicTree
+from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, StagedStep, Stages
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
+from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker import compat, sharding
-from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
 from vllm_medusa.worker.options import EngineOptions
-from vllm_medusa.worker.target_rows import store_target_rows
+from vllm_medusa.worker.target import adapted_heads, adapters_left_out, store_target_rows
 
 AnyHeads = MedusaHeads | PackedHeads | PackedHydra
 
@@ -66,8 +63,9 @@ class MedusaDrafter:
     """Named in the speculative config as the custom proposer class; vLLM instantiates it."""
 
     heads: AnyHeads
-    tree: TreeTensors | None = None  # the one static tree for all; None: dynamic ones
-    stages: Stages | None = None  # None: heads that run are run at once
+    tree: TreeTensors | None = None
+    scratch = 0
+    stages: Stages | None = None  # None: all heads run at once
     _sharpness: Tensor | None = None
     _soft_cap: float | None = None  # of the target's logits, where its rows are stored
 
@@ -76,21 +74,15 @@ class MedusaDrafter:
         self.model_config = vllm_config.model_config
         self.device = torch.device(vllm_config.device_config.device)
         tree = self.options.tree
-        if isinstance(tree, DynamicTree):
-            if self.has_heads:
+        if isinstance(tree, TokenTree):
+            self.tree = tensors_on(tree, self.device)
+        else:
+            if self.options.heads is not None:
                 self._source = source_on(tree, self.device)
             if tree.sharpness is not None:
                 self._sharpness = torch.tensor(tree.sharpness, device=self.device)
-        else:
-            assert isinstance(tree, TokenTree)
-            self.tree = TreeTensors.from_tree(tree, self.device)
         self._target: Any = None
         self._shard: VocabShard | None = None  # None: this rank ranks the whole vocabulary
-
-    @property
-    def has_heads(self) -> bool:
-        """False where only what a request said before is drafted."""
-        return self.options.heads is not None
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load the heads beside ``target_model``, whose LM head serves heads that store none.
@@ -141,117 +133,72 @@ class MedusaDrafter:
     def buffers_for_sleep(self) -> nn.Module:
         """The heads' tensors as buffers, for vLLM's sleep of level 2.
 
-        It gives all weights up, to be loaded anew by whoever put the engine to sleep, and nobody
-        would load the heads. Buffers it keeps, of what the runner calls the draft model too.
+        It drops all weights, and whoever wakes the engine loads the target's again, but not the
+        heads. It keeps buffers, of what the runner calls the draft model too.
         """
         module = nn.Module()
-        heads = self.heads if self.has_heads else None
+        heads = None if self.options.heads is None else self.heads
         if isinstance(heads, nn.Module):  # CPUs, which never sleep, pack theirs
             for name, tensor in [*heads.named_parameters(), *heads.named_buffers()]:
                 module.register_buffer(name.replace(".", "_"), tensor.detach())
         return module
 
     @torch.inference_mode()
-    def propose(self, hidden_states: Tensor, root: Tensor) -> Tensor:
-        """Draft one tree for each request, the same on every rank.
-
-        Args:
-            hidden_states: [B, hidden_size], the target's last hidden state at each request's last
-                accepted node.
-            root: int64 [B], the tokens that the target gave last.
-
-        Returns:
-            int64 [B, N - 1] token ids in node order, the root left out.
-
-        """
-        assert self.tree is not None
-        if self._embed is not None:
-            plan = plan_on(self.options.tree, self.device)
-            return fill_tree(self._hydra(hidden_states), plan, root)[:, 1:]
-        logits, mapped = self._logits(hidden_states), self.heads.token_map
-        if self._shard is None:
-            return propose(logits, self.tree, mapped)[:, 1:]
-        tokens = propose_sharded(logits, self.tree, self._shard, sharding.all_gather, mapped)
-        return tokens[:, 1:]
-
-    @torch.inference_mode()
-    def grow(
+    def draft(
         self,
-        hidden_states: Tensor,
+        states: Tensor,
         root: Tensor,
         num_nodes: int,
         max_depth: Tensor,
         limit: int | None = None,
-        least: float | None = None,
-    ) -> Proposal:
-        """Draft a tree of its own for each request, the same on every rank.
-
-        Args:
-            hidden_states: [B, hidden_size], as for `propose`.
-            root: int64 [B], as for `propose`.
-            num_nodes: Nodes of each tree, root included.
-            max_depth: int64 [B], the deepest node that each request has a use for.
-            limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
-                as many heads run at most. None: all.
-            least: Survival that some draft needs for deeper heads to run, where there are
-                `stages`. None: all run.
-
-        """
-        step: Marginal | Branching = _Step(self, hidden_states, max_depth, least)
+        min_survival: float | None = None,
+    ) -> DraftTrees:
+        """See `trees.Drafter`; a static tree is drafted whole."""
+        step: MedusaStep | StagedStep | HydraStep
         if self._embed is not None:
-            step = self._hydra(hidden_states)
-        return build_tree(step, self._source, root, num_nodes, max_depth, limit)
+            assert isinstance(self.heads, HydraHeads | PackedHydra)
+            step = HydraStep(
+                self.heads, states, self._embed, self._lm_head, self._sharpness, self._read
+            )
+        else:
+            assert not isinstance(self.heads, PackedHydra)
+            step = MedusaStep(self.heads, states, self._lm_head, self._sharpness, self._read)
+        if self.tree is None:
+            if min_survival is not None and self.stages is not None:
+                assert isinstance(step, MedusaStep)
+                step = StagedStep(step, self.stages, max_depth, min_survival)
+            return build_tree(step, self._source, root, num_nodes, max_depth, limit)
+        if isinstance(step, HydraStep):
+            assert isinstance(self.options.tree, TokenTree)
+            return DraftTrees.static(self.tree, fill_tree(step, self.options.tree, root))
+        logits, mapped = step.logits(self.tree.max_depth), self.heads.token_map
+        if self._shard is None:
+            return DraftTrees.static(self.tree, propose(logits, self.tree, mapped))
+        gather = sharding.all_gather
+        tokens = propose_sharded(logits, self.tree, self._shard, gather, mapped)
+        return DraftTrees.static(self.tree, tokens)
 
-    def marginals(self, hidden_states: Tensor, depth: int, width: int, first: int = 0) -> Choices:
-        """The best ``width`` choices of the first ``depth`` heads, less those before ``first``."""
-        logits = self._logits(hidden_states, depth, first)
-        sharpness = None if self._sharpness is None else self._sharpness[first:]
-        return self._choose(logits, width, sharpness)
+    propose = draft  # vLLM asks its custom proposers for a method of this name
 
-    def _choose(self, logits: Tensor, width: int, sharpness: Tensor | None) -> Choices:
+    def _read(self, logits: Tensor, width: int, sharpness: Tensor | None) -> Choices:
         """Read the choices off logits [B, D, V] of this rank."""
-        depth, mapped = logits.shape[1], self.heads.token_map
+        mapped = self.heads.token_map
         if self._soft_cap is not None:
             logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
         if self._shard is None:
-            return marginals(logits, depth, width, sharpness, mapped)
-        return marginals_sharded(
-            logits, depth, width, self._shard, sharding.all_gather, sharpness, mapped
-        )
+            return read_choices(logits, width, sharpness, mapped)
+        gather = sharding.all_gather
+        return read_choices_sharded(logits, width, self._shard, gather, sharpness, mapped)
 
-    def _hydra(self, hidden_states: Tensor) -> HydraStep:
-        assert self._embed is not None and isinstance(self.heads, HydraHeads | PackedHydra)
-        lm_head = self._lm_head_without_adapters
-        return HydraStep(
-            self.heads, hidden_states, self._embed, lm_head, self._sharpness, self._choose
-        )
-
-    def _lm_head_without_adapters(self, rows: Tensor) -> Tensor:
-        """The target's logits [T, V], or this rank's part of the vocabulary."""
+    def _lm_head(self, rows: Tensor) -> Tensor:
+        """The target's logits [T, V], or this rank's part of the vocabulary; no LoRA adapters."""
         name = "compute_logits" if self._shard is None else "compute_logits_local"
         with adapters_left_out(self._adapted):
             logits: Tensor = getattr(self._target, name)(rows)
         return logits
 
-    def _logits(
-        self, hidden_states: Tensor, num_heads: int | None = None, first: int = 0
-    ) -> Tensor:
-        """[B, H] -> [B, K, V_draft] of the first heads, or this rank's part of the vocabulary.
-
-        Packed heads can begin behind the ``first`` few.
-        """
-        assert not isinstance(self.heads, PackedHydra)
-        name = "compute_logits" if self._shard is None else "compute_logits_local"
-        lm_head = getattr(self._target, name, None)
-        with adapters_left_out(self._adapted):
-            if first:
-                assert isinstance(self.heads, PackedHeads)
-                states = self.heads(hidden_states, num_heads, first)
-                return self.heads.compute_logits(states, lm_head, first)
-            return self.heads.compute_logits(self.heads(hidden_states, num_heads), lm_head)
-
     def _stages_of(self, heads: MedusaHeads) -> Stages | None:
-        """How packed heads may run in two goes."""
+        """How packed heads may leave the deep ones out."""
         if not isinstance(self.heads, PackedHeads):
             return None
         rows = heads.draft_vocab_size // sharding.num_ranks()
@@ -266,24 +213,3 @@ class MedusaDrafter:
         row = torch.zeros(1, heads.hidden_size, dtype=self.model_config.dtype, device=self.device)
         with adapters_left_out(self._adapted):
             return sharding.shard_of_target(self._target, row, heads.vocab_size)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The heads at one step, as the builder of trees asks them."""
-
-    drafter: MedusaDrafter
-    hidden_states: Tensor  # [B, H]
-    max_depth: Tensor  # int64 [B]
-    least: float | None
-
-    def marginals(self, depth: int, width: int) -> Choices:
-        """See `build.Marginal`."""
-        stages = self.drafter.stages
-        if stages is None or self.least is None:
-            return self.drafter.marginals(self.hidden_states, depth, width)
-
-        def ask(first: int, end: int) -> Choices:
-            return self.drafter.marginals(self.hidden_states, end, width, first)
-
-        return stages.choices(ask, depth, self.max_depth, self.least)

@@ -24,7 +24,7 @@ class TreeDrafts(DraftTokenIds):
     survival: list[list[float]] = field(default_factory=list)
     # for requests that follow a grammar, which have no drafts above
     candidates: dict[str, Candidates] = field(default_factory=dict)
-    # who proposed each draft, see `lookup.merge`, for requests with any that was copied
+    # who proposed each draft, see `DraftTrees.source`, for requests with any that was copied
     proposed_by: dict[str, list[int]] = field(default_factory=dict)
 
 

@@ -190,7 +190,7 @@ def check_checkpoint(
                     "another method."
                 )
         elif name == "fc.weight":
-            raise MedusaConfigError(f'{label} has no "{name}"; it is no EAGLE drafter.')
+            raise MedusaConfigError(f'{label} has no "{name}"; it is not an EAGLE drafter.')
 
 
 def scratch_of(beam: Beam) -> int:

@@ -5,7 +5,7 @@ the target's hidden states there and of the token at p + 1. So the entries of al
 can be exact, and are: after each verification the accepted path goes through the drafter with the
 target's own hidden states, into the path's slots. Branches are scratch behind them. A branch's
 hidden states are the drafter's own guesses; the next prefill writes over what they left. Tokens of
-steps that do not draft wait and go through it together (`Waiting`).
+steps that do not draft wait and go through it together (`PendingTokens`).
 
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
@@ -19,20 +19,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_medusa.proposer.build import build_tree, clean
-from vllm_medusa.proposer.candidates import Choices, Proposal
-from vllm_medusa.proposer.topk import stable_topk
+from vllm_medusa.proposer.build import build_tree
+from vllm_medusa.proposer.choices import Choices, read_choices
+from vllm_medusa.sampler import Verdict
+from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
-from vllm_medusa.worker.eagle import check_vocabulary
+from vllm_medusa.worker.eagle import check_vocabulary, scratch_of
 
 NO_SLOT = -1  # of what is not to be kept
-_MOST_WAITING = 128  # rows: the step that takes them in is longer by them
-_LONGEST_WAIT = 32  # steps
+_MAX_PENDING_ROWS = 128  # rows: the step that takes them in is longer by them
+_MAX_PENDING_STEPS = 32  # steps
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class AcceptedPaths:
 
     starts: Tensor  # int32 [B + 1], first row of each request
     starts_cpu: Tensor  # the same on the host
-    most_rows: int  # of a request
+    max_rows: int  # of a request
     last: Tensor  # int64 [B], the row of each request's last token
     next_ids: Tensor  # integer [T], the token after each
     positions: Tensor  # int64 [T]
@@ -66,37 +69,83 @@ class Roots:
     ends: Tensor  # int64 [B], exact entries
     longest: int  # bound of them
     block_table: Tensor  # int32 [B, blocks]
-    used: Tensor | None = None  # bool [B], whose trees are kept; None: all
 
-    def __getitem__(self, requests: list[int]) -> Roots:
-        """Those of some requests."""
-        index = torch.tensor(requests)
-        normed, hidden, ends = (part[index] for part in (self.normed, self.hidden, self.ends))
-        return Roots(normed, hidden, ends, self.longest, self.block_table[index])
 
-    def only(self, used: Tensor) -> Roots:
-        """The same, but others than ``used`` (bool [B]) are given no slots and no context.
+def accepted_paths(
+    drafter: EagleTrees,
+    verdict: Verdict | None,  # of the step; None if it had no drafts
+    deepest: int,  # bound of the accepted drafts of a request
+    query_start: np.ndarray,  # integer [>= B], first row of each request
+    scheduled: np.ndarray,  # integer [B], its rows
+    num_drafts: np.ndarray,  # integer [B], how many of them, at the end, are drafts
+    computed: Tensor,  # int64 [B], its tokens before the step
+    input_ids: Tensor,  # integer [>= rows]
+    next_tokens: Tensor,  # int64 [B], the token behind what the step made sure of
+    features: Sequence[Tensor],  # [rows, H] each, hidden states of the target
+    block_table: Tensor,  # int32 [B, blocks]
+    longest: int,  # bound of a request's tokens
+) -> AcceptedPaths:
+    """The accepted paths, each with rows for the deepest one that there can be.
 
-        There may be no room behind them.
-        """
-        ends = torch.where(used, self.ends, 0)
-        return Roots(self.normed, self.hidden, ends, self.longest, self.block_table, used)
+    A request's rows are those up to its root, then a node of each depth. Which node, and whether it
+    was accepted, is on the device.
+    """
+    device, count = computed.device, len(scheduled)
+    before = scheduled - num_drafts  # rows up to the root
+    counts = (before + np.minimum(num_drafts, deepest)).astype(np.int64)
+    starts = np.concatenate(([0], counts.cumsum()))
+    owners = np.repeat(np.arange(count), counts)
+    places = np.arange(starts[-1]) - starts[owners]
+    depths = np.maximum(places - before[owners] + 1, 0)
+    rows = query_start[owners] + np.minimum(places, before[owners] - 1)
+    owner, place, depth, row = async_tensor_h2d(
+        np.stack([owners, places, depths, rows]), device=device
+    )
+    first, root, size = async_tensor_h2d(np.stack([starts[:-1], before - 1, counts]), device=device)
+    last, positions = root, computed[owner] + place
+    slots = drafter.slots(block_table, owner, positions)
+    if verdict is not None:
+        path = verdict.path
+        last = root + path.num_accepted
+        row = row + path.nodes[owner, depth]
+        slots = torch.where(depth <= path.num_accepted[owner], slots, NO_SLOT)
+    next_ids = input_ids[row].roll(-1).to(torch.int64)
+    return AcceptedPaths(
+        starts=async_tensor_h2d(starts.astype(np.int32), device=device),
+        starts_cpu=torch.from_numpy(starts.astype(np.int32)),
+        max_rows=int(counts.max()),
+        last=first + last,
+        next_ids=next_ids.index_copy(0, first + last, next_tokens),
+        positions=positions,
+        slots=slots,
+        features=torch.cat([state[row] for state in features], -1),
+        lengths=computed + size,
+        longest=longest,
+        block_table=block_table,
+        ends=computed + last + 1,
+    )
 
 
 class EagleTrees:
-    """Mixed into what has a drafter's module and its attention groups."""
+    """Mixed into what has a drafter's module and its attention groups; see `trees.Drafter`."""
 
     vllm_config: Any
     model: Any  # vLLM's module
     method: str
     beam: Beam
     block_size: int  # of its KV cache group
+    tree = None
     target_ids: Tensor | None = None  # int64 [V_draft]; None: the vocabularies are one
 
     @property
     def groups(self) -> Sequence[Any]:
         """Attention groups of vLLM with its layers; none before there is a KV cache."""
         raise NotImplementedError
+
+    @property
+    def scratch(self) -> int:
+        """KV slots behind a request's tokens that drafting takes."""
+        return scratch_of(self.beam)
 
     def read_vocabulary(self) -> None:
         """Take in which of the target's tokens a loaded drafter knows.
@@ -123,7 +172,7 @@ class EagleTrees:
             seq_lens=paths.lengths.to(torch.int32),
             num_reqs=len(paths.ends),
             num_actual_tokens=len(paths.positions),
-            max_query_len=paths.most_rows,
+            max_query_len=paths.max_rows,
             max_seq_len=paths.longest,
             block_table_tensor=paths.block_table,
             slot_mapping=paths.slots,
@@ -133,27 +182,17 @@ class EagleTrees:
         return Roots(normed[last], hidden[last], paths.ends, paths.longest, paths.block_table)
 
     @torch.inference_mode()
-    def grow(
+    def draft(
         self,
-        roots: Roots,
+        states: Roots,
         root: Tensor,
         num_nodes: int,
         max_depth: Tensor,
         limit: int | None = None,
-    ) -> Proposal:
-        """Draft a tree for each request.
-
-        Args:
-            roots: of B requests.
-            root: int64 [B], the tokens that the target gave last.
-            num_nodes: Nodes of each tree, root included.
-            max_depth: int64 [B], the deepest node that each request has a use for. Behind the
-                exact entries of those with any there is room for all that is expanded.
-            limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
-                as many levels are expanded at most. None: all.
-
-        """
-        branches = _Branches(self, roots.only(max_depth > 0))
+        min_survival: float | None = None,
+    ) -> DraftTrees:
+        """See `trees.Drafter`; all levels run."""
+        branches = _Branches(self, states, max_depth > 0)
         return build_tree(branches, self.beam, root, num_nodes, max_depth, limit)
 
     def choices(self, normed: Tensor, width: int) -> Choices:
@@ -161,45 +200,7 @@ class EagleTrees:
         rows = normed.flatten(0, 1)
         logits = self.model.logits_processor(self.model.lm_head, rows).float()
         logits = logits.unflatten(0, normed.shape[:2])  # [B, k, V_draft]
-        ids = stable_topk(logits, width)
-        log_confidence = clean(logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True))
-        return Choices(ids if self.target_ids is None else self.target_ids[ids], log_confidence)
-
-    def step(
-        self,
-        roots: Roots,
-        level: int,
-        token_ids: Tensor,  # int64 [B, k]
-        hidden: Tensor,  # [B, k, H], of the nodes' parents
-        seen: Tensor,  # bool [B, k, S], scratch that each node sees, the k the last of it
-    ) -> tuple[Tensor, Tensor]:
-        """Run one level of nodes: normed and hidden states, [B, k, H]."""
-        (batch, width), size = token_ids.shape, seen.shape[2]
-        device = token_ids.device
-        nodes = torch.arange(size - width, size, device=device)
-        requests = torch.arange(batch, device=device)[:, None]
-        slots = self.slots(roots.block_table, requests, roots.ends[:, None] + nodes)
-        if roots.used is not None:
-            slots = torch.where(roots.used[:, None], slots, NO_SLOT)
-        starts = 0, (batch + 1) * width, width
-        common = CommonAttentionMetadata(
-            query_start_loc=torch.arange(*starts, dtype=torch.int32, device=device),
-            query_start_loc_cpu=torch.arange(*starts, dtype=torch.int32),
-            seq_lens=(roots.ends + size).to(torch.int32),
-            num_reqs=batch,
-            num_actual_tokens=batch * width,
-            max_query_len=width,
-            max_seq_len=roots.longest + size,
-            block_table_tensor=roots.block_table,
-            slot_mapping=slots.flatten(),
-        )
-        positions = (roots.ends - 1 + level).repeat_interleave(width)
-        branches = None if width == 1 else (seen, roots.ends)  # a chain sees all of it
-        states = self._forward(
-            common, token_ids.flatten(), positions, hidden.flatten(0, 1), branches
-        )
-        normed, hidden = (state.unflatten(0, (batch, width)) for state in states)
-        return normed, hidden
+        return read_choices(logits, width, token_map=self.target_ids)
 
     def _forward(
         self,
@@ -240,7 +241,7 @@ class EagleTrees:
         return block_table[requests, blocks].to(torch.int64) * self.block_size + offsets
 
 
-class Waiting:
+class PendingTokens:
     """Tokens of plain steps, which the drafter takes in many at a time, as it does prompts.
 
     Plain steps give each request one token. The drafter needs its entries when it drafts next, and
@@ -266,17 +267,17 @@ class Waiting:
 
         """
         if not plain or self._requests != requests:
-            self.take_in()
+            self.flush()
         if not plain:
             return self._drafter.prefill(paths)
         self._requests = list(requests)
         table = paths.block_table if drafts else paths.block_table.clone()  # the runner's own
         self._steps.append(replace(paths, block_table=table))
         depth = len(self._steps)
-        enough = depth >= _LONGEST_WAIT or depth * len(requests) >= _MOST_WAITING
-        return self.take_in() if drafts or enough else None
+        enough = depth >= _MAX_PENDING_STEPS or depth * len(requests) >= _MAX_PENDING_ROWS
+        return self.flush() if drafts or enough else None
 
-    def take_in(self) -> Roots | None:
+    def flush(self) -> Roots | None:
         """Make the entries of all that waits; the roots behind it, if anything did."""
         steps, self._steps = self._steps, []
         if len(steps) <= 1:
@@ -291,7 +292,7 @@ class Waiting:
             last,
             starts=starts,
             starts_cpu=last.starts_cpu * depth,
-            most_rows=depth,
+            max_rows=depth,
             last=starts[1:].to(torch.int64) - 1,
             next_ids=in_turn("next_ids"),
             positions=in_turn("positions"),
@@ -302,23 +303,57 @@ class Waiting:
 
 
 class _Branches:
-    """The drafter at one step of B requests, as the builder of trees asks it."""
+    """The drafter at one step of B requests; see `build.Branching`.
 
-    def __init__(self, drafter: EagleTrees, roots: Roots) -> None:
-        self.drafter, self.roots = drafter, roots
+    Requests that are not ``used`` (bool [B]) get no slots and no context: there may be no room
+    behind theirs.
+    """
+
+    def __init__(self, drafter: EagleTrees, roots: Roots, used: Tensor) -> None:
+        self.drafter, self.roots, self.used = drafter, roots, used
+        self.ends = torch.where(used, roots.ends, 0)
         self.hidden = roots.hidden.unsqueeze(1)  # [B, k, H] of the latest level
         self.seen = roots.ends.new_zeros((len(roots.ends), 1, 0), dtype=torch.bool)  # [B, k, S]
 
     def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
-        """The choices below nodes, see `Branching`; the roots' own are exact already."""
-        if level == 0:
-            return self.drafter.choices(self.roots.normed.unsqueeze(1), width)
-        own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
-        own = own.expand(len(tokens), -1, -1)
-        self.seen = torch.cat([_of_parents(self.seen, parents), own], 2)
-        hidden = _of_parents(self.hidden, parents)
-        normed, self.hidden = self.drafter.step(self.roots, level, tokens, hidden, self.seen)
+        """The choices below nodes; the roots' own states are exact already."""
+        normed = self.roots.normed.unsqueeze(1)
+        if level > 0:
+            own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+            own = own.expand(len(tokens), -1, -1)
+            self.seen = torch.cat([_of_parents(self.seen, parents), own], 2)
+            normed, self.hidden = self._run(level, tokens, _of_parents(self.hidden, parents))
         return self.drafter.choices(normed, width)
+
+    def _run(self, level: int, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed and hidden states [B, k, H] of a level; ``hidden`` [B, k, H] are the parents'.
+
+        Each node sees the scratch in ``seen``, of which the level's own nodes are the last.
+        """
+        (batch, width), size = token_ids.shape, self.seen.shape[2]
+        device, table = token_ids.device, self.roots.block_table
+        nodes = torch.arange(size - width, size, device=device)
+        requests = torch.arange(batch, device=device)[:, None]
+        slots = self.drafter.slots(table, requests, self.ends[:, None] + nodes)
+        starts = 0, (batch + 1) * width, width
+        common = CommonAttentionMetadata(
+            query_start_loc=torch.arange(*starts, dtype=torch.int32, device=device),
+            query_start_loc_cpu=torch.arange(*starts, dtype=torch.int32),
+            seq_lens=(self.ends + size).to(torch.int32),
+            num_reqs=batch,
+            num_actual_tokens=batch * width,
+            max_query_len=width,
+            max_seq_len=self.roots.longest + size,
+            block_table_tensor=table,
+            slot_mapping=torch.where(self.used[:, None], slots, NO_SLOT).flatten(),
+        )
+        positions = (self.ends - 1 + level).repeat_interleave(width)
+        branches = None if width == 1 else (self.seen, self.ends)  # a chain sees all of it
+        states = self.drafter._forward(
+            common, token_ids.flatten(), positions, hidden.flatten(0, 1), branches
+        )
+        normed, hidden = (state.unflatten(0, (batch, width)) for state in states)
+        return normed, hidden
 
 
 def _of_parents(values: Tensor, parents: Tensor) -> Tensor:

@@ -1,107 +1,121 @@
-"""The ledger of what is patched in vLLM: every entry says why and when it can go.
+"""The list of what is patched in vLLM: every entry says why and when it can go.
 
 Subclassing comes first; a patch is the last resort, is applied at most once and passes through
-whatever does not concern Medusa.
+whatever does not concern Medusa. A test finds patches that are not on the list.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _MARK = "__medusa_override__"
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """One patched attribute of vLLM."""
 
-    target: str  # dotted name in vLLM
+    target: str  # its name ends with the attribute's
     why: str
-    upstream: str  # where vLLM would have to change
     gone_when: str
 
 
-LEDGER: tuple[Override, ...] = (
+OVERRIDES = (
     Override(
         "EngineArgs.create_speculative_config",
         "Turns method='medusa' with a tree into a custom proposer whose draft length is the number "
-        "of nodes; vLLM 0.32 ties it to the number of heads and refuses our keys.",
-        "config/speculative.py: extra='forbid', MedusaConfig.num_lookahead_tokens",
+        "of nodes; vLLM 0.32 ties it to the number of heads and forbids other keys.",
         "vLLM lets plugins register a speculative method.",
     ),
     Override(
         "EngineArgs.create_engine_config",
         "Refuses unsupported combinations on the finished config, before any weight is loaded; "
         "adds sizes of CUDA graphs, which vLLM counts in tokens and ends at 512.",
-        "no hook after VllmConfig is built",
-        "general plugins get a config validation hook.",
+        "general plugins get a hook after VllmConfig is built.",
     ),
     Override(
         "EngineArgs.add_cli_args",
         "Adds --speculative-model, which vLLM dropped.",
-        "engine/arg_utils.py",
         "vLLM has the flag again, or users have moved to --speculative-config.",
     ),
     Override(
         "EngineArgs.from_cli_args",
         "Folds --speculative-model into the speculative config.",
-        "engine/arg_utils.py",
-        "together with the flag.",
+        "the flag goes.",
     ),
     Override(
         "SamplingParams._validate_spec_decode",
-        "A request with bad Medusa options must fail alone, in the front end.",
-        "sampling_params.py: extra_args are not validated by anyone",
+        "A request with bad Medusa options must fail alone, in the front end; nothing in vLLM "
+        "validates extra_args.",
         "vLLM lets a proposer validate requests.",
     ),
     Override(
         "PrometheusStatLogger.__init__",
         "Counts accepted tokens by depth; vLLM has a counter for each draft token, so for each "
         "node of a tree, of which those beyond its depth never count.",
-        "v1/spec_decode/metrics.py: positions are num_speculative_tokens",
         "vLLM asks the drafter how many positions a draft has.",
     ),
     Override(
         "LoggingStatLogger.__init__",
-        "The same for its line of the log, whose words are for chains too.",
-        "v1/metrics/loggers.py: SpecDecodingLogging is named there",
-        "together with the counters.",
+        "The same for its line of the log, which is worded for chains too.",
+        "the counters do.",
     ),
     Override(
         "AsyncLLM.shutdown",
-        "Ends open requests with an error: on SIGTERM vLLM stops the engine, and streams wait for "
-        "its tokens, the server for the streams, until the clients give up.",
-        "v1/engine/async_llm.py: shutdown tells nobody; launcher.py waits for connections",
+        "Fails open requests: on SIGTERM vLLM stops the engine, and streams wait for its tokens, "
+        "the server for the streams, until the clients give up.",
         "plain vLLM ends streams on SIGTERM.",
     ),
     Override(
-        "ThinkingBudgetStateHolder.sync_batch (V1 runner, in workers)",
-        "A request without a thinking budget that moves to the place of a finished one gets what "
-        "is left of its budget, and the end of a thought that it never began.",
-        "v1/sample/thinking_budget_state.py: a move without a state leaves the old one there",
+        "ThinkingBudgetStateHolder.sync_batch",
+        "V1, in workers: a request without a thinking budget that moves to the place of a finished "
+        "one gets what is left of its budget, and the end of a thought that it never began.",
         "vLLM clears the place, as its logits processors do.",
     ),
     Override(
-        "DefaultModelLoader.get_all_weights (during load_model only)",
-        "A full Medusa-2 checkpoint holds the heads beside the target, and vLLM's models refuse "
-        "tensors they do not know.",
-        "model_executor/models/utils.py: AutoWeightsLoader raises on unknown names",
+        "DefaultModelLoader.get_all_weights",
+        "During load_model: a full Medusa-2 checkpoint holds the heads beside the target, and "
+        "vLLM's models refuse tensors they do not know.",
         "a plugin can name prefixes to skip.",
     ),
     Override(
-        "v1.worker.gpu.model_runner.init_speculator (V2 runner, in workers)",
-        "Builds the speculator with trees, which brings all else that V2 needs.",
-        "v1/worker/gpu/spec_decode/__init__.py: a closed list of methods",
+        "cpu_worker.CPUModelRunner",
+        "During init_device: CPUWorker names its runner class itself, where the GPU worker has a "
+        "method to override.",
+        "CPUWorker calls Worker._make_model_runner.",
+    ),
+    Override(
+        "v1.worker.gpu.model_runner.init_speculator",
+        "V2, in workers: builds the speculator with trees; vLLM has a closed list of methods.",
         "V2 loads a custom speculator class by name, as V1 does proposers.",
     ),
     Override(
-        "cpu_worker.CPUModelRunner (module global, during init_device only)",
-        "CPUWorker names its runner class itself, where the GPU worker has a method to override.",
-        "v1/worker/cpu_worker.py: init_device",
-        "CPUWorker calls Worker._make_model_runner.",
+        "target_model.get_model_state_cls",
+        "V2: the loaded target brings our model state, which V2 asks the model for by this name.",
+        "V2 loads a custom speculator class by name, which brings its state.",
+    ),
+    Override(
+        "RequestState.all_token_ids",
+        "V2 with lookup: the requests' texts lie in host memory by default, and each step searches "
+        "them all. vLLM replaces the table in the same way for its own n-grams.",
+        "a speculator can ask for the table on the device.",
+    ),
+    Override(
+        "LogitsProcessorWithLoRA.forward",
+        "While heads draft: they take the target's own LM head, without the adapters of a step's "
+        "rows, which the heads' rows are not.",
+        "vLLM's LM head can be called without adapters.",
+    ),
+    Override(
+        "LogitsProcessor.soft_cap",
+        "While the rows of a draft vocabulary are read: a cap is not linear, so not in the rows.",
+        "vLLM's models give their LM head's weights whatever their layout.",
+    ),
+    Override(
+        "StructuredOutputManager._fill_bitmasks",
+        "While a step's masks are made: masks of roots that are known already are copied.",
+        "vLLM takes masks that a scheduler has made.",
     ),
 )
 

@@ -1,9 +1,19 @@
-"""Options that come with a request: ``SamplingParams(extra_args={"medusa": {...}})``."""
+"""What a request asks for: ``SamplingParams(extra_args={"medusa": {...}})``, and its table by slot.
+
+Both runners keep `RequestOptions` on the host, where a step's questions need no device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingParams
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfigError
 from vllm_medusa.tree.forms import shown
@@ -16,8 +26,6 @@ GREEDY_BELOW = 1e-5  # vLLM's own bound below which a temperature means greedy
 
 def install_request_check() -> None:
     """Validate Medusa's request options in the front end, where a bad request fails alone."""
-    from vllm.sampling_params import SamplingParams
-
     override(SamplingParams, "_validate_spec_decode", _validate)
 
 
@@ -68,5 +76,86 @@ def acceptance_of(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
         return default
     try:
         return AcceptanceConfig.from_extra_args(params.extra_args, default)
-    except ValueError:  # the front end refuses these; whatever slips by costs no engine
+    except ValueError:  # the front end refuses these; one that slips by must not stop the engine
         return AcceptanceConfig()
+
+
+@dataclass(frozen=True)
+class TypicalRule:
+    """The typical rule of B requests; only those of ``mask`` go by it."""
+
+    mask: Tensor  # bool [B]
+    epsilon: Tensor  # float32 [B]
+    delta: Tensor  # float32 [B]
+    greedy_root: Tensor  # bool [B]
+    any_greedy_root: bool
+
+
+class RequestOptions:
+    """The options of running requests, by slot."""
+
+    def __init__(
+        self, num_slots: int, default: AcceptanceConfig, max_model_len: int, device: torch.device
+    ) -> None:
+        self.default, self.device = default, device
+        self._max_model_len = max_model_len
+        self._max_tokens = np.full(num_slots, max_model_len, dtype=np.int64)  # of the whole text
+        self._by_path, self._follows, self._sampled, self._typical, self._greedy_root = np.zeros(
+            (5, num_slots), dtype=bool
+        )
+        self._epsilon, self._delta = np.ones((2, num_slots), dtype=np.float32)
+
+    def add(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
+        """Take a request in; its slot may have been another's."""
+        rule, max_tokens = acceptance_of(params, self.default), self._max_model_len
+        if params.max_tokens is not None:
+            max_tokens = min(max_tokens, prompt_len + params.max_tokens)
+        self._max_tokens[slot] = max_tokens
+        sampled = params.temperature >= GREEDY_BELOW
+        # At temperature 0 typical acceptance is greedy exactly, as the lossless rule is.
+        typical = rule.mode == "typical" and sampled
+        self._by_path[slot] = (
+            params.repetition_penalty != 1.0
+            or params.frequency_penalty != 0.0
+            or params.presence_penalty != 0.0
+            or bool(params.bad_words_token_ids)
+        )
+        self._follows[slot] = follows_grammar(params)
+        self._sampled[slot] = sampled
+        self._typical[slot] = typical
+        self._greedy_root[slot] = typical and rule.greedy_root
+        self._epsilon[slot], self._delta[slot] = rule.epsilon, rule.delta
+
+    def by_path(self, slots: np.ndarray) -> np.ndarray:
+        """Whether distributions depend on the tokens before them, not on the logits alone."""
+        return self._by_path[slots]
+
+    def follows_grammar(self, slots: np.ndarray) -> np.ndarray:
+        """Whether the scheduler chooses the requests' drafts: bool [B]."""
+        return self._follows[slots]
+
+    def may_copy(self, slots: np.ndarray) -> np.ndarray:
+        """Of B requests, bool [2, B]: those that follow no grammar; those that sample."""
+        return np.stack([~self._follows[slots], self._sampled[slots]])
+
+    def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
+        """How deep a node can be and still give a token that the request keeps, int64 [B].
+
+        ``num_tokens`` (integer [B]) are its tokens so far; the last of a step needs no node.
+        """
+        return (self._copy(self._max_tokens[slots]) - num_tokens - 1).clamp_min(0)
+
+    def typical(self, slots: np.ndarray) -> TypicalRule | None:
+        """The requests that accept by the typical rule; None if there are none."""
+        if not self._typical[slots].any():
+            return None
+        return TypicalRule(
+            self._copy(self._typical[slots]),
+            self._copy(self._epsilon[slots]),
+            self._copy(self._delta[slots]),
+            self._copy(self._greedy_root[slots]),
+            bool(self._greedy_root[slots].any()),
+        )
+
+    def _copy(self, values: np.ndarray) -> Any:
+        return async_tensor_h2d(values, device=self.device)

@@ -33,8 +33,8 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_medusa.budget.acceptance import USUAL_TAUS, Acceptance
 from vllm_medusa.budget.policy import Auto, Fixed
 from vllm_medusa.budget.store import CostStore
-from vllm_medusa.lookup.merge import BY_CHAIN
 from vllm_medusa.plugin import installed_vllm
+from vllm_medusa.tree.drafts import FROM_LOOKUP
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.clock import PipelinedClock, Step, StepClock
@@ -367,7 +367,7 @@ class TreeScheduler(Scheduler):
             nodes, accepted = len(verified.get(req_id, ())), len(sampled) - 1
             if draft.copied and any(draft.copied):
                 path = _accepted_copies(draft, nodes, sampled[:-1])
-                self._report.copied += path.count(BY_CHAIN)
+                self._report.copied += path.count(FROM_LOOKUP)
                 accepted -= 0 if self.ahead else len(path)
             if self.ahead:  # places are all that counts
                 draft.copied = None

@@ -195,7 +195,7 @@ def test_a_drafter_is_compared_as_it_was_trained(adapt):
 
 
 def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, monkeypatch):
-    told = {"method": "medusa-2", "save": "merged", "degraded": True, "shortfalls": ["KL is 0.3"]}
+    told = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
     trained = Trained(tmp_path / "heads", told)
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):

@@ -162,7 +162,6 @@ MEDUSA_TOO = '{"speculative_config": {"method": "medusa"}}'
             ["--dtype", "fp8"],
             "invalid choice: 'fp8' (choose from 'auto', 'float32'",
         ),
-        (["--format", "text", "--column", "c"], "drop it"),
         (["--max-tokens", "0"], "'0' is not allowed; use a whole number from 1"),
         (["--temperature", "warm"], "'warm' is not allowed; use a number from 0"),
         (["--top-p", "1.5"], "'1.5' is not allowed; use a number above 0 to 1"),

@@ -40,7 +40,7 @@ def test_version_and_help_load_neither_torch_nor_vllm():
     ("command", "order"),
     [
         ("generate", "--max-tokens --temperature files: speculation: --tree engine: --batch"),
-        ("distill", "--max-tokens --samples --turns files: --format speculation: --tree engine:"),
+        ("distill", "--max-tokens --samples --turns files: --column speculation: --tree engine:"),
         ("adapt", "--work --seed --samples --epochs --train-args --budgets files: engine:"),
     ],
 )

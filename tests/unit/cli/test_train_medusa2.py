@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 from vllm_medusa.heads import load_heads
 from vllm_medusa.heads.fingerprint import target_fingerprint
 from vllm_medusa.offline.records import load_records, split_heldout
-from vllm_medusa.training.lora import merge_adapter
 from vllm_medusa.training.medusa2 import DEGRADED, MODEL
 from vllm_medusa.training.quality import Quality, QualityMeter
 from vllm_medusa.training.target import Target
@@ -175,13 +174,11 @@ def test_a_target_that_diverged_is_kept_as_degraded(
     assert train(source, data, output, *options) == 1
 
 
-def test_an_adapter_instead_of_a_target_from_given_heads(source, data, done, tmp_path):
+def test_given_heads_need_no_warm_up(source, data, done, tmp_path):
     output = tmp_path / "heads"
-    options = (*LOOSE, "--save", "adapter", "--start-heads", str(done), "--joint-steps", "3")
+    options = (*LOOSE, "--start-heads", str(done), "--joint-steps", "3")
     assert train(source, data, output, *options) == 0
-    assert not (output / MODEL).exists() and not (output / "training" / "warm-up.jsonl").exists()
-    merged = merge_adapter(source, output / "adapter", tmp_path / "merged")
-    assert told(output)["target"]["sha256"] == target_fingerprint(merged)["sha256"]
+    assert (output / MODEL).exists() and not (output / "training" / "warm-up.jsonl").exists()
 
 
 def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
@@ -201,7 +198,7 @@ def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
 
 def test_options_of_the_warm_up_reach_where_they_are_said_to(source, data, tmp_path):
     output, cache = tmp_path / "heads", tmp_path / "cache"
-    options = (*LOOSE, "--cache", str(cache), "--save", "adapter")
+    options = (*LOOSE, "--cache", str(cache))
     options += ("--cache-dtype", "bfloat16", "--cache-gb", "0.00002", "--warmup-steps", "1")
     options += ("--epochs", "1", "--joint-steps", "1")
     assert train(source, data, output, *options) == 0

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vllm_medusa.heads import load_heads
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.proposer import draft
-from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
 
 SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
 TREE = TreeTensors.from_tree(TokenTree.dense([3, 2, 1]), torch.device("cpu"))

@@ -6,10 +6,9 @@ from support.ahead_of_time import GENERATIONS, compiling
 from support.interpreter import INTERPRETING, run_interpreting
 from torch import Tensor
 
-from vllm_medusa.lookup import on_device
-from vllm_medusa.lookup.merge import BY_BOTH
-from vllm_medusa.lookup.on_device import DraftTrees
-from vllm_medusa.lookup.search import LONGEST
+from vllm_medusa.lookup import search
+from vllm_medusa.lookup.search import MAX_MATCH
+from vllm_medusa.tree.drafts import FROM_BOTH, DraftTrees
 
 OUTSIDE = -7  # what lies behind a text
 
@@ -57,12 +56,13 @@ class Cases:
 
     def check(self, texts: list[Tensor], width: int, count: int) -> Tensor:
         given = table(texts, width)
-        expected = on_device.continuations_torch(*given, count)
+        expected = search.continuations_numpy(*(each.numpy() for each in given), count)
         moved = [each.to(self.device) for each in given]
-        for function in (self.kernel.continuations, on_device.continuations):
+        for function in (self.kernel.continuations, search.continuations):
             matched, found = function(*moved, count)
             assert matched.tolist() == expected[0].tolist()
-            assert found.tolist() == expected[1].tolist()
+            agree = expected[0] > 0  # else any tokens may be given
+            assert found.cpu()[agree].tolist() == expected[1][agree].tolist()
         return matched
 
     @pytest.mark.parametrize("block", [16, 64, 4096])
@@ -71,13 +71,13 @@ class Cases:
         """Of every length, some that end as they went on before, at the edges of blocks too."""
         monkeypatch.setattr(self.kernel, "_BLOCK", block)
         torch.manual_seed(vocab)
-        texts = [torch.randint(0, vocab, (n,)) for n in (0, 1, 2, 3, 15, 16, 17, 33, 64, 65, 150)]
-        for length, start, back in ((40, 0, 5), (130, 62, 3), (150, 63, LONGEST), (150, 10, 60)):
+        texts = [torch.randint(0, vocab, (n,)) for n in (1, 2, 3, 15, 16, 17, 33, 64, 65, 150)]
+        for length, start, back in ((40, 0, 5), (130, 62, 3), (150, 63, MAX_MATCH), (150, 10, 60)):
             text = torch.randint(0, vocab, (length,))
             text[length - back :] = text[start : start + back].clone()
             texts.append(text)
         matched = self.check(texts, 150, 20)
-        assert matched.max() == LONGEST and (vocab < 3 or 2 <= matched[11] < LONGEST)
+        assert matched.max() == MAX_MATCH and (vocab < 3 or 2 <= matched[11] < MAX_MATCH)
 
     def test_a_table_as_wide_as_its_only_text(self):
         for width in (1, 2, 40):
@@ -89,9 +89,9 @@ class Cases:
         moved = [each.to(self.device) for each in (rows, slots.flip(0), lengths)]
         assert self.kernel.continuations(*moved, 3)[0].tolist() == [0, 2]
 
-    def merged(self, trees: DraftTrees, chain: Tensor, surer: Tensor, levels: int) -> DraftTrees:
+    def joined(self, trees: DraftTrees, chain: Tensor, surer: Tensor, levels: int) -> DraftTrees:
         moved = DraftTrees(*(each.to(self.device) for each in vars(trees).values()))
-        return on_device.merge(moved, chain.to(self.device), surer.to(self.device), levels)
+        return search.join(moved, chain.to(self.device), surer.to(self.device), levels)
 
     @pytest.mark.parametrize("nodes", [1, 2, 10, 64, 256])
     @pytest.mark.parametrize("size", [1, 9, 63, 255])
@@ -99,18 +99,18 @@ class Cases:
         shared = 0
         for seed in range(4):
             trees, chain, surer = trees_and_chains(seed, 3, nodes, size)
-            expected = on_device.merge_torch(trees, chain, surer, 5)
-            found = self.merged(trees, chain, surer, 5)
+            expected = search.join_numpy(trees, chain.numpy(), surer.numpy(), 5)
+            found = self.joined(trees, chain, surer, 5)
             for name, part in vars(expected).items():
                 assert torch.equal(getattr(found, name).cpu(), part), name
-            shared += int((expected.proposed_by == BY_BOTH).sum())
+            shared += int((expected.source == FROM_BOTH).sum())
         assert shared or nodes < 10
 
     def test_another_token_of_a_chain_is_seen(self):
         """Negative control."""
         trees, chain, surer = trees_and_chains(0, 3, 10, 9)
-        found = self.merged(trees, chain, surer, 5)
-        wrong = self.merged(trees, (chain + 1) % 3, surer, 5)
+        found = self.joined(trees, chain, surer, 5)
+        wrong = self.joined(trees, (chain + 1) % 3, surer, 5)
         assert not torch.equal(found.token_ids, wrong.token_ids)
 
 
@@ -147,5 +147,5 @@ def test_it_compiles_without_a_gpu(capability):
         kernel.continuations(*table([torch.arange(9)], 20), 63)
         for nodes in (64, 256):
             trees, *chain = trees_and_chains(0, 2, nodes, 63)
-            kernel.merge(*vars(trees).values(), *chain, 5)
-    assert set(compiled) == {"search", "join"}
+            kernel.join(trees, *chain, 5)
+    assert set(compiled) == {"search_kernel", "join_kernel"}

@@ -93,9 +93,8 @@ def test_files_that_can_not_be_read_say_what_to_do(tmp_path):
     text, table = write(tmp_path / "a.txt", "x"), write(tmp_path / "b.parquet", "this is no table")
     for path, options, words in (
         (tmp_path / "missing.txt", {}, "no such file"),
-        (tmp_path, {"format": "text"}, "a folder, not a file"),
         (tmp_path, {}, "a folder, not a file"),
-        (write(tmp_path / "prompts", "x"), {}, "--format"),
+        (write(tmp_path / "prompts", "x"), {}, "rename the file"),
         (text, {"column": "c"}, "drop it"),
         (table, {}, "not a Parquet file"),
     ):

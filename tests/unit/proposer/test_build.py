@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_medusa.proposer.build import Plan, build_tree, fill_tree, of_beam
-from vllm_medusa.proposer.candidates import Choices
+from vllm_medusa.proposer.build import build_tree, fill_tree, of_beam
+from vllm_medusa.proposer.choices import Choices
 from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.dynamic import Beam
 
 BATCH, VOCAB = 2, 1000
@@ -88,8 +89,8 @@ def test_the_best_of_all_candidates_parents_first(seed, beam, num_nodes, deepest
         assert paths == [path for path, _ in wanted]
         got = proposal.log_survival[row, : counts[row]].tolist()
         assert got == pytest.approx([value for _, value in wanted])
-    assert proposal.trees(beam.depth).depths.shape == (BATCH, num_nodes)
-    assert (proposal.parents[:, 0] == -1).all() and not proposal.token_ids[:, 0].any()
+    assert proposal.topology(beam.depth).depths.shape == (BATCH, num_nodes)
+    assert (proposal.parents[:, 0] == -1).all()
 
 
 @given(st.integers(0, 2**31), st.integers(1, 12))
@@ -110,8 +111,9 @@ def test_few_drafts_need_few_nodes_expanded(seed, limit):
 def test_candidates_are_counted():
     beam = Beam(width=4, choices=3, depth=3)
     candidates = of_beam(Drafter(0), beam, torch.tensor([1, 2]))
-    assert candidates.value.shape == (BATCH, beam.num_nodes) == (BATCH, 1 + 3 + 9 + 12)
-    assert candidates.depths.tolist() == [0] + [1] * 3 + [2] * 9 + [3] * 12
+    assert candidates.parents.shape == (BATCH, beam.num_nodes) == (BATCH, 1 + 3 + 9 + 12)
+    depths = TreeBatch.from_parents(candidates.parents, torch.tensor([25, 25]), 3).depths
+    assert depths.tolist() == [[0] + [1] * 3 + [2] * 9 + [3] * 12] * BATCH
 
 
 @pytest.mark.parametrize(
@@ -125,10 +127,9 @@ def test_candidates_are_counted():
 )
 def test_a_static_tree_takes_each_nodes_own_choices(tree):
     root = torch.tensor([5, 6])
-    got = fill_tree(Drafter(1), Plan.of(tree), root)
+    got = fill_tree(Drafter(1), tree, root)
     for row, (node, path) in itertools.product(range(BATCH), enumerate(tree.paths, 1)):
         tokens = (int(root[row]),)
         for rank in path:
             tokens = (*tokens, below(1, row, tokens, 20)[rank][0])
         assert got[row, node] == tokens[-1]
-    assert not got[:, 0].any()

@@ -4,8 +4,9 @@ import pytest
 import torch
 from support.hydra import dense_logits, random_hydra
 
+from vllm_medusa.proposer.build import build_tree
 from vllm_medusa.proposer.drafts import propose_tree
-from vllm_medusa.proposer.hydra import HydraStep
+from vllm_medusa.proposer.steps import HydraStep
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 
@@ -27,24 +28,24 @@ def setting():
     return heads, states, torch.tensor([5, 17]), embedding, lm_head
 
 
-def paths(tokens, tree, root, row):
+def paths(drafts, root, row):
     """Each node's tokens from the root on."""
     found = [[int(root[row])]]
-    for node in range(1, int(tree.num_nodes[row])):
-        found.append([*found[int(tree.parents[row, node])], int(tokens[row, node])])
+    for node in range(1, int(drafts.num_nodes[row])):
+        found.append([*found[int(drafts.parents[row, node])], int(drafts.token_ids[row, node])])
     return found
 
 
 def disagreements(tree):
     """How many nodes are no choice that a dense pass over their own path gives their parent."""
     heads, states, root, embedding, lm_head = setting()
-    tokens, batch = propose_tree(heads, states, root, tree, lambda x: x @ lm_head.T)
+    drafts = propose_tree(heads, states, root, tree, lambda x: x @ lm_head.T)
     wrong = nodes = 0
     for row in range(BATCH):
-        found = paths(tokens, batch, root, row)
+        found = paths(drafts, root, row)
         children = {}
         for node, path in enumerate(found[1:], 1):
-            children.setdefault(int(batch.parents[row, node]), []).append(path[-1])
+            children.setdefault(int(drafts.parents[row, node]), []).append(path[-1])
         for parent, given in children.items():
             logits = dense_logits(heads, states[row], found[parent], embedding, lm_head)
             best = logits.topk(len(given)).indices.tolist()
@@ -74,12 +75,10 @@ def test_a_siblings_token_shows(monkeypatch):
 def test_values_are_the_log_probabilities_of_the_path():
     heads, states, root, embedding, lm_head = setting()
     step = HydraStep(heads, states, heads.embed, lambda x: x @ lm_head.T)
-    from vllm_medusa.proposer.build import build_tree
-
     beam = Beam(4, 5, K)
     proposal = build_tree(step, beam, root, 20, torch.full((BATCH,), 9))
     for row in range(BATCH):
-        found = paths(proposal.token_ids, proposal.trees(K), root, row)
+        found = paths(proposal, root, row)
         for node, path in enumerate(found):
             expected = sum(
                 dense_logits(heads, states[row], path[:n], embedding, lm_head)

@@ -42,12 +42,6 @@ class Cases:
 
         self.kernel = kernel
 
-    def scratch(self, logits: Tensor, k: int):
-        scratch = self.kernel.ProposeScratch.empty(logits, k)
-        for memory in scratch:
-            memory.fill_(torch.iinfo(torch.int64).max)  # would win everything
-        return scratch
-
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("part", [16, 2048])
     def test_candidates_of_a_shard(self, dtype, part, monkeypatch):
@@ -61,8 +55,7 @@ class Cases:
                 logits[..., num_ids:] = INF  # padding
                 shard = VocabShard(1000 * seed, num_ids, 10**6)
                 expected = sharded.local_topk(logits, k, shard)
-                moved = logits.to(self.device)
-                keys = self.kernel.local_topk(moved, k, shard, self.scratch(moved, k))
+                keys = self.kernel.local_topk(logits.to(self.device), k, shard)
                 assert torch.equal(keys.cpu(), expected)
 
     def test_large_vocabulary(self):
@@ -80,10 +73,8 @@ class Cases:
             keys = torch.randperm(ranks * 6 * given, generator=gen).view(ranks, 2, 3, given) - 50
             keys = keys * 2**33
             keys[:, :, 2, given // 2 :] = sharded.NO_CANDIDATE
-            out = torch.full((2, 3, k), 7, device=self.device)
-            merged = self.kernel.merge_topk(keys.to(self.device), k, out)
-            assert merged is out
-            assert torch.equal(out.cpu(), sharded.merge_topk(keys, k))
+            merged = self.kernel.merge_topk(keys.to(self.device), k)
+            assert torch.equal(merged.cpu(), sharded.merge_topk(keys, k))
 
     @pytest.mark.parametrize("name", TREES)
     @pytest.mark.parametrize("mapped", [False, True])
@@ -97,8 +88,7 @@ class Cases:
         given = None if token_map is None else token_map.to(self.device)
         moved = logits.to(self.device)
         memory = torch.full((2, tree.num_nodes + 5), -7, device=self.device)
-        scratch = self.scratch(moved[:, : tree.max_depth], max(tree.head_widths))
-        tokens = self.kernel.propose(moved, device, given, memory[:, : tree.num_nodes], scratch)
+        tokens = self.kernel.propose(moved, device, given, memory[:, : tree.num_nodes])
         assert torch.equal(tokens.cpu(), expected)
         assert (memory[:, tree.num_nodes :] == -7).all()
 
@@ -189,16 +179,15 @@ class TestOnGpu(Cases):
             assert torch.equal(tokens.cpu(), expected)
 
     def test_graph_capture(self):
-        """Captured with other logits, into memory given; a replay allocates nothing."""
+        """Captured with other logits, into memory given."""
         tree = TreeTensors.from_tree(TREES["64 nodes"], "cuda")
         logits = ties((2, 3, 30_000), 0, torch.bfloat16).cuda()
         expected = self.kernel.propose(logits, tree)
         captured, out = torch.zeros_like(logits), torch.full_like(expected, -7)
-        scratch = self.scratch(captured, max(tree.head_widths))
-        self.kernel.propose(captured, tree, None, out, scratch)  # compiles
+        self.kernel.propose(captured, tree, None, out)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.kernel.propose(captured, tree, None, out, scratch)
+            self.kernel.propose(captured, tree, None, out)
         captured.copy_(logits)
         out.fill_(-7)
         graph.replay()

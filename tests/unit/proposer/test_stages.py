@@ -1,9 +1,10 @@
-"""Heads in two goes: the same drafts where deep heads are needed, fewer heads where they aren't."""
+"""Deep heads run only when needed: the same drafts then, fewer heads else."""
 
 import torch
 
-from vllm_medusa.proposer.candidates import Choices
-from vllm_medusa.proposer.stages import FIRST, LEAST, Stages
+from vllm_medusa.proposer.choices import Choices
+from vllm_medusa.proposer.steps import FIRST_HEADS as FIRST
+from vllm_medusa.proposer.steps import MIN_SURVIVAL, Stages
 
 BATCH, HEADS, WIDTH = 3, 5, 4
 DEEP = torch.full((BATCH,), HEADS)
@@ -21,13 +22,14 @@ class Heads:
         self.whole = Choices(self.token_ids, confidence.log())
         self.asked: list[tuple[int, int]] = []
 
-    def ask(self, first: int, end: int) -> Choices:
+    def ask(self, end: int, width: int, first: int) -> Choices:
+        assert width == WIDTH
         self.asked.append((first, end))
         return Choices(self.token_ids[:, first:end], self.whole.log_confidence[:, first:end])
 
     def run(self, stages: Stages, useful: torch.Tensor = DEEP) -> Choices:
         self.asked.clear()
-        return stages.choices(self.ask, HEADS, useful, LEAST)
+        return stages.choices(self.ask, HEADS, WIDTH, useful, MIN_SURVIVAL)
 
 
 def test_deep_heads_run_where_somebody_is_sure():
@@ -43,7 +45,7 @@ def test_deep_heads_run_where_somebody_is_sure():
     assert torch.equal(found.log_confidence, sure.whole.log_confidence)
     sure.run(stages, torch.tensor([HEADS, FIRST, HEADS]))  # the sure one is about to end
     assert sure.asked == [(0, FIRST)]
-    assert stages.choices(sure.ask, 1, DEEP, LEAST).token_ids.shape[1] == 1
+    assert stages.choices(sure.ask, 1, WIDTH, DEEP, MIN_SURVIVAL).token_ids.shape[1] == 1
 
 
 def test_one_go_where_deep_heads_are_needed_often():

@@ -158,13 +158,8 @@ class Cases:
         assert not torch.equal(nodes, expected.path.nodes)
 
     def accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor | None) -> Path:
-        path, memory = poisoned_path(tree, self.device)
         given = None if score is None else score.to(self.device)
-        path = self.kernel.accept_path(
-            moved(tree, self.device), accepted.to(self.device), given, path
-        )
-        assert (memory[-1] == POISON).all() and (memory[:, -5:] == POISON).all()
-        return path
+        return self.kernel.accept_path(moved(tree, self.device), accepted.to(self.device), given)
 
     def check_accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor | None) -> Path:
         path = self.accept(tree, accepted, score)
@@ -212,31 +207,9 @@ class Cases:
         wrong = dataclasses.replace(tree, ancestor_bits=bits)
         assert self.accept(wrong, accepted, None).last_node.tolist() == [69]
 
-    def test_close(self):
-        for seed in range(20):
-            case = random_case(seed)
-            accepted = torch.rand(case.token_ids.shape, generator=generator(seed)) < 0.8
-            path = sampler.accept_path(case.tree, accepted)
-            final = torch.randint(50, 60, (case.batch_size,), generator=generator(seed))
-            out, memory = poisoned_path(case.tree, self.device)
-            moved_path = Path(*(getattr(path, f).to(self.device) for f in path.__annotations__))
-            verdict = self.kernel.close_path(
-                moved_path, case.token_ids.to(self.device), final.to(self.device), out.nodes
-            )
-            same_verdict(verdict, sampler.close_path(path, case.token_ids, final))
-            assert (memory[-1] == POISON).all() and (memory[:, -5:] == POISON).all()
-
     def typical(self, tree, tokens, logits, rows, epsilon, delta) -> Path:
-        path, memory = poisoned_path(tree, self.device)
-        tree = moved(tree, self.device)
         arguments = [t.to(self.device) for t in (tokens, logits, rows, epsilon, delta)]
-        scratch = self.kernel.TypicalScratch.empty(tree, arguments[1])
-        scratch.parts.fill_(torch.nan)
-        scratch.score.fill_(torch.nan)
-        scratch.node_accepted.fill_(True)
-        path = self.kernel.typical_path(tree, *arguments, path, scratch)
-        assert (memory[-1] == POISON).all() and (memory[:, -5:] == POISON).all()
-        return path
+        return self.kernel.typical_path(moved(tree, self.device), *arguments)
 
     def check_typical(self, tree, tokens, logits, rows, epsilon, delta) -> Path:
         path = self.typical(tree, tokens, logits, rows, epsilon, delta)
@@ -364,18 +337,6 @@ class Cases:
         )
         assert path.num_accepted.tolist() == [1]
 
-    def test_nothing_given_to_write_into(self):
-        case = make_case(5, 3, 9, 2)
-        tree, tokens = moved(case.tree, self.device), case.token_ids.to(self.device)
-        verdict = self.kernel.target_verdict(tree, tokens, tokens)
-        same_verdict(verdict, sampler.greedy_verdict(case.tree, case.token_ids, case.token_ids))
-        rows = torch.arange(27, device=self.device).view(3, 9)
-        bounds = torch.full((2, 3), 0.1, device=self.device)
-        logits = torch.randn(27, 2, generator=generator(0)).to(self.device)
-        path = self.kernel.typical_path(tree, tokens, logits, rows, *bounds)
-        closed = self.kernel.close_path(path, tokens, tokens[:, 0].contiguous())
-        assert closed.output_token_ids.shape == (3, tree.max_depth + 1)
-
 
 @pytest.mark.skipif(not INTERPRETING, reason="runs in a process whose Triton interprets, see below")
 class TestInterpreted(Cases):
@@ -402,30 +363,27 @@ class TestOnGpu(Cases):
         assert path.num_accepted.sum() > 0
 
     def test_graph_capture(self):
-        """Captured with other tokens and logits, into memory given."""
+        """Captured with other tokens and logits."""
         case = make_case(7, 3, 64, 2)
         tree, tokens = moved(case.tree, "cuda"), case.token_ids.cuda()
         logits, rows = torch.randn(192, 50).cuda(), torch.arange(192, device="cuda").view(3, 64)
         bounds = torch.full((2, 3), 0.02, device="cuda")
-        wanted = self.kernel.target_verdict(tree, tokens, tokens)
-        path = self.kernel.typical_path(tree, tokens, logits, rows, *bounds)
-        out = [self.kernel.empty_verdict(3, tree.max_depth, "cuda") for _ in range(2)]
-        scratch = self.kernel.TypicalScratch.empty(tree, logits)
         drafts, scores = torch.zeros_like(tokens), torch.zeros_like(logits)
 
-        def step():
-            self.kernel.target_verdict(tree, drafts, drafts, out[0])
-            self.kernel.typical_path(tree, drafts, scores, rows, *bounds, out[1].path, scratch)
+        def step(tokens: Tensor, logits: Tensor) -> tuple[Verdict, Path]:
+            verdict = self.kernel.target_verdict(tree, tokens, tokens)
+            return verdict, self.kernel.typical_path(tree, tokens, logits, rows, *bounds)
 
-        step()  # compiles
+        wanted, path = step(tokens, logits)
+        step(drafts, scores)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            step()
+            got, captured = step(drafts, scores)
         drafts.copy_(tokens)
         scores.copy_(logits)
         graph.replay()
-        assert torch.equal(out[0].output_token_ids, wanted.output_token_ids)
-        assert torch.equal(out[1].path.nodes, path.nodes)
+        assert torch.equal(got.output_token_ids, wanted.output_token_ids)
+        assert torch.equal(captured.nodes, path.nodes)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
@@ -442,9 +400,8 @@ def test_it_compiles_without_a_gpu(capability):
     case = make_case(5, 3, 200, 2)
     tree, tokens = case.tree, case.token_ids
     with compiling(capability) as compiled:
-        verdict = kernel.target_verdict(tree, tokens, tokens)
+        kernel.target_verdict(tree, tokens, tokens)
         kernel.accept_path(tree, tokens > 0)
-        kernel.close_path(verdict.path, tokens, tokens[:, 0].contiguous())
         rows = torch.arange(600).view(3, 200)
         kernel.typical_path(tree, tokens, torch.randn(600, 30000), rows, *torch.rand(2, 3))
-    assert len(compiled) == 5
+    assert len(compiled) == 4

@@ -8,8 +8,9 @@ from support.paged_batches import make_case as make_paged
 from support.paged_batches import tree
 from support.paged_trees import make_case
 
-from vllm_medusa.scorer.branches import PagedBranches, build_branches
 from vllm_medusa.scorer.cpu import tree_attention
+from vllm_medusa.scorer.metadata import build_branches
+from vllm_medusa.scorer.paged import PagedBranches
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
 from vllm_medusa.tree.packing import unpack_ancestors
 
@@ -22,11 +23,10 @@ def test_rows_of_the_newest_level(bases: list[int], dtype: torch.dtype) -> None:
     whole = tree_attention(case.query, case.kv_cache, case.meta, case.scale)
     newest = whole.unflatten(0, (-1, size))[:, -queries:].flatten(0, 1)
     query = case.query.unflatten(0, (-1, size))[:, -queries:].flatten(0, 1)
-    seen = case.meta.tree.ancestors[:, -queries:]
+    seen = case.tree.ancestors[:, -queries:]
 
     def attend(seen: torch.Tensor) -> torch.Tensor:
-        meta = case.meta
-        plan = build_branches(seen, meta.base, meta.block_table, meta.layout, 4)
+        plan = build_branches(seen, case.base, case.block_table, case.meta.layout, 4)
         return tree_attention(query, case.kv_cache, plan, case.scale)
 
     torch.testing.assert_close(attend(seen), newest)

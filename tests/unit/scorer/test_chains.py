@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.scorer.chains import first_rows, height, lay_out
-from vllm_medusa.tree import TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
 BUSHY = TokenTree.from_paths([[0], [1], [0, 0], [1, 0], [1, 1], [1, 0, 0]])
 

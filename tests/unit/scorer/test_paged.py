@@ -5,14 +5,12 @@ All of it is fp64, so 1e-12 is a thousand roundings of numbers near 1.
 
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 from support.paged_batches import PADDING, Case, chunk, decode, make_case, tree
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import FP8_DTYPES, SplitWorkspace
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
 from vllm_medusa.scorer.reference import visible_keys
@@ -112,49 +110,6 @@ def test_without_triton_or_a_gpu_the_twin_runs():
         env={"PYTHONPATH": ":".join(p for p in sys.path if p), "TRITON_INTERPRET": "0"},
     )
     assert "ImportError: Medusa on cuda runs on Triton" in done.stderr, done.stderr
-
-
-def options(**changes):
-    return lambda case: replace(case, options=case.options | changes)
-
-
-def batch(name, change):
-    return lambda case: case.with_batch(**{name: change(getattr(case.batch, name))})
-
-
-def field(name, change):
-    return lambda case: replace(case, **{name: change(getattr(case, name))})
-
-
-@pytest.mark.parametrize(
-    ("message", "change"),
-    [
-        (r"float64.*torch\.float16", field("query", torch.Tensor.double)),
-        ("View a uint8 cache", field("key_cache", torch.Tensor.byte)),
-        ("kv_cache.transpose", field("key_cache", lambda c: c[..., :-1])),
-        ("channels be adjacent", field("query", lambda _: torch.randn(5, 4, 32)[..., ::2])),
-        ("3 query heads of 16", field("query", lambda q: q[:, :3])),
-        ("window is 0", options(window=0)),
-        ("4 heads need", options(sinks=torch.zeros(2))),
-        ("lse has shape", lambda case: case),
-        (
-            "num_splits is 3, but for 5 rows of 4 heads the workspace has room for 2",
-            lambda c: c.with_batch(num_splits=3, workspace=SplitWorkspace.allocate(59, 16, "cpu")),
-        ),
-        ("without a workspace", batch("num_splits", lambda _: 2)),
-        ("is_tree is torch.int32", batch("is_tree", torch.Tensor.int)),
-        (r"seq_lens has shape \(0,\)", batch("seq_lens", lambda lens: lens[1:])),
-        (
-            "0 words a row; 5 nodes need torch.int64 and 1 words",
-            batch("ancestor_bits", lambda bits: bits[..., :0]),
-        ),
-    ],
-)
-def test_refusals_name_the_value_and_the_remedy(message, change):
-    kind = TypeError if "float64" in message or "uint8" in message else ValueError
-    more = {"lse": torch.empty(5, 3)} if "lse" in message else {}
-    with pytest.raises(kind, match=message):
-        change(make_case([tree(5, 9)], dim=16)).run(paged_tree_attention, **more)
 
 
 def test_workspace_may_be_made_in_inference_mode():

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
 
 TREE = TokenTree.dense([3, 2])  # 10 nodes
 
@@ -24,9 +25,11 @@ def build(shape: list[tuple[int, int]]) -> tuple[TreeStep, list[list[int]], torc
         rows_of.append(list(range(row, row + nodes)))
         row += nodes
     ids = torch.randint(-1, 50, (row,), generator=torch.Generator().manual_seed(row))
+    sizes = np.array([nodes for _, nodes in shape], dtype=np.int64)
     step = TreeStep.build(
         TreeTensors.from_tree(TREE).batch,
-        np.array([nodes for _, nodes in shape], dtype=np.int64),
+        sizes,
+        torch.from_numpy(np.concatenate(([0], sizes.cumsum()))),
         torch.tensor([r for rows in rows_of for r in rows], dtype=torch.int32),
         ids.to(torch.int32),
     )

@@ -80,7 +80,7 @@ def test_window_smaller_than_the_tree_is_deep(window):
     assert error(case) < 1e-5
     # a node must not see its own root once that is `window` tokens above it
     touched = replace(case, kv_cache=case.kv_cache.clone())
-    root = int(case.meta.block_table[0, 1]) * 16 + 14  # position 30
+    root = int(case.block_table[0, 1]) * 16 + 14  # position 30
     layout = case.meta.layout
     layout.flat(touched.kv_cache)[layout.element_offsets(torch.tensor([root]))] += 1.0
     before, after = (tree_attention(c.query, c.kv_cache, c.meta, c.scale) for c in (case, touched))
@@ -95,20 +95,20 @@ def test_one_changed_slot_reaches_exactly_its_descendants():
     for node in range(14):
         cache = case.kv_cache.clone()
         index = 33 + node
-        slot = int(case.meta.block_table[1, index // 16]) * 16 + index % 16
+        slot = int(case.block_table[1, index // 16]) * 16 + index % 16
         layout.flat(cache)[layout.element_offsets(torch.tensor([slot]))] += 1.0
         after = tree_attention(case.query, cache, case.meta, case.scale)
         changed = (before != after).flatten(1).any(1)
-        assert torch.equal(changed[9:], case.meta.tree.ancestors[1, :, node])
+        assert torch.equal(changed[9:], case.tree.ancestors[1, :, node])
         assert not changed[:9].any()
 
 
 def test_a_causal_mask_is_not_a_tree():
     case = make_case([16], [20])
-    tree = case.meta.tree
+    tree = case.tree
     causal = replace(tree, ancestors=torch.ones_like(tree.ancestors).tril())
     assert not torch.equal(causal.ancestors, tree.ancestors)
-    meta = build_metadata(causal, case.meta.base, case.meta.block_table, case.meta.layout, 4)
+    meta = build_metadata(causal, case.base, case.block_table, case.meta.layout, 4)
     assert error(case) < 1e-5
     assert error(replace(case, meta=meta)) > 0.05
 
@@ -118,13 +118,13 @@ def test_wrong_metadata_is_seen(wrong):
     """Negative controls: the reference reads no metadata, so every wrong field must show."""
     case = make_case([16, 16], [40, 40], window=5)
     assert error(case) < 1e-5
-    meta, tree = case.meta, case.meta.tree
+    tree = case.tree
     fields = {
         "tree": tree,
-        "base": meta.base - int(wrong == "base"),
-        "block_table": meta.block_table.flip(0) if wrong == "blocks" else meta.block_table,
+        "base": case.base - int(wrong == "base"),
+        "block_table": case.block_table.flip(0) if wrong == "blocks" else case.block_table,
         "window": 4 if wrong == "window" else 5,
-        "row_starts": meta.row_starts.flip(0) if wrong == "rows" else meta.row_starts,
+        "row_starts": case.starts.flip(0) if wrong == "rows" else case.starts,
     }
     if wrong == "depths":
         fields["tree"] = replace(tree, depths=torch.arange(16).expand(2, -1))
@@ -132,7 +132,7 @@ def test_wrong_metadata_is_seen(wrong):
         ancestors = tree.ancestors.clone()
         ancestors[1, 15, 15] = False
         fields["tree"] = replace(tree, ancestors=ancestors)
-    broken = build_metadata(layout=meta.layout, num_heads=4, **fields)
+    broken = build_metadata(layout=case.meta.layout, num_heads=4, **fields)
     assert not error(replace(case, meta=broken)) < 1e-2  # nor is NaN
 
 
@@ -195,11 +195,11 @@ def test_refusals_name_the_value_and_the_remedy():
     case = make_case([4], [5])
     with pytest.raises(TypeError, match=r"bfloat16.*float32.*--kv-cache-dtype auto"):
         tree_attention(case.query, case.kv_cache.bfloat16(), case.meta, 1.0)
-    meta = case.meta
+    fields = case.tree, case.base, case.block_table, case.meta.layout
     with pytest.raises(ValueError, match="window is 0"):
-        build_metadata(meta.tree, meta.base, meta.block_table, meta.layout, 4, 0)
+        build_metadata(*fields, 4, 0)
     with pytest.raises(ValueError, match="5 query heads"):
-        build_metadata(meta.tree, meta.base, meta.block_table, meta.layout, 5)
+        build_metadata(*fields, 5)
 
 
 def test_truncated_results_are_the_next_towards_zero():

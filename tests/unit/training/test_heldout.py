@@ -72,15 +72,6 @@ def test_the_files_do_not_depend_on_the_order_of_the_lines(tmp_path):
     assert written[0] == written[1] == written[2]
 
 
-def test_bad_lines_are_left_out_and_told(tmp_path):
-    path = write(tmp_path / "r.jsonl", 10)
-    with path.open("a") as file:
-        file.write('{"index": 99, "error": "too long"}\n')
-    counts, _, bad, _ = split_records(path, tmp_path, 0.1)
-    assert sum(counts) == 10
-    assert [line.line for line in bad] == [21]
-
-
 def test_one_prompt_is_too_few(tmp_path):
     with pytest.raises(ValueError, match="prompts"):
         split_records(write(tmp_path / "r.jsonl", 1, samples=5), tmp_path, 0.1)

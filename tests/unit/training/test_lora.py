@@ -133,18 +133,6 @@ def test_the_same_seed_gives_the_same_adapter_and_leaves_the_caller_s_numbers(ll
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_dropout_is_drawn_from_its_seed_and_only_inside(llama):
-    adapted = lora.attach(llama, LoraSettings(rank=4, dropout=0.5), seed=0)
-    disturb(adapted)
-    plain = llama(IDS).logits
-    drawn = []
-    for seed in (1, 1, 2):
-        with lora.dropping_out(adapted, seed):
-            drawn.append(llama(IDS).logits)
-    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
-    assert not torch.equal(drawn[0], plain) and torch.equal(llama(IDS).logits, plain)
-
-
 def make(folder: Path, architecture: str, **changes: Any) -> tuple[str, Path, torch.Tensor]:
     """Save a bf16 target and a trained-looking adapter; gives the adapted model's logits."""
     source = save_model(folder / "target", architecture, **changes)
@@ -189,26 +177,6 @@ def test_a_merged_folder_is_the_adapted_model(tmp_path, family):
     assert not (merged / "README.md").exists() and not (adapter / "README.md").exists()
     one, two = target_fingerprint(merged), target_fingerprint(source)
     assert one.pop("sha256") != two.pop("sha256") and one == two
-
-
-def test_killed_while_writing_leaves_nothing_by_the_name(tmp_path, monkeypatch):
-    source, adapter, _ = make(tmp_path, "Llama")
-    output = tmp_path / "merged"
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(lora, "_copy_rest", killed)
-        with pytest.raises(KeyboardInterrupt):
-            lora.merge_adapter(source, adapter, output)
-    assert not output.exists()
-    first = lora.merge_adapter(source, adapter, output)
-    weights = (first / "model.safetensors").read_bytes()
-    (output / "left over").touch()
-    lora.merge_adapter(source, adapter, output)
-    assert (output / "model.safetensors").read_bytes() == weights
-    assert not (output / "left over").exists() and not (tmp_path / "merged.part").exists()
 
 
 def test_no_target_no_merging(tmp_path):

@@ -1,9 +1,11 @@
-"""What recipes take from the options, and lambda_0 over the steps."""
+"""What follows from target and texts; lambda_0 and the learning rate over the steps."""
 
+import itertools
 import math
 
 import pytest
 
+from vllm_medusa.training.loop import rate_at
 from vllm_medusa.training.options import (
     JointOptions,
     LoraSettings,
@@ -20,27 +22,12 @@ from vllm_medusa.training.recipe import (
 )
 
 
-def weights(steps: int, **options) -> list[float]:
-    joint = JointOptions(**options)
-    return [heads_weight(joint, step, steps) for step in range(steps)]
-
-
-def test_lambda_0_grows_to_the_peak():
-    linear = weights(4, heads_weight=0.2, growth="linear")
-    assert linear == pytest.approx([0.05, 0.1, 0.15, 0.2])
-    assert weights(4, heads_weight=0.2, growth="sine") == pytest.approx(
+def test_lambda_0_grows_as_a_sine_to_the_peak():
+    joint = JointOptions(heads_weight=0.2)
+    assert [heads_weight(joint, step, 4) for step in range(4)] == pytest.approx(
         [0.2 * math.sin(math.pi / 8 * n) for n in (1, 2, 3, 4)]
     )
-    assert weights(4, heads_weight=0.2, growth="constant")[0] == 0.2
-    for growth in ("sine", "linear", "constant"):
-        assert weights(1, heads_weight=0.2, growth=growth) == pytest.approx([0.2])
-
-
-@pytest.mark.parametrize("growth", ["sine", "linear"])
-def test_a_share_of_the_steps_then_the_peak(growth):
-    values = weights(10, heads_weight=0.3, growth=growth, growth_share=0.5)
-    assert values == sorted(values) and 0 < values[0] < values[3] < 0.3
-    assert values[4:] == pytest.approx([0.3] * 6)
+    assert heads_weight(joint, 0, 1) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +35,12 @@ def test_a_share_of_the_steps_then_the_peak(growth):
     [
         (JointOptions, {"heads_weight": -0.1}),
         (JointOptions, {"heads_weight": math.nan}),
-        (JointOptions, {"growth": "cosine"}),
-        (JointOptions, {"growth_share": 0.0}),
-        (JointOptions, {"growth_share": 1.1}),
         (JointOptions, {"lm_loss": "mse"}),
         (MachineOptions, {"device": "zz"}),
         (MachineOptions, {"device": "cuda:x"}),
         (LoraSettings, {"rank": 0}),
         (LoraSettings, {"alpha": 0.0}),
         (LoraSettings, {"alpha": math.nan}),
-        (LoraSettings, {"dropout": 1.0}),
         (QualityBounds, {"max_kl": -1.0}),
         (QualityBounds, {"max_kl": math.nan}),
         (QualityBounds, {"max_perplexity_ratio": 0.9}),
@@ -86,3 +69,13 @@ def test_what_is_given_is_kept_and_the_rest_filled_in():
         found, own = complete_joint(joint, steps, self_distilled=written)
         assert (found.lm_loss, found.heads_weight, own.warmup_steps) == (lm_loss, peak, 20)
     assert complete_joint(joint, mine, self_distilled=True)[1].warmup_steps == 0
+
+
+def test_linear_up_and_a_cosine_down():
+    rates = [rate_at(step, 100, 10) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5)
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+    assert 0 < rates[-1] < 1e-3
+    assert rate_at(0, 5, 50) == 1.0  # a short run: warm-up is cut to a tenth
+    assert rate_at(0, 100, 0) == 1.0

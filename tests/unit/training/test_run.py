@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from vllm_medusa.files import FileRefused, aside, read_json
-from vllm_medusa.training.run import Run, Stage
+from vllm_medusa.training.run import Stage, TrainingRun
 
 
-def begun(output, settings, **options) -> tuple[Run, Stage]:
-    run = Run(output, settings, **options)
-    run.begin()
+def begun(output, settings, **options) -> tuple[TrainingRun, Stage]:
+    run = TrainingRun(output, settings, **options)
+    run.work.mkdir(exist_ok=True)
     return run, Stage(run)
 
 
@@ -55,14 +55,13 @@ def test_a_checkpoint_that_can_not_be_written_leaves_the_one_before(tmp_path):
     run.close()
 
 
-def test_other_settings_are_refused_once_the_run_has_begun(tmp_path):
+def test_other_settings_are_refused_once_something_was_computed(tmp_path):
     output = tmp_path / "heads"
-    Run(output, {"x": 0}).close()  # the target could not be loaded, say
-    for same in ((1, 2), [1, 2]):
-        begun(output, {"recipe": {"epochs": 3, "seed": 0}, "x": same})[0].close()
-    other = {"recipe": {"epochs": 4, "seed": 0}, "x": [1, 2]}
+    with pytest.raises(OSError, match="no target"), TrainingRun(output, {"x": 0}):
+        raise OSError("no target")
+    begun(output, {"recipe": {"epochs": 3, "seed": 0}})[0].close()
     with pytest.raises(FileRefused, match=r"recipe\.epochs was 3 and is now 4.*--overwrite"):
-        Run(output, other)
+        TrainingRun(output, {"recipe": {"epochs": 4, "seed": 0}})
 
 
 def test_overwrite_removes_heads_checkpoint_and_caches(tmp_path):
@@ -82,50 +81,35 @@ def test_overwrite_removes_heads_checkpoint_and_caches(tmp_path):
     run.close()
 
 
-def test_overwriting_that_is_killed_continues_no_old_checkpoint(tmp_path, monkeypatch):
+def test_overwriting_that_is_killed_continues_no_old_checkpoint(tmp_path):
     output = tmp_path / "heads"
     run, stage = begun(output, {"a": 1})
     stage.load()
+    stage.log({"step": 1})
     stage.save({"step": 1})
-    (run.folder / "last_good").mkdir()
     run.close()
-    remove = __import__("shutil").rmtree
-
-    def die(path, **options):
-        if path.name != "work":
-            raise KeyboardInterrupt
-        remove(path, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("shutil.rmtree", die)
-        with pytest.raises(KeyboardInterrupt):
-            Run(output, {"a": 2}, overwrite=True)
-    assert not list(output.rglob("state.pt"))
-    with pytest.raises(FileRefused, match=r"a was 1 and is now 2"):
-        Run(output, {"a": 2})
-    for settings, overwrite in (({"a": 1}, False), ({"a": 2}, True), ({"a": 2}, False)):
-        run, stage = begun(output, settings, overwrite=overwrite)
-        assert stage.load() is None
-        run.close()
+    (run.folder / "log.jsonl").unlink()  # the first file of several that --overwrite removes
+    run, stage = begun(output, {"a": 1})
+    assert stage.load() is None
+    run.close()
 
 
 def test_a_complete_run_has_nothing_to_do(tmp_path):
     output = tmp_path / "heads"
-    run, _ = begun(output, {})
-    assert not run.complete
-    (output / "config.json").write_text("{}")
-    run.finish()
-    assert not (output / "training/work").exists()
-    with Run(output, {}) as run:
-        assert run.complete
+    for complete in (False, True, True):
+        with TrainingRun(output, {}) as run:
+            assert run.complete == complete
+            run.work.mkdir(exist_ok=True)  # as if it had been killed before it was removed
+            (output / "config.json").write_text("{}")
+        assert [path.name for path in run.folder.iterdir()] == ["run.json"]
 
 
 def test_one_process_at_a_time(tmp_path):
     with (
-        Run(tmp_path / "heads", {}),
-        pytest.raises(FileRefused, match="another process is training"),
+        TrainingRun(tmp_path / "heads", {}),
+        pytest.raises(FileRefused, match="heads: another process"),
     ):
-        Run(tmp_path / "heads", {})
+        TrainingRun(tmp_path / "heads", {})
 
 
 def test_other_folders_are_left_alone(tmp_path):
@@ -133,7 +117,7 @@ def test_other_folders_are_left_alone(tmp_path):
     (tmp_path / "full/thesis.tex").write_text("x")
     (tmp_path / "file").write_text("x")
     project = tmp_path / "project"
-    (project / "training" / "work").mkdir(parents=True)
+    (project / "training").mkdir(parents=True)
     (project / "training" / "notes.txt").touch()
     for name, reason in (
         ("full", "not a training run"),
@@ -142,16 +126,16 @@ def test_other_folders_are_left_alone(tmp_path):
         ("project", "not a training run"),
     ):
         with pytest.raises(FileRefused, match=reason):
-            Run(tmp_path / name, {}, overwrite=True)
+            TrainingRun(tmp_path / name, {}, overwrite=True)
     assert (tmp_path / "full/thesis.tex").exists() and not (tmp_path / "full/training").exists()
     (project / "training" / "notes.txt").unlink()
     (project / "training" / ".run.json.part").touch()  # killed before run.json was there
     begun(project, {"lr": 1})[0].close()
-    assert read_json(project / "training" / "run.json") == {"lr": 1}
+    assert read_json(project / "training" / "run.json")["settings"] == {"lr": 1}
 
 
 def test_other_processes_do_not_check_what_the_main_one_is_making(tmp_path):
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "new").touch()
-    with Run(tmp_path / "heads", {}, main=False) as run:
+    with TrainingRun(tmp_path / "heads", {}, main=False) as run:
         assert not run.complete

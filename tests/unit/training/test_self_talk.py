@@ -6,7 +6,7 @@ from support import chat
 
 from vllm_medusa.offline.batch import Delta, run_batch
 from vllm_medusa.offline.prompts import Message, Prompt, PromptError
-from vllm_medusa.training.self_distillation import Plan
+from vllm_medusa.training.distill import Plan
 from vllm_medusa.training.self_talk import require_self_talk, user_turn
 
 TALK = [{"role": "user", "content": "Is it user?"}, {"role": "assistant", "content": "It is."}]

@@ -164,8 +164,6 @@ def test_the_largest_trees():
     assert TokenTree.dense([255]).num_nodes == MAX_NODES
 
 
-def test_children_first_and_a_prefix_without_the_root_are_refused():
+def test_children_first_are_refused():
     with pytest.raises(TreeError, match=r"\[0, 0\] comes before its parent \[0\]"):
         TokenTree(((0, 0), (0,)))
-    with pytest.raises(TreeError, match="the least is 1"):
-        TokenTree.chain(2).prefix(0)

@@ -27,9 +27,8 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.step import Trees
-from vllm_medusa.tree import TreeBatch, TreeTensors
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.dynamic import widest_pool
-from vllm_medusa.tree.pool import Pool
 from vllm_medusa.worker import cuda_metadata
 from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder
 
@@ -178,13 +177,13 @@ class TestMetadata:
 
 def own_trees(batch: int, seed: int) -> Trees:
     """A random part of a pool for each request."""
-    pool = Pool.from_tree(widest_pool(4, 50, num_nodes=40))
+    pool = TreeTensors.from_tree(widest_pool(4, 50, num_nodes=40))
     place = torch.rand(batch, 40, generator=torch.Generator().manual_seed(seed))
     for node in range(1, 40):
-        place[:, node] = torch.maximum(place[:, node], place[:, pool.tensors.parents[node]])
+        place[:, node] = torch.maximum(place[:, node], place[:, pool.parents[node]])
     place[:, 0] = -1
     order = place.sort(dim=1, stable=True).indices
-    parents = order.argsort(1).gather(1, pool.tensors.parents[order].clamp_min(0))
+    parents = order.argsort(1).gather(1, pool.parents[order].clamp_min(0))
     parents[:, 0] = -1
     return lambda width, counts: TreeBatch.from_parents(parents[:, :width], counts, 4)
 

@@ -20,17 +20,19 @@ from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MOST, NODES, Buffe
 
 from vllm_medusa.kv import kernel as kv
 from vllm_medusa.kv.layers import LayerCaches
-from vllm_medusa.lookup import on_device as lookup
+from vllm_medusa.lookup import search as lookup
 from vllm_medusa.proposer import kernel as proposer
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.sampler import dispatch as sampler
 from vllm_medusa.scorer import dispatch as scorer
 from vllm_medusa.scorer import launch
-from vllm_medusa.tree import TokenTree, TreeTensors
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeTensors
+from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker import cuda_attention, cuda_metadata
-from vllm_medusa.worker.v2.copies import Copies
+from vllm_medusa.worker.trees import Trees
 from vllm_medusa.worker.v2.cuda_warmup import warm_up_rules
-from vllm_medusa.worker.v2.topologies import Topologies
+from vllm_medusa.worker.v2.speculator import TreeSpeculator
 
 pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 
@@ -51,7 +53,7 @@ STEPS = [  # (rows, context) of requests, nodes of each
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    for module in (scorer, sampler, lookup, cuda_metadata):
+    for module in (scorer, sampler, cuda_metadata):
         monkeypatch.setattr(module, "uses_kernel", lambda device_type: True)
     limits = launch.DeviceLimits(132, 227 * 1024, async_mma=True)
     monkeypatch.setattr(launch, "device_limits", lambda device: limits)
@@ -111,12 +113,14 @@ def test_acceptance(dtype, vocab, dynamic):
     """At temperature 1 vLLM hands the target's logits on as they are, else a copy in fp32."""
     tree = TokenTree.dense([15, 16])
     nodes, static = tree.num_nodes, TreeTensors.from_tree(tree)
-    topologies = Topologies(tree.max_depth, nodes, 16, "cpu")
+    drafted: Any = SimpleNamespace(
+        static=None, _max_depth=tree.max_depth, parents=static.parents.clamp_min(-1).repeat(16, 1)
+    )
 
     def trees(batch):
         if not dynamic:
             return static.batch
-        return functools.partial(topologies.trees, torch.arange(batch))
+        return functools.partial(Trees.topologies, drafted, torch.arange(batch))
 
     with needed() as compiled:
         warm_up_rules(trees(1), nodes, target_logits(2, vocab, dtype))
@@ -176,13 +180,14 @@ def test_lookup(length):
     """Any batch, and views of the texts' table up to any length."""
     texts, most = torch.zeros(20, length, dtype=torch.int32), 63
     with needed() as compiled:
-        Copies.warm_up(SimpleNamespace(_most=most, _levels=5), texts)
+        options = SimpleNamespace(tree=SimpleNamespace(max_depth=5))
+        trees = SimpleNamespace(num_nodes=most + 1, options=options)
+        TreeSpeculator.warm_up_lookup(SimpleNamespace(trees=trees), texts)
 
     def step(batch, width):
         slots = torch.arange(batch + 1)[1:]
-        zeros = torch.zeros(batch, most + 1, dtype=torch.int64)
-        trees = lookup.DraftTrees(zeros, zeros, zeros.float(), zeros)
+        trees = DraftTrees.roots(batch, most + 1, "cpu")
         _, found = lookup.continuations(texts[:, :width], slots, torch.zeros_like(slots), most)
-        lookup.merge(trees, found, found.float(), 5)
+        lookup.join(trees, found, found.float(), 5)
 
     assert many(step, length) == compiled and len(compiled) == 2

@@ -149,7 +149,7 @@ def test_drafters_of_others(
     ("name", "tensor", "words"),
     [
         ("d2t", None, 'no "d2t" tells which'),
-        ("fc.weight", None, "no EAGLE drafter"),
+        ("fc.weight", None, "EAGLE drafter"),
         ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "made for another target"),
         ("fc.bias", torch.zeros(HIDDEN), 'biases in "fc"'),
         ("mask_hidden", torch.zeros(3 * HIDDEN), "all depths at once"),
@@ -168,7 +168,7 @@ def test_tensors_of_others(
 
 def test_heads_are_no_drafter(config: Config, tmp_path: Path) -> None:
     heads = save_random_heads(tmp_path)
-    with pytest.raises(MedusaConfigError, match=r'no EAGLE drafter.*"method": "medusa"'):
+    with pytest.raises(MedusaConfigError, match=r'EAGLE drafter.*"method": "medusa"'):
         config(folder=Path(heads))
 
 

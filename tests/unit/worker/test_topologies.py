@@ -1,24 +1,36 @@
-"""Topologies by slot on the V2 runner: what was kept for a request is what it is verified by."""
+"""Trees by slot: what was kept for a request is what it is verified by; what requests ask for."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("vllm")
 import numpy as np
+from vllm import SamplingParams
 
 from vllm_medusa.config import AcceptanceConfig
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree import TokenTree
+from vllm_medusa.tree.batch import TreeBatch
+from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.dynamic import DynamicTree
+from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.requests import RequestOptions
+from vllm_medusa.worker.trees import Trees, tree_drafts
 
 SLOTS, DEPTH = 5, 3
 
 
-@pytest.fixture
-def topologies():
-    from vllm_medusa.worker.v2.topologies import Topologies
-
-    return Topologies(DEPTH, 8, SLOTS, "cpu")
+def make_trees(**changes):
+    tree = DynamicTree(TokenTree.chain(DEPTH), 8)
+    options = EngineOptions(None, None, tree, AcceptanceConfig(), 7)
+    config = SimpleNamespace(
+        additional_config={"medusa": options.to_dict()},
+        scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
+        model_config=SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 9),
+    )
+    return Trees(config, SimpleNamespace(tree=None, scratch=0), torch.device("cpu"), **changes)
 
 
 def parents(*seeds):
@@ -40,32 +52,56 @@ def same(one, other):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
-def test_each_slot_has_its_own_until_it_is_renewed(topologies):
-    first, later = parents(1, 2, 3), parents(4)
-    topologies.keep(torch.tensor([4, 0, 2]), first)
-    topologies.keep(torch.tensor([0]), later)
+def test_each_slot_has_its_own_until_it_is_renewed():
+    trees = make_trees()
+    place, first, later = trees.parents.data_ptr(), parents(1, 2, 3), parents(4)
+    trees.keep(torch.tensor([4, 0, 2]), first)
+    trees.keep(torch.tensor([0]), later)
     counts = torch.tensor([8, 5, 3])
-    got = topologies.trees(torch.tensor([2, 0, 4]), 8, counts)
+    got = trees.topologies(torch.tensor([2, 0, 4]), 8, counts)
     expected = torch.stack([first[2], later[0], first[0]])
     same(got, TreeBatch.from_parents(expected, counts, DEPTH))
-    cut = topologies.trees(torch.tensor([2, 0]), 3, torch.tensor([3, 1]))
+    cut = trees.topologies(torch.tensor([2, 0]), 3, torch.tensor([3, 1]))
     same(cut, TreeBatch.from_parents(expected[:2, :3], torch.tensor([3, 1]), DEPTH))
+    assert trees.parents.data_ptr() == place
+    never = trees.topologies(torch.tensor([3]), 8, torch.tensor([8]))
+    assert never.parents[0].tolist() == [-1] + [0] * 7
 
 
-def test_nothing_moves_and_a_slot_never_drafted_for_has_a_tree(topologies):
-    place = topologies.parents.data_ptr()
-    topologies.keep(torch.tensor([1]), parents(7))
-    assert topologies.parents.data_ptr() == place
-    tree = topologies.trees(torch.tensor([3]), 8, torch.tensor([8]))
-    assert tree.parents[0].tolist() == [-1] + [0] * 7
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_step_takes_the_schedulers_trees_where_it_chose(on_host):
+    trees, kept = make_trees(on_host=on_host), parents(1, 2)
+    trees.keep(torch.tensor([1, 2]), kept)
+    trees.chosen_parents = {"b": [0, 1, 2, 3]}
+    nodes, rows = np.array([8, 5]), torch.arange(13)
+    cu_nodes = torch.tensor([0, 8, 13])
+    step = trees.begin(torch.tensor([1, 2]), ["a", "b"], nodes, cu_nodes, rows, rows)
+    assert step.tree.parents[0].tolist() == kept[0].tolist()
+    assert step.tree.parents[1, :5].tolist() == [-1, 0, 1, 2, 3]
+    assert step.tree.max_depth == (4 if on_host else DEPTH)
+    positions = torch.zeros(13, dtype=torch.int64)
+    trees.write_positions(positions, torch.tensor([10, 20]))
+    assert positions[8:].tolist() == [20, 21, 22, 23, 24]
+    ones = np.ones(2, dtype=np.int64)
+    assert trees.begin(torch.tensor([1, 2]), ["a", "b"], ones, cu_nodes, rows, rows) is None
+
+
+def test_drafts_for_the_scheduler():
+    drafts = DraftTrees.of(
+        torch.tensor([[9, 1, 2, 3], [9, 4, 5, 6], [9, 7, 8, 0]]),
+        torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2], [-1, 0, 0, 0]]),
+        torch.tensor([[1.0, 0.5, 0.25, 0.0], [1.0, 0.5, 0.25, 0.125], [1.0, 0.0, 0.0, 0.0]]).log(),
+    )
+    drafts.source[0, 2] = 2
+    found = tree_drafts(drafts, ["a", "b", "c"], [False, True, True])
+    assert found.draft_token_ids == [[1, 2], [], []] and found.survival == [[0.5, 0.25], [], []]
+    assert found.proposed_by == {"a": [0, 2]} and list(found.candidates) == ["b"]
+    assert found.candidates["b"].token_ids == [4, 5, 6]
+    assert found.candidates["b"].parents == [0, 1, 2]
 
 
 def test_useful_depth_of_requests():
     """Tokens left of max_tokens or of the model's length, less the one that needs no node."""
-    from vllm import SamplingParams
-
-    from vllm_medusa.worker.v2.requests import RequestOptions
-
     options = RequestOptions(SLOTS, AcceptanceConfig(), 100, torch.device("cpu"))
     options.add(0, SamplingParams(max_tokens=10), 20)
     options.add(1, SamplingParams(max_tokens=500), 20)

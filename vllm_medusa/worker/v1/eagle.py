@@ -5,25 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig
 from vllm.v1.spec_decode.eagle import EagleProposer
 
-from vllm_medusa.proposer.candidates import Proposal
-from vllm_medusa.worker.eagle import beam_of
-from vllm_medusa.worker.eagle_trees import AcceptedPaths, EagleTrees, Roots
+from vllm_medusa.sampler import Verdict
+from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.worker.eagle import beam_of, check_captured_layers
+from vllm_medusa.worker.eagle_trees import EagleTrees, PendingTokens, Roots, accepted_paths
 from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.v1.runner import MedusaModelRunner
 
 
 class EagleTreeDrafter(EagleTrees, EagleProposer):
     """vLLM's proposer for its module, weights and cache groups; the drafting is ours."""
 
-    stages = None  # no level rests
-
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         super().__init__(vllm_config, device, runner)
         self.beam = beam_of(EngineOptions.of(vllm_config).tree)
-        self.tree = None  # none that is static
 
     @property
     def groups(self) -> list[Any]:
@@ -42,50 +44,81 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """One forward pass, where vLLM makes one for each draft token."""
-        args = args[:1]
-        kwargs |= {"is_graph_capturing": True}
-        super().dummy_run(num_tokens, *args, **kwargs)
+        super().dummy_run(num_tokens, *args[:1], **kwargs | {"is_graph_capturing": True})
 
-    def grow(
-        self,
-        roots: Roots,
-        root: Tensor,
-        num_nodes: int,
-        max_depth: Tensor,
-        limit: int | None = None,
-    ) -> Proposal:
-        """See `EagleTrees.grow`; no level is expanded that no request has a use for."""
+    def draft(
+        self, states: Roots, root: Tensor, num_nodes: int, max_depth: Tensor, *args: Any
+    ) -> DraftTrees:
+        """See `trees.Drafter`; no level is expanded that no request has a use for."""
         whole = self.beam
         self.beam = replace(whole, depth=min(whole.depth, int(max_depth.max())))
         try:
-            return super().grow(roots, root, num_nodes, max_depth, limit)
+            return super().draft(states, root, num_nodes, max_depth, *args)
         finally:
             self.beam = whole
 
 
-def paths_of(
-    drafter: EagleTrees,
-    counts: Tensor,  # int64 [B], accepted tokens of each request, from 1
-    next_ids: Tensor,  # integer [T]
-    positions: Tensor,  # int64 [T]
-    features: Tensor,  # [T, features]
-    block_table: Tensor,  # int32 [B, blocks]
-    ends: Tensor,  # int64 [B]
-) -> AcceptedPaths:
-    """The paths where the host knows how long they are."""
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    owners = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return AcceptedPaths(
-        starts=starts.to(torch.int32),
-        starts_cpu=starts.to(torch.int32),
-        most_rows=int(counts.max()),
-        last=starts[1:] - 1,
-        next_ids=next_ids,
-        positions=positions,
-        slots=drafter.slots(block_table, owners, positions),
-        features=features,
-        lengths=ends,
-        longest=int(ends.max()),
-        block_table=block_table,
-        ends=ends,
-    )
+class EagleModelRunner(MedusaModelRunner):
+    """`MedusaModelRunner` with a drafter that has a KV cache: it takes in all accepted paths."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.drafter = EagleTreeDrafter(vllm_config, device, self)
+        self._pending = PendingTokens(self.drafter)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load target and drafter; check that the target shows the hidden states it needs."""
+        super().load_model(*args, **kwargs)
+        if self.use_aux_hidden_state_outputs:
+            check_captured_layers(self.get_model(), self.speculative_config)
+
+    def _draft_states(
+        self,
+        step: TreeStep | None,
+        verdict: Verdict | None,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sample_hidden_states: Tensor,
+        hidden_states: Tensor,
+        auxiliary: list[Tensor],
+        _: Any,
+        common: Any,
+        *args: Any,
+    ) -> Roots | None:
+        """Take in what was accepted; what plain steps gave waits for those that draft."""
+        count = self.input_batch.num_reqs
+        starts = common.query_start_loc_cpu[: count + 1].numpy()
+        scheduled, ends = np.diff(starts), self.seq_lens[:count].to(torch.int64)
+        drafts, deepest = np.zeros_like(scheduled), 0
+        if step is not None and verdict is not None:
+            drafts, deepest = step.num_nodes - 1, int(verdict.path.num_accepted.max())
+        next_tokens = self.drafter.prepare_next_token_ids_cpu(
+            sampled_token_ids,
+            self.requests,
+            self.input_batch,
+            scheduler_output.num_scheduled_tokens,
+        )
+        paths = accepted_paths(
+            self.drafter,
+            verdict,
+            deepest,
+            starts,
+            scheduled,
+            drafts,
+            ends - torch.from_numpy(scheduled),
+            self.input_ids.gpu,
+            next_tokens.to(torch.int64),
+            auxiliary if self.use_aux_hidden_state_outputs else [hidden_states],
+            common.block_table_tensor[:count],
+            int(ends.max()),
+        )
+        return self._pending.roots(
+            self.input_batch.req_ids,
+            paths,
+            plain=step is None and len(paths.positions) == count,
+            drafts=scheduler_output.num_spec_tokens_to_schedule > 0,
+        )
+
+    def _targets_layers(self, names: list[str]) -> list[str]:
+        own = self.drafter.layer_names
+        return [name for name in names if name not in own]

@@ -14,14 +14,14 @@ from vllm.v1.sample.sampler import Sampler
 
 from vllm_medusa.sampler import Path, Verdict, close_path, typical_path
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree import TreeBatch
+from vllm_medusa.tree.batch import TreeBatch
+from vllm_medusa.worker.requests import TypicalRule
 from vllm_medusa.worker.v1.history import (
     MinTokensAt,
     min_token_rules,
     needs_tokens,
     with_min_tokens,
 )
-from vllm_medusa.worker.v1.requests import TypicalRequests
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class TypicalChoice:
         logits: Tensor,
         step: TreeStep,
         metadata: SamplingMetadata,
-        typical: TypicalRequests,
+        typical: TypicalRule,
     ) -> TypicalChoice:
         """Process the rows of the Q requests as plain decoding would, then choose their paths."""
-        chosen = [request for request, is_typical in enumerate(typical.mask) if is_typical]
-        requests = torch.tensor(chosen, device=logits.device)
+        requests = typical.mask.nonzero().flatten()
+        chosen = requests.tolist()
         tree = step.tree.select(requests)
         token_ids = step.token_ids[requests]
         raw = logits[step.row_of_node[requests]]  # [Q, N, V]
-        rows = _Rows.of(chosen, tree, token_ids)
-        processed = _process(sampler, raw.flatten(0, 1), metadata, rows).view(*raw.shape)
+        rows = raw.flatten(0, 1)
+        processed = _process(sampler, rows, metadata, chosen, tree, token_ids).view(*raw.shape)
         path = typical_path(
             tree,
             token_ids,
@@ -63,12 +63,12 @@ class TypicalChoice:
             typical.delta[requests],
         )
         accepted = token_ids.gather(1, path.nodes)[:, 1:].tolist()
-        paths: list[list[int]] = [[] for _ in typical.mask]
+        paths: list[list[int]] = [[] for _ in range(step.batch_size)]
         for request, tokens, count in zip(
             chosen, accepted, path.num_accepted.tolist(), strict=True
         ):
             paths[request] = tokens[:count]
-        roots = torch.tensor([typical.greedy_root[q] for q in chosen], device=logits.device)
+        roots = typical.greedy_root[requests]
         return cls(sampler, raw, processed, tree, token_ids, requests, path, paths, roots)
 
     def hide(self, tree: TreeBatch) -> TreeBatch:
@@ -158,38 +158,28 @@ class TypicalChoice:
         )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The Q * N rows of the typical requests."""
-
-    request: Tensor  # int64 [Q * N] index among B
-    request_ids: list[int]  # the same on the host
-    depths: Tensor  # int64 [Q * N]
-    parents: Tensor  # int64 [Q, N]
-    token_ids: Tensor  # int64 [Q, N]
-
-    @classmethod
-    def of(cls, chosen: list[int], tree: TreeBatch, token_ids: Tensor) -> _Rows:
-        request_ids = [request for request in chosen for _ in range(tree.max_nodes)]
-        request = torch.tensor(request_ids, device=token_ids.device)
-        return cls(request, request_ids, tree.depths.flatten(), tree.parents, token_ids)
-
-    def histories(self) -> list[list[int]]:
-        """For each row the draft token ids down to its node; only where sampling needs them."""
-        rows: list[list[int]] = []
-        for parents, ids in zip(
-            self.parents.tolist(), self.token_ids.clamp(min=0).tolist(), strict=True
-        ):
-            of_node: list[list[int]] = [[]]
-            for node in range(1, len(parents)):
-                of_node.append([*of_node[parents[node]], ids[node]])
-            rows.extend(of_node)
-        return rows
+def _histories(tree: TreeBatch, token_ids: Tensor) -> list[list[int]]:
+    """For each node of Q trees the draft token ids down to it: [Q * N]."""
+    rows: list[list[int]] = []
+    for parents, ids in zip(tree.parents.tolist(), token_ids.clamp(min=0).tolist(), strict=True):
+        of_node: list[list[int]] = [[]]
+        for node in range(1, len(parents)):
+            of_node.append([*of_node[parents[node]], ids[node]])
+        rows.extend(of_node)
+    return rows
 
 
-def _process(sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, rows: _Rows) -> Tensor:
+def _process(
+    sampler: Sampler,
+    logits: Tensor,  # [Q * N, V]
+    metadata: SamplingMetadata,
+    chosen: list[int],  # the Q requests
+    tree: TreeBatch,  # of the Q
+    token_ids: Tensor,  # int64 [Q, N]
+) -> Tensor:
     """Penalties, bans, temperature and truncation as plain decoding applies them, row by row."""
-    of = rows.request
+    owners = [request for request in chosen for _ in range(tree.max_nodes)]  # [Q * N]
+    of = torch.tensor(owners, device=token_ids.device)
 
     def pick(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor[of]
@@ -202,14 +192,14 @@ def _process(sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, rows:
         "allowed_token_ids_mask": pick(metadata.allowed_token_ids_mask),
         "bad_words_token_ids": {
             row: metadata.bad_words_token_ids[request]
-            for row, request in enumerate(rows.request_ids)
+            for row, request in enumerate(owners)
             if request in metadata.bad_words_token_ids
         },
         "spec_token_ids": None,
         "thinking_budget_state_holder": None,  # refused for typical requests
     }
     if rules := min_token_rules(metadata):
-        nodes = list(zip(rows.request_ids, rows.depths.tolist(), strict=True))
+        nodes = list(zip(owners, tree.depths.flatten().tolist(), strict=True))
         changes["logitsprocs"] = with_min_tokens(metadata, MinTokensAt(rules, nodes))
     if not metadata.no_penalties:
         for name in ("frequency_penalties", "presence_penalties", "repetition_penalties"):
@@ -218,7 +208,7 @@ def _process(sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, rows:
     if needs_tokens(metadata):
         changes["output_token_ids"] = [
             [*metadata.output_token_ids[request], *history]
-            for request, history in zip(rows.request_ids, rows.histories(), strict=True)
+            for request, history in zip(owners, _histories(tree, token_ids), strict=True)
         ]
     mine = replace(metadata, **changes)
     logits = sampler.apply_logits_processors(logits.to(torch.float32, copy=True), mine, False)

@@ -19,8 +19,8 @@ from vllm.v1.sample.sampler import Sampler
 
 from vllm_medusa.sampler import Verdict, greedy_verdict, lossless_walk
 from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.worker.requests import TypicalRule
 from vllm_medusa.worker.v1.history import PathHistory
-from vllm_medusa.worker.v1.requests import TypicalRequests
 from vllm_medusa.worker.v1.thinking import has_budgets, one_row_each
 from vllm_medusa.worker.v1.typical import TypicalChoice
 
@@ -36,7 +36,7 @@ class TreeVerifier:
         logits: Tensor,
         step: TreeStep | None,
         metadata: SamplingMetadata,
-        typical: TypicalRequests | None,
+        typical: TypicalRule | None,
         discarded: list[int],
     ) -> tuple[Verdict | None, SamplerOutput]:
         """Decide every request's path and tokens.
@@ -67,7 +67,7 @@ class TreeVerifier:
         logits: Tensor,
         step: TreeStep,
         metadata: SamplingMetadata,
-        typical: TypicalRequests | None,
+        typical: TypicalRule | None,
         discarded: list[int],
     ) -> tuple[Verdict, SamplerOutput]:
         metadata = _without(metadata, discarded)

@@ -18,7 +18,7 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
 
     def init_device(self) -> None:
         """Build the runner; CPUWorker names its class itself, so the name is swapped meanwhile."""
-        from vllm_medusa.worker.v1.eagle_runner import EagleModelRunner
+        from vllm_medusa.worker.v1.eagle import EagleModelRunner
         from vllm_medusa.worker.v1.runner import MedusaModelRunner
         from vllm_medusa.worker.v1.thinking import install_moves
 
@@ -38,6 +38,6 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
         from vllm_medusa.worker.practice import measure_step_costs
 
         measure_step_costs(self)
-        if (copies := self.model_runner.copies) is not None:
-            copies.forget()  # made-up requests say nothing of a user's
+        if (lookup := self.model_runner.trees.lookup) is not None:
+            lookup.forget()  # made-up requests say nothing of a user's
         return super().compile_or_warm_up_model()

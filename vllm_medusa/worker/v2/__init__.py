@@ -13,8 +13,8 @@ of vLLM's own part, a *chain* of drafts, that it replaces:
                                                                   row that was not rejected
     AttentionBackendEnum              platform.tree_backend       a node sees its ancestors only
     model.get_model_state_cls         state.TreeModelState
-      prepare_attn                      trees.Trees.begin         which rows are whose nodes
-      prepare_inputs                    trees.Trees.positions     RoPE by depth; slots stay by index
+      prepare_attn                      worker.trees.Trees.begin  which rows are whose nodes
+      prepare_inputs                    Trees.write_positions     RoPE by depth; slots stay by index
       custom_sampler                    sampler.TreeSampler       a token drawn at every node, and
                                                                   the walk down (sampler.dispatch)
       postprocess_state                 compaction                the accepted path's KV closes up

@@ -6,6 +6,7 @@ prefill, long contexts (split over parts), typical acceptance and trees cut shor
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from vllm_medusa.sampler.dispatch import target_verdict, typical_path
 from vllm_medusa.scorer.step import Trees as TreesOf
+from vllm_medusa.worker.trees import Trees
 from vllm_medusa.worker.v2.platform import tree_backend
-from vllm_medusa.worker.v2.trees import Trees
 
 
 @torch.inference_mode()
@@ -33,10 +34,10 @@ def warm_up(runner: Any) -> None:
     logits = runner.model.compute_logits(two)
     trees: Trees = speculator.trees
     slot = torch.zeros(1, dtype=torch.int64, device=device)
-    warm_up_rules(trees.of(slot), trees.num_nodes, logits)
+    warm_up_rules(functools.partial(trees.topologies, slot), trees.num_nodes, logits)
     speculator.warm_up()
-    if speculator.copies is not None:
-        speculator.copies.warm_up(runner.req_states.all_token_ids.gpu)
+    if trees.lookup is not None:
+        speculator.warm_up_lookup(runner.req_states.all_token_ids.gpu)
 
 
 def warm_up_rules(trees: TreesOf, nodes: int, logits: Tensor) -> None:

@@ -40,8 +40,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from vllm_medusa.sampler import Path, Verdict, close_path, select_verdict
 from vllm_medusa.sampler.dispatch import target_verdict, typical_path
 from vllm_medusa.scorer.chains import RowLayout, first_rows, height, lay_out
-from vllm_medusa.tree import TreeBatch
-from vllm_medusa.worker.v2.trees import Trees
+from vllm_medusa.tree.batch import TreeBatch
+from vllm_medusa.worker.trees import Trees
 
 
 class TreeSampler(RejectionSampler):
@@ -51,10 +51,15 @@ class TreeSampler(RejectionSampler):
     """
 
     def __init__(
-        self, sampler: Sampler, config: SpeculativeConfig, device: torch.device, trees: Trees
+        self,
+        sampler: Sampler,
+        config: SpeculativeConfig,
+        device: torch.device,
+        trees: Trees,
+        positions: Tensor,  # int64 [>= T], of the step's tokens
     ):
         super().__init__(sampler, config, device)
-        self.trees = trees
+        self.trees, self.positions = trees, positions
 
     def __call__(
         self,
@@ -89,7 +94,7 @@ class TreeSampler(RejectionSampler):
         )
         if invalid_drafts is not None:
             token_ids = token_ids.masked_fill(invalid_drafts, -1)
-        positions = self.trees.buffer[step.rows]
+        positions = self.positions[step.rows]
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         verdicts, logprobs = [], []
         for part in self._parts(logits, input_batch, token_ids, positions):

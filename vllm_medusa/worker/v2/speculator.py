@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+from vllm.v1.worker.gpu.states import RequestState
 
-from vllm_medusa.proposer.candidates import IMPOSSIBLE, Proposal
+from vllm_medusa.lookup.search import continuations, join
 from vllm_medusa.sampler import Verdict
-from vllm_medusa.worker.adapters import adapted_heads, adapters_left_out
+from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker.drafting import MedusaDrafter
-from vllm_medusa.worker.drafts import TreeDrafts, survival_of
-from vllm_medusa.worker.options import EngineOptions, is_eagle, is_medusa
+from vllm_medusa.worker.drafts import TreeDrafts
+from vllm_medusa.worker.grammar import Candidates
+from vllm_medusa.worker.options import is_eagle, is_medusa
 from vllm_medusa.worker.overrides import override
-from vllm_medusa.worker.v2.copies import Copies
+from vllm_medusa.worker.target import adapted_heads, adapters_left_out
+from vllm_medusa.worker.trees import Trees, tree_drafts
 from vllm_medusa.worker.v2.state import tree_model_state
-from vllm_medusa.worker.v2.trees import Trees
 
 
 def install() -> None:
@@ -43,11 +47,21 @@ def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
             kind = EagleTreeSpeculator
         speculator = kind(vllm_config, device)
-        if speculator.copies is not None:
-            speculator.copies.keep_texts_on_device(states)
+        if speculator.trees.lookup is not None:
+            keep_texts_on_device(states)
         return speculator
 
     return init_speculator
+
+
+def keep_texts_on_device(states: RequestState) -> None:
+    """Replace vLLM's table of the requests' texts, which is in host memory by default.
+
+    Lookup searches all of them in each step. vLLM does the same for its own n-grams. Call it while
+    nothing else holds the table.
+    """
+    shape = states.max_num_reqs, states.max_model_len
+    states.all_token_ids = StagedWriteTensor(shape, dtype=torch.int32, device=states.device)
 
 
 class TreeSpeculator(DraftModelSpeculator):
@@ -60,12 +74,16 @@ class TreeSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
         self.drafter = self.make_drafter()
-        self.trees = Trees(vllm_config, self.drafter.tree, device)
-        options = EngineOptions.of(vllm_config)
-        self._has_drafter = options.heads is not None
-        self.copies = Copies(vllm_config, device) if options.lookup else None
+        self.trees = Trees(vllm_config, self.drafter, device)
+        self.states: RequestState | None = None  # vLLM's, of the step
+        self.limit: int | None = None  # of the drafter's drafts; None: as of all
+        # int64 [most tokens of a step]; one place for good: CUDA graphs read it there
+        self.positions = torch.zeros(
+            vllm_config.scheduler_config.max_num_batched_tokens, dtype=torch.int64, device=device
+        )
         self._drafted_for: list[str] = []
-        self._parents: np.ndarray | None = None  # int64 [B, N] of the last drafts, on the host
+        self._drafts: DraftTrees | None = None  # the last ones
+        self._parents: np.ndarray | None = None  # int64 [B, N] of them, on the host
 
     def make_drafter(self) -> Any:
         """What drafts, not loaded yet."""
@@ -80,7 +98,7 @@ class TreeSpeculator(DraftModelSpeculator):
         """Load what drafts; have the target bring our state when the runner asks it for one."""
         self.drafter.load_model(target_model)
         self._target = target_model
-        state_cls = tree_model_state(self.vllm_config, target_model, self.trees)
+        state_cls = tree_model_state(self.vllm_config, target_model, self)
         target_model.get_model_state_cls = lambda: state_cls
 
     def set_attn(self, *args: Any) -> None:
@@ -93,21 +111,27 @@ class TreeSpeculator(DraftModelSpeculator):
     def capture(self) -> None:
         """No graphs."""
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile what drafting needs."""
-        if not self._has_drafter:
+        if self.trees.options.heads is None:
             return
         hidden_size, device = self.vllm_config.model_config.get_hidden_size(), self.device
         slot = torch.zeros(1, dtype=torch.int64, device=device)
         for batch in (1, 16):  # strides of logits that are multiples of 16, or are not
             hidden = torch.zeros(batch, hidden_size, dtype=self.dtype, device=device)
             roots = slot.expand(batch)
-            if self.trees.topologies is None:
-                self.drafter.propose(hidden, roots)
-            else:
-                self.drafter.grow(hidden, roots, self.trees.num_nodes, roots)
+            self.drafter.draft(hidden, roots, self.trees.num_nodes, roots)
 
-    def drafts_from(
+    def warm_up_lookup(self, texts: Tensor) -> None:
+        """Compile what finds and joins; ``texts`` is int32 [slots, most tokens of a text]."""
+        one = torch.ones(1, dtype=torch.int64, device=texts.device)
+        nodes = self.trees.num_nodes
+        _, found = continuations(texts, one - 1, one, nodes - 1)
+        levels = self.trees.options.tree.max_depth
+        join(DraftTrees.roots(1, nodes, texts.device), found, found.to(torch.float32), levels)
+
+    def draft_states(
         self,
         batch: InputBatch,
         verdict: Verdict | None,
@@ -117,7 +141,7 @@ class TreeSpeculator(DraftModelSpeculator):
         drafts: bool,
         dummy_run: bool,
     ) -> Any:
-        """What the drafter goes by, a row for each request: the hidden state [B, H].
+        """What the drafter drafts from, see `trees.Drafter`: hidden states [B, H].
 
         Args:
             batch: of B requests.
@@ -133,10 +157,6 @@ class TreeSpeculator(DraftModelSpeculator):
         if verdict is not None:
             last_rows = last_rows + verdict.path.last_node
         return last_hidden_states[batch.logits_indices[last_rows]]
-
-    def useful_depth(self, depth: Tensor, num_tokens: Tensor, dummy_run: bool) -> Tensor:
-        """How deep a node may be, int64 [B], if by a request's options it is ``depth``."""
-        return depth
 
     def propose(
         self,
@@ -164,71 +184,74 @@ class TreeSpeculator(DraftModelSpeculator):
             self._claim_memory(last_hidden_states)
         trees, batch, slots = self.trees, input_batch.num_reqs, input_batch.idx_mapping
         verdict = trees.end()
-        trees.log_survival = self._parents = None
+        self._drafts = self._parents = None
         root = last_sampled[slots].view(batch).to(torch.int64)
         prompt = next_prefill_tokens.view(-1, self.max_num_reqs)[0][slots]
         limit = num_speculative_tokens
-        own = limit if trees.limit is None else trees.limit
-        states = self.drafts_from(
+        drafter_limit = limit if self.limit is None else self.limit
+        states = self.draft_states(
             input_batch,
             verdict,
             last_hidden_states,
             aux_hidden_states,
             torch.where(num_sampled > 0, root, prompt),
-            drafts=limit != 0 and own != 0,
+            drafts=limit != 0 and drafter_limit != 0,
             dummy_run=dummy_run,
         )
-        if num_speculative_tokens == 0:
+        if limit == 0:
             return self.draft_tokens[:batch]
-        if trees.topologies is None:
-            return self.drafter.propose(states, root)
+        host_slots, nodes = input_batch.idx_mapping_np, trees.num_nodes
         num_tokens = input_batch.seq_lens[:batch] - num_rejected + 1
-        depth = trees.requests.useful_depth(input_batch.idx_mapping_np, num_tokens)
-        depth = depth.masked_fill(num_sampled == 0, 0)  # a prefill that isn't finished
-        depth = self.useful_depth(depth, num_tokens, dummy_run)
-        proposal = self._grown(states, root, depth, own)
-        if self.copies is not None and trees.states is not None and not dummy_run:
-            proposal = self.copies.join(
-                proposal, input_batch, trees, num_tokens, num_sampled, depth, own
-            )
+        depth = torch.zeros_like(root)
         if not dummy_run:
-            trees.topologies.keep(input_batch.idx_mapping, proposal.parents)
+            depth = trees.useful_depth(host_slots, num_tokens, num_sampled)
+        if trees.options.heads is not None and drafter_limit != 0:
+            drafts = self.drafter.draft(states, root, nodes, depth, drafter_limit)
+        else:
+            drafts = DraftTrees.roots(batch, nodes, self.device)
+        if not dummy_run:
+            if trees.lookup is not None and self.states is not None:
+                longest = int(input_batch.seq_lens_cpu_upper_bound.numpy()[:batch].max()) + 1
+                texts, where = self.states.all_token_ids.gpu[:, :longest], slots.to(torch.int64)
+                drafts = drafts if drafter_limit is None else drafts.limited(drafter_limit)
+                may_copy = async_tensor_h2d(trees.requests.may_copy(host_slots), device=self.device)
+                counts = num_tokens.to(torch.int64), num_sampled.to(torch.int64)
+                drafts = trees.add_copies(drafts, where, texts, where, *counts, depth, *may_copy)
+            trees.keep(slots, drafts.parents)
         # vLLM copies the drafts to the host if a grammar is there to look at them
         if input_batch.has_structured_output_reqs:
-            self._parents = async_copy_to_np(proposal.parents)
-        trees.log_survival = proposal.log_survival[:, 1:][:, :limit]
-        self._drafted_for = input_batch.req_ids
-        tokens = proposal.token_ids[:, 1:]
+            self._parents = async_copy_to_np(drafts.parents)
+        self._drafts, self._drafted_for = drafts, input_batch.req_ids
+        if limit is not None:
+            self._drafts = drafts.prefix(1 + limit)
+        tokens = drafts.token_ids[:, 1:]
         return torch.nn.functional.pad(tokens, (0, self.num_speculative_steps - tokens.shape[1]))
 
-    def _grown(self, states: Any, root: Tensor, depth: Tensor, limit: int | None) -> Proposal:
-        """What the drafter drafts; nothing, if there is none or it is to rest."""
-        if self._has_drafter and limit != 0:
-            found: Proposal = self.drafter.grow(states, root, self.trees.num_nodes, depth, limit)
+    def last_drafts(self, drafts: DraftTokenIds, structured: Sequence[bool]) -> TreeDrafts:
+        """The last drafts for the scheduler, which waits for the device where it isn't ahead.
+
+        Args:
+            drafts: vLLM's; token ids if a grammar is there to look at them, else placeholders.
+            structured: of each request, whether its drafts are candidates.
+
+        """
+        ahead = self.vllm_config.scheduler_config.async_scheduling
+        if not ahead and self._drafts is not None:
+            found = tree_drafts(self._drafts, drafts.req_ids, structured)
+            for req_id, candidates in found.candidates.items():
+                given = drafts.draft_token_ids[drafts.req_ids.index(req_id)]
+                if given and min(given) >= 0:
+                    candidates.token_ids = given[: len(candidates.token_ids)]
             return found
-        tokens = root.new_zeros((len(root), self.trees.num_nodes))
-        parents, survival = tokens.clone(), torch.full_like(tokens, IMPOSSIBLE, dtype=torch.float32)
-        parents[:, 0], survival[:, 0] = -1, 0.0
-        return Proposal(tokens, parents, survival)
-
-    def worth(self, drafts: DraftTokenIds) -> TreeDrafts:
-        """The last drafts with what they are worth, if trees are dynamic; waits for the device."""
-        if self.trees.topologies is None:
-            return TreeDrafts(drafts.req_ids, drafts.draft_token_ids)
-        last = self.trees.log_survival
-        survival = [[] for _ in drafts.req_ids] if last is None else survival_of(last.cpu().numpy())
-        found = TreeDrafts(drafts.req_ids, drafts.draft_token_ids, survival)
-        if self.copies is not None and last is not None:
-            self.copies.tell(found)
-        return found
-
-    def parents(self, place: int, num_drafts: int) -> list[int]:
-        """The parent of each draft of a request, by its place in the last batch drafted for."""
-        if self.trees.topologies is None:
-            return self.trees.static_parents[:num_drafts]
-        if self._parents is None:
-            return []
-        found: list[int] = self._parents[place, 1 : 1 + num_drafts].tolist()
+        found = TreeDrafts(drafts.req_ids, drafts.draft_token_ids)
+        for place, (req_id, follows) in enumerate(zip(drafts.req_ids, structured, strict=True)):
+            if follows:
+                tokens, found.draft_token_ids[place] = found.draft_token_ids[place], []
+                if self._parents is not None and tokens and min(tokens) >= 0:
+                    parents = self._parents[place, 1 : 1 + len(tokens)].tolist()
+                    found.candidates[req_id] = Candidates(tokens, parents)
+        if not ahead:
+            found.survival = [[] for _ in drafts.req_ids]
         return found
 
     def survival(self) -> tuple[list[str], Any] | None:
@@ -236,8 +259,16 @@ class TreeSpeculator(DraftModelSpeculator):
 
         They are there with all that the device is asked for later.
         """
-        last = self.trees.log_survival
-        return None if last is None else (self._drafted_for, async_copy_to_np(last))
+        if self._drafts is None or self.trees.static is not None:
+            return None
+        return self._drafted_for, async_copy_to_np(self._drafts.log_survival[:, 1:])
+
+    def copies(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The last drafts and their sources, int64 [B, K], on their way to the host."""
+        if self._drafts is None or self.trees.lookup is None:
+            return None
+        tokens, source = self._drafts.token_ids, self._drafts.source
+        return async_copy_to_np(tokens)[:, 1:], async_copy_to_np(source)[:, 1:]
 
     def _claim_memory(self, hidden_states: Tensor) -> None:
         """Once hold the logits of as many nodes as a step can have.

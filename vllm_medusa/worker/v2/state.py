@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.lora.layers import LogitsProcessorWithLoRA
@@ -19,14 +20,16 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.worker.adapters import adapted_heads, name_rows
 from vllm_medusa.worker.checks import check_layers
+from vllm_medusa.worker.target import adapted_heads, name_rows
 from vllm_medusa.worker.v2.platform import tree_backend
 from vllm_medusa.worker.v2.sampler import TreeSampler
-from vllm_medusa.worker.v2.trees import Trees
+
+if TYPE_CHECKING:
+    from vllm_medusa.worker.v2.speculator import TreeSpeculator
 
 
-def tree_model_state(vllm_config: VllmConfig, model: nn.Module, trees: Trees) -> type:
+def tree_model_state(vllm_config: VllmConfig, model: nn.Module, speculator: TreeSpeculator) -> type:
     """The state class that vLLM would take for ``model``, with trees mixed in."""
     base = resolve_model_state_cls(vllm_config, model)
     if not issubclass(base, DefaultModelState):
@@ -34,20 +37,20 @@ def tree_model_state(vllm_config: VllmConfig, model: nn.Module, trees: Trees) ->
             f"{type(model).__name__} runs on vLLM's V2 runner with a state of its own "
             f"({base.__name__}), which trees do not fit into. Leave method='medusa' out."
         )
-    return type(f"Tree{base.__name__}", (TreeModelState, base), {"trees": trees})
+    return type(f"Tree{base.__name__}", (TreeModelState, base), {"speculator": speculator})
 
 
 class TreeModelState(DefaultModelState):
     """Hands the step's trees to positions, attention, verification and the KV cache."""
 
-    trees: ClassVar[Trees]  # of the runner that this class was made for
+    speculator: ClassVar[TreeSpeculator]  # of the runner that this class was made for
     _adapted: list[LogitsProcessorWithLoRA] | None = None  # till there is a KV cache
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Note the request's options beside vLLM's own state of it."""
         super().add_request(req_index, new_req_data)
         if new_req_data.sampling_params is not None:
-            self.trees.requests.add(
+            self.speculator.trees.requests.add(
                 req_index, new_req_data.sampling_params, new_req_data.prompt_len
             )
 
@@ -78,7 +81,17 @@ class TreeModelState(DefaultModelState):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Lay out the trees, and have the metadata built with them."""
-        step = self.trees.begin(input_batch, slot_mappings)
+        cu_nodes = input_batch.cu_num_logits_np
+        nodes = np.diff(cu_nodes) if input_batch.num_draft_tokens else np.ones(1)
+        step = self.speculator.trees.begin(
+            input_batch.idx_mapping,
+            input_batch.req_ids,
+            nodes.astype(np.int64),
+            input_batch.cu_num_logits,
+            input_batch.logits_indices,
+            input_batch.input_ids,
+            dict(enumerate(slot_mappings)),
+        )
         builders = [
             group.get_metadata_builder(ubatch_idx) for groups in attn_groups for group in groups
         ]
@@ -97,21 +110,29 @@ class TreeModelState(DefaultModelState):
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Put the nodes where their depth says; their slots are fixed by now."""
         inputs = super().prepare_inputs(input_batch, req_states)
-        self.trees.states = req_states
+        self.speculator.states = req_states
         if self._adapted:
             name_rows(self._adapted, input_batch.logits_indices)
         assert "positions" not in inputs, "models with positions of their own are refused"
-        return {**inputs, "positions": self.trees.positions(input_batch)}
+        positions = self.speculator.positions[: input_batch.num_tokens_after_padding]
+        positions.copy_(input_batch.positions)
+        step = self.speculator.trees.step
+        if step is not None:
+            base = input_batch.seq_lens[: step.batch_size] - step.tree.num_nodes
+            self.speculator.trees.write_positions(positions, base)
+        return {**inputs, "positions": positions}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """Let CUDA graphs capture the positions where `prepare_inputs` writes them."""
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
-        return {**inputs, "positions": self.trees.buffer[:num_tokens]}
+        return {**inputs, "positions": self.speculator.positions[:num_tokens]}
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Keep vLLM's sampler; trees take the place of its rejection sampler."""
         config = self.vllm_config.speculative_config
-        return sampler, TreeSampler(sampler, config, self.device, self.trees)
+        return sampler, TreeSampler(
+            sampler, config, self.device, self.speculator.trees, self.speculator.positions
+        )
 
     def postprocess_state(
         self, idx_mapping: Tensor, num_sampled: Tensor, num_computed_tokens: Tensor | None = None
@@ -122,7 +143,8 @@ class TreeModelState(DefaultModelState):
         cache before the next forward pass, which finds plain decoding's cache.
         """
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
-        step, verdict = self.trees.step, self.trees.verdict
+        trees = self.speculator.trees
+        step, verdict = trees.step, trees.verdict
         if step is None or verdict is None:
             return
         compact = tree_backend().compact

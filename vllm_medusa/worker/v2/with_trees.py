@@ -14,9 +14,8 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.drafts import TreeDrafts, tree_parents
-from vllm_medusa.worker.grammar import Candidates
-from vllm_medusa.worker.weights import heads_left_out
+from vllm_medusa.worker.drafts import tree_parents
+from vllm_medusa.worker.target import heads_left_out
 
 
 class WithTrees(WorkerBase):
@@ -42,8 +41,8 @@ class WithTrees(WorkerBase):
             warm_up(self.model_runner)
         times = super().compile_or_warm_up_model()
         measure_step_costs(self)
-        if (copies := cast(Any, self.model_runner).speculator.copies) is not None:
-            copies.lookup.forget()  # made-up requests say nothing of a user's
+        if (lookup := cast(Any, self.model_runner).speculator.trees.lookup) is not None:
+            lookup.forget()  # made-up requests say nothing of a user's
         return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -59,9 +58,7 @@ class WithTrees(WorkerBase):
         survival = copies = None
         if self.vllm_config.scheduler_config.async_scheduling:
             speculator = cast(Any, self.model_runner).speculator
-            survival = speculator.survival()
-            if survival is not None and speculator.copies is not None:
-                copies = speculator.copies.latest()
+            survival, copies = speculator.survival(), speculator.copies()
         output = super().sample_tokens(*args, **kwargs)
         if survival is not None and isinstance(output, AsyncOutput):
             told: Any = output.model_runner_output
@@ -75,18 +72,18 @@ class WithTrees(WorkerBase):
         """
         runner: Any = self.model_runner
         ahead = self.vllm_config.scheduler_config.async_scheduling
-        if runner.speculator.copies is not None and not ahead:  # copies come with any limit
-            runner.speculator.trees.limit = scheduler_output.num_spec_tokens_to_schedule
+        if runner.speculator.trees.lookup is not None and not ahead:  # copies come with any limit
+            runner.speculator.limit = scheduler_output.num_spec_tokens_to_schedule
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.num_spec_tokens_to_schedule = runner.num_speculative_steps
-        told = tree_parents(scheduler_output)
-        runner.speculator.trees.told = told
-        if told:
+        chosen = tree_parents(scheduler_output)
+        runner.speculator.trees.chosen_parents = chosen
+        if chosen:
             states, drafts = runner.req_states, scheduler_output.scheduled_spec_decode_tokens
-            tokens = np.zeros((len(told), max(map(len, told.values()))), dtype=np.int64)
-            for row, req_id in zip(tokens, told, strict=True):
-                row[: len(told[req_id])] = drafts[req_id]
-            slots = np.array([states.req_id_to_index[req_id] for req_id in told])
+            tokens = np.zeros((len(chosen), max(map(len, chosen.values()))), dtype=np.int64)
+            for row, req_id in zip(tokens, chosen, strict=True):
+                row[: len(chosen[req_id])] = drafts[req_id]
+            slots = np.array([states.req_id_to_index[req_id] for req_id in chosen])
             device = states.draft_tokens.device
             states.draft_tokens[async_tensor_h2d(slots, device=device), : tokens.shape[1]] = (
                 async_tensor_h2d(tokens, device=device)
@@ -104,20 +101,10 @@ class WithTrees(WorkerBase):
             return None
         runner: Any = self.model_runner
         speculator, slots = runner.speculator, runner.req_states.req_id_to_index
-        trees = speculator.trees
-        if self.vllm_config.scheduler_config.async_scheduling:
-            drafts = TreeDrafts(drafts.req_ids, drafts.draft_token_ids)
-        else:
-            drafts = speculator.worth(drafts)
-        for place, req_id in enumerate(drafts.req_ids):
-            slot = slots.get(req_id)
-            if slot is None or not trees.requests.follows_grammar(slot):
-                continue
-            tokens, drafts.draft_token_ids[place] = drafts.draft_token_ids[place], []
-            survival = drafts.survival[place] if drafts.survival else []
-            if drafts.survival:
-                tokens, drafts.survival[place] = tokens[: len(survival)], []
-            parents = speculator.parents(place, len(tokens))
-            if tokens and parents and min(tokens) >= 0:
-                drafts.candidates[req_id] = Candidates(tokens, parents, survival)
-        return drafts
+        requests = speculator.trees.requests
+        structured = [
+            req_id in slots and bool(requests.follows_grammar(slots[req_id]))
+            for req_id in drafts.req_ids
+        ]
+        last: DraftTokenIds = speculator.last_drafts(drafts, structured)
+        return last

@@ -7,9 +7,9 @@ import pytest
 from support.fake_engine import FakeEngine
 
 from vllm_medusa.offline.batch import Delta, RequestRefused, run_batch
-from vllm_medusa.offline.prompts import Message, Prompt, read_prompts
-from vllm_medusa.offline.records import Record, load_records, split_heldout
-from vllm_medusa.training.self_distillation import Plan, Summary
+from vllm_medusa.offline.prompts import Message, Prompt
+from vllm_medusa.offline.records import load_records, split_heldout
+from vllm_medusa.training.distill import Plan, summarize
 
 EOT = 3
 
@@ -109,11 +109,6 @@ def test_no_split_divides_a_conversation_that_falls_into_records(tmp_path):
     assert not bad and {r.prompt_key for r in firsts} == set(of.values()), "keys are the same"
 
 
-def test_an_end_of_turn_that_the_template_does_not_write_divides_too():
-    lines = lines_of(Scripted(ANSWERS, end=4), Plan(turns=3), TALK)
-    assert [len(line["generated"]) for line in lines] == [1, 1, 1]
-
-
 def test_a_truncated_answer_ends_its_conversation():
     script = ANSWERS | {"0.1": (ids("tw"), "length")}
     (line,) = lines_of(Scripted(script), Plan(turns=3), TALK)
@@ -161,37 +156,21 @@ def test_a_slot_is_done_when_its_last_record_stands():
     assert [s.index for s in plan.slots(prompts, {0, 3})] == []
 
 
-def test_every_line_can_be_read(tmp_path):
-    source = tmp_path / "p.jsonl"
-    source.write_text("".join(json.dumps({"prompt": f"text {i}"}) + "\n" for i in range(9)))
-    prompts = [p for p in read_prompts(source) if isinstance(p, Prompt)]
-    plan = Plan(samples=4, temperatures=(0.7,))
-    lines = lines_of(FakeEngine(), plan, *plan.slots(prompts, set()))
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    records, bad = load_records(path, vocab_size=256)
-    assert bad == [] and [r.index for r in records] == list(range(36))
-    assert len({r.prompt_key for r in records}) == 9
-    assert isinstance(records[0], Record)
-
-
 def line(tokens: Sequence[int], start: int, text: str = "x", reason: str = "stop") -> Any:
     spans = [[start, len(tokens)]]
     return {"token_ids": tokens, "generated": spans, "text": text, "finish_reason": reason}
 
 
 def test_the_summary_counts():
-    summary = Summary()
-    for entry in (
+    lines = [
         line([1, 2, 3], 1),
         line([1, 2, 3], 1),
         line([1, 2, 3, 4], 1, reason="length"),
         line([1, 0], 1, text=""),
         {"index": 3, "error": "no"},
-    ):
-        summary.add(entry)
-    assert (summary.records, summary.errors) == (4, 1)
-    assert (summary.prompt_tokens, summary.generated) == (4, [2, 2, 3, 1])
+    ]
+    summary = summarize(lines)
+    assert (summary.records, summary.prompt_tokens, summary.generated) == (4, 4, [2, 2, 3, 1])
     assert (summary.truncated, summary.duplicates, summary.empty) == (1, 1, 1)
 
 

@@ -4,19 +4,28 @@ import pytest
 import torch
 
 from vllm_medusa.proposer import stable_topk
-from vllm_medusa.proposer.build import of_pool
-from vllm_medusa.proposer.dynamic import marginals, marginals_sharded
+from vllm_medusa.proposer.build import build_tree
+from vllm_medusa.proposer.choices import read_choices, read_choices_sharded
 from vllm_medusa.proposer.sharded import VocabShard
+from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.dynamic import widest_pool
-from vllm_medusa.tree.pool import Pool
 
 BATCH, HEADS, VOCAB = 3, 4, 331
 TREE = widest_pool(HEADS, VOCAB, num_nodes=60)
-POOL = Pool.from_tree(TREE)
+POOL = TreeTensors.from_tree(TREE)
 
 
-def grow(choices, num_nodes, max_depth):
-    return of_pool(choices, POOL).tree(num_nodes, max_depth)
+class Marginals:
+    def __init__(self, logits):
+        self.logits = logits
+
+    def marginals(self, depth, width):
+        return read_choices(self.logits[:, :depth], width)
+
+
+def grow(logits, num_nodes, max_depth, limit=None):
+    root = torch.zeros(BATCH, dtype=torch.int64)
+    return build_tree(Marginals(logits), POOL, root, num_nodes, max_depth, limit)
 
 
 def below(proposal, row, column):
@@ -39,7 +48,7 @@ def logits(request):
 @pytest.mark.parametrize("sharpness", [None, (0.5, 1.0, 2.0, 1.5)])
 def test_confidence_is_the_probability(logits, sharpness):
     factors = None if sharpness is None else torch.tensor(sharpness)
-    got = marginals(logits, HEADS, 7, factors)
+    got = read_choices(logits[:, :HEADS], 7, factors)
     scaled = logits[:, :HEADS].double() * (1 if factors is None else factors[:, None].double())
     expected = scaled.log_softmax(-1).gather(-1, got.token_ids)
     assert torch.equal(got.token_ids, stable_topk(logits[:, :HEADS], 7))
@@ -48,7 +57,7 @@ def test_confidence_is_the_probability(logits, sharpness):
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_ranks_agree_with_the_whole(logits, ranks):
-    width, parts = -(-VOCAB // ranks), []
+    width = -(-VOCAB // ranks)
     shards = [VocabShard.of_rank(rank, width, VOCAB) for rank in range(ranks)]
     columns = [
         torch.nn.functional.pad(
@@ -56,19 +65,17 @@ def test_ranks_agree_with_the_whole(logits, ranks):
         )
         for s in shards
     ]
-    for shard, own in zip(shards, columns, strict=True):  # what each would send
-        marginals_sharded(own, HEADS, 7, shard, lambda keys: (parts.append(keys), keys[None])[1])
     factors = torch.tensor([1.0, 0.7, 1.3, 1.0])
     sent = []
     for shard, own in zip(shards, columns, strict=True):
-        marginals_sharded(
-            own, HEADS, 7, shard, lambda keys: (sent.append(keys), keys[None])[1], factors
+        read_choices_sharded(
+            own[:, :HEADS], 7, shard, lambda keys: (sent.append(keys), keys[None])[1], factors
         )
     results = [
-        marginals_sharded(own, HEADS, 7, shard, lambda _: torch.stack(sent), factors)
+        read_choices_sharded(own[:, :HEADS], 7, shard, lambda _: torch.stack(sent), factors)
         for shard, own in zip(shards, columns, strict=True)
     ]
-    whole = marginals(logits, HEADS, 7, factors)
+    whole = read_choices(logits[:, :HEADS], 7, factors)
     for result in results:
         assert torch.equal(result.token_ids, whole.token_ids)
         assert torch.equal(result.log_confidence, results[0].log_confidence)  # bit by bit
@@ -76,25 +83,29 @@ def test_ranks_agree_with_the_whole(logits, ranks):
 
 
 def test_tokens_stand_at_their_nodes(logits):
-    token_map = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
-    choices = marginals(logits, HEADS, POOL.width, token_map=token_map)
-    proposal = grow(choices, 20, torch.tensor([9, 9, 9]))
+    proposal = grow(logits, 20, torch.tensor([9, 9, 9]))
     assert proposal.num_nodes.tolist() == [20, 20, 20]
+    choices = read_choices(logits[:, :HEADS], POOL.width)
     for row in range(BATCH):
         for column in range(1, 20):
             path = below(proposal, row, column)
-            best = stable_topk(logits[row, len(path) - 1], POOL.width)
-            found = (token_map[best] == proposal.token_ids[row, column]).nonzero().item()
+            best = choices.token_ids[row, len(path) - 1]
+            found = (best == proposal.token_ids[row, column]).nonzero().item()
             value = proposal.log_survival[row, [0, *path]].double().diff()[-1]
             expected = choices.log_confidence[row, len(path) - 1, found].double()
             torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
-    assert (proposal.log_survival.diff(dim=1) <= 0).all() and not proposal.token_ids[:, 0].any()
+    assert (proposal.log_survival.diff(dim=1) <= 0).all()
+
+
+def test_ids_are_the_targets(logits):
+    token_map = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))
+    own, mapped = (read_choices(logits, 5, token_map=each) for each in (None, token_map))
+    assert torch.equal(mapped.token_ids, token_map[own.token_ids])
 
 
 def test_nothing_deeper_than_is_of_use(logits):
-    choices = marginals(logits, HEADS, POOL.width)
-    proposal = grow(choices, 60, torch.tensor([0, 1, 4]))
-    trees = proposal.trees(HEADS)
+    proposal = grow(logits, 60, torch.tensor([0, 1, 4]))
+    trees = proposal.topology(HEADS)
     counts = proposal.num_nodes.tolist()
     assert counts[0] == 1 and 1 < counts[1] < 60 and counts[2] == 60
     for row, depth in enumerate((0, 1, 4)):
@@ -104,21 +115,20 @@ def test_nothing_deeper_than_is_of_use(logits):
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_few_nodes_need_few_heads(logits, limit):
     """The best so many drafts of a request are the same, whether or not deeper heads ran."""
-    useful, whole = torch.tensor([1, 4, 4]), marginals(logits, HEADS, POOL.width)
-    expected = grow(whole, 60, useful)
-    got = grow(marginals(logits[:, :limit], limit, POOL.width), 60, useful)
+    useful = torch.tensor([1, 4, 4])
+    expected, got = grow(logits, 60, useful), grow(logits, 60, useful, limit)
     for name in ("token_ids", "parents", "log_survival"):
         both = (getattr(each, name)[:, : 1 + limit] for each in (got, expected))
         torch.testing.assert_close(*both, rtol=1e-6, atol=1e-6)
-    trees = got.trees(HEADS)
+    trees = got.topology(HEADS)
     assert int((trees.depths * (torch.arange(60) < got.num_nodes[:, None])).max()) == limit
 
 
 def test_logits_that_are_not_numbers_break_nothing(logits):
     logits[1] = float("nan")
     logits[2, :, 5] = float("inf")
-    choices = marginals(logits, HEADS, POOL.width)
-    proposal = grow(choices, 12, torch.tensor([4, 4, 4]))
+    choices = read_choices(logits[:, :HEADS], POOL.width)
+    proposal = grow(logits, 12, torch.tensor([4, 4, 4]))
     assert not choices.log_confidence.isnan().any() and proposal.num_nodes.min() >= 1
     assert (proposal.parents[:, 1:] < torch.arange(1, 12)).all() and (
         proposal.parents[:, 1:] >= 0

@@ -1,4 +1,4 @@
-"""Dynamic trees: the best nodes of the pool are a tree, and the tensors say which."""
+"""Drafted trees: the best nodes of the pool are a tree, and every cut is a prefix."""
 
 import heapq
 import itertools
@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_medusa.proposer.build import of_pool
-from vllm_medusa.proposer.candidates import Candidates, Choices
-from vllm_medusa.tree import MAX_NODES, TokenTree, TreeBatch, TreeTensors
+from vllm_medusa.proposer.choices import Choices
+from vllm_medusa.tree import MAX_NODES, TokenTree
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
+from vllm_medusa.tree.drafts import FROM_DRAFTER, DraftTrees
 from vllm_medusa.tree.dynamic import Beam, DynamicTree, widest_pool
-from vllm_medusa.tree.pool import Pool
 
 TREE = widest_pool(num_heads=4, num_ranks=6, num_nodes=80)
-POOL = Pool.from_tree(TREE)
+POOL = TreeTensors.from_tree(TREE)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -27,11 +28,24 @@ def confidences(seed: int, batch: int = 3) -> torch.Tensor:
     return values[steps]
 
 
-def candidates(log_confidence: torch.Tensor) -> Candidates:
-    """Tokens are what is asked of nobody here."""
-    return of_pool(
-        Choices(torch.zeros_like(log_confidence, dtype=torch.int64), log_confidence), POOL
-    )
+def candidates(log_confidence: torch.Tensor) -> DraftTrees:
+    """A token says which place of the confidences it is of."""
+    places = torch.arange(log_confidence[0].numel()).view_as(log_confidence[0])
+    return of_pool(Choices(places.expand_as(log_confidence), log_confidence), POOL)
+
+
+def pool_nodes(drafts: DraftTrees) -> list[list[int]]:
+    """The nodes of the pool that the drafts are, by their paths of tokens."""
+    places = {}
+    for node, path in enumerate(TREE.paths, 1):
+        places[tuple(depth * POOL.width + rank for depth, rank in enumerate(path))] = node
+    rows = []
+    for tokens, parents in zip(drafts.token_ids.tolist(), drafts.parents.tolist(), strict=True):
+        paths = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            paths.append((*paths[parent], token))
+        rows.append([0, *(places[path] for path in paths[1:])])
+    return rows
 
 
 def best_first(log_confidence: torch.Tensor, num_nodes: int) -> list[int]:
@@ -55,38 +69,49 @@ def best_first(log_confidence: torch.Tensor, num_nodes: int) -> list[int]:
 @settings(max_examples=60)
 def test_the_best_nodes_are_a_tree_best_first(seed, num_nodes):
     log_confidence = confidences(seed)
-    survival = POOL.survival(log_confidence)
-    order = candidates(log_confidence).best(num_nodes)
-    for row, nodes in enumerate(order.tolist()):
+    found = candidates(log_confidence).best(num_nodes)
+    for row, nodes in enumerate(pool_nodes(found)):
         assert nodes == best_first(log_confidence[row], num_nodes)
         TokenTree(tuple(TREE.paths[node - 1] for node in nodes[1:]))  # parents first, no orphan
-    assert (survival.gather(1, order).diff(dim=1) <= 0).logical_not().sum() == (
-        survival.gather(1, order).diff(dim=1).isnan().sum()  # -inf beside -inf
-    )
+    assert (found.log_survival[:, 1:] <= found.log_survival[:, :-1]).all()
+    assert (found.source == FROM_DRAFTER).all()
+    cut = found.prefix(max(1, num_nodes // 2))
+    again = candidates(log_confidence).best(max(1, num_nodes // 2))
+    for name, part in vars(cut).items():
+        assert torch.equal(getattr(again, name), part), name
 
 
 @given(seeds, st.lists(st.integers(1, 40), min_size=1, max_size=5))
 @settings(max_examples=60)
-def test_trees_are_what_their_paths_say(seed, sizes):
+def test_topologies_are_what_their_paths_say(seed, sizes):
     """Every request's tensors equal those of a static tree of the same paths."""
-    found = candidates(confidences(seed, len(sizes)))
-    order = found.best(max(sizes))
-    parents = found.tree(max(sizes), torch.full((len(sizes),), 9)).parents
-    batch = TreeBatch.from_parents(parents, torch.tensor(sizes), TREE.max_depth)
-    for row, size in enumerate(sizes):
-        paths = tuple(TREE.paths[node - 1] for node in order[row, 1:size].tolist())
+    found = candidates(confidences(seed, len(sizes))).best(max(sizes))
+    batch = TreeBatch.from_parents(found.parents, torch.tensor(sizes), TREE.max_depth)
+    for row, (nodes, size) in enumerate(zip(pool_nodes(found), sizes, strict=True)):
+        paths = tuple(TREE.paths[node - 1] for node in nodes[1:size])
         expected = TreeTensors.from_tree(TokenTree(paths)).batch(size, torch.tensor([size]))
         got = batch.select(torch.tensor([row])).prefix(size)
         for name in ("num_nodes", "parents", "depths", "ancestor_bits", "ancestors"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
-def test_a_prefix_of_a_batch_is_the_batch_of_prefixes():
-    parents = candidates(confidences(1)).tree(70, torch.full((3,), 9)).parents
-    small = TreeBatch.from_parents(parents[:, :9], torch.tensor([9, 4, 1]), TREE.max_depth)
-    cut = TreeBatch.from_parents(parents, torch.tensor([9, 4, 1]), TREE.max_depth).prefix(9)
-    for name in ("num_nodes", "parents", "depths", "ancestor_bits", "ancestors"):
-        assert torch.equal(getattr(cut, name), getattr(small, name)), name
+def test_limits_and_padding():
+    found = candidates(confidences(2).clamp_min(-5)).best(9).padded(12)
+    assert found.parents.shape == (3, 12) and found.num_nodes.tolist() == [9, 9, 9]
+    assert found.limited(4).num_nodes.tolist() == [5, 5, 5]
+    limited = found.limited(torch.tensor([0, 3, 99]))
+    assert limited.num_nodes.tolist() == [1, 4, 9]
+    assert limited.topology(TREE.max_depth).num_nodes.tolist() == [1, 4, 9]
+    assert DraftTrees.roots(2, 5, "cpu").num_nodes.tolist() == [1, 1]
+
+
+def test_a_static_tree_is_taken_whole():
+    tokens = torch.arange(2 * TREE.num_nodes).view(2, -1)
+    drafts = DraftTrees.static(POOL, tokens)
+    assert drafts.token_ids is tokens and drafts.num_nodes.tolist() == [TREE.num_nodes] * 2
+    assert drafts.parents.tolist() == [list(TREE.parents)] * 2
+    assert drafts.log_survival[:, 0].tolist() == [0.0, 0.0]
+    assert (drafts.log_survival.diff(dim=1) < 0).all()
 
 
 @pytest.mark.parametrize(("num_heads", "num_ranks"), [(1, 1), (1, 50), (2, 3), (5, 10)])

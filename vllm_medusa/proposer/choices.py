@@ -1,0 +1,83 @@
+"""The choices of a drafter below some nodes, read off logits, and their confidences.
+
+The confidence of a choice is the head's own probability of it, after the temperature that
+calibration found for the head. It estimates how often the choice is accepted below an accepted
+parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.proposer.sharded import (
+    AllGather,
+    VocabShard,
+    local_topk,
+    logit_values,
+    merge_topk,
+    token_ids,
+)
+from vllm_medusa.proposer.topk import stable_topk
+from vllm_medusa.tree.drafts import IMPOSSIBLE
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The best choices below some nodes, best first."""
+
+    token_ids: Tensor  # int64 [B, k, K], of the target's vocabulary
+    log_confidence: Tensor  # float32 [B, k, K], <= 0, never NaN
+
+
+# logits [B, k, V], K, and factors on the logits (float32 [>= k], or None for 1)
+ReadChoices = Callable[[Tensor, int, Tensor | None], Choices]
+
+
+def read_choices(
+    logits: Tensor,  # [B, k, V_draft]
+    width: int,  # K
+    sharpness: Tensor | None = None,  # float32 [>= k], factors on the logits; None: 1
+    token_map: Tensor | None = None,  # int64 [V_draft] target ids
+) -> Choices:
+    """The best tokens and their probabilities. No host sync."""
+    scaled, ids = _scaled(logits, sharpness), stable_topk(logits, width)
+    log_confidence = scaled.gather(-1, ids) - scaled.logsumexp(-1, keepdim=True)
+    return _choices(ids, log_confidence, token_map)
+
+
+def read_choices_sharded(
+    logits: Tensor,  # [B, k, V_shard]
+    width: int,
+    shard: VocabShard,
+    all_gather: AllGather,
+    sharpness: Tensor | None = None,
+    token_map: Tensor | None = None,
+) -> Choices:
+    """The same from a rank's part of the vocabulary: equal choices, bit by bit, on every rank.
+
+    A rank sends its candidates and one log-sum-exp for each row, which are merged in rank order.
+    """
+    keys = local_topk(logits, width, shard)  # [B, k, width]
+    own = _scaled(logits[..., : shard.num_ids], sharpness)
+    part = own.logsumexp(-1) if shard.num_ids else own.new_full(keys.shape[:2], -torch.inf)
+    packed = part.contiguous().view(torch.int32).to(torch.int64).unsqueeze(-1)
+    gathered = all_gather(torch.cat([keys, packed], -1))  # [R, B, k, width + 1]
+    best = merge_topk(gathered[..., :width], width)
+    parts = gathered[..., width].to(torch.int32).view(torch.float32)  # [R, B, k]
+    values = _scaled(logit_values(best), sharpness) - parts.logsumexp(0).unsqueeze(-1)
+    return _choices(token_ids(best), values, token_map)
+
+
+def _choices(ids: Tensor, log_confidence: Tensor, token_map: Tensor | None) -> Choices:
+    """Confidences become sortable: at most 0, and -inf where logits were NaN."""
+    clean = log_confidence.nan_to_num(nan=IMPOSSIBLE, neginf=IMPOSSIBLE).clamp_max(0)
+    return Choices(ids if token_map is None else token_map[ids], clean)
+
+
+def _scaled(logits: Tensor, sharpness: Tensor | None) -> Tensor:
+    logits = logits.float()
+    return logits if sharpness is None else logits * sharpness[: logits.shape[1], None]

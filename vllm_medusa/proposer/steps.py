@@ -1,0 +1,131 @@
+"""Medusa's and Hydra's heads at one step, as the builder of trees calls them (`proposer.build`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_medusa.heads.hydra import HydraHeads, PackedHydra
+from vllm_medusa.heads.model import LMHead, MedusaHeads
+from vllm_medusa.heads.packed import PackedHeads
+from vllm_medusa.proposer.choices import Choices, ReadChoices, read_choices
+
+Embed = Callable[[Tensor], Tensor]  # int64 [..] -> [.., H], the target's embedding, unscaled
+
+
+@dataclass(frozen=True, eq=False)
+class MedusaStep:
+    """Medusa's heads at one step of B requests; see `build.Marginal`."""
+
+    heads: MedusaHeads | PackedHeads
+    hidden_states: Tensor  # [B, H], as for `proposer.draft`
+    lm_head: LMHead | None = None
+    sharpness: Tensor | None = None  # float32 [>= D], factors on each head's logits; None: 1
+    read: ReadChoices | None = None  # None: the logits are of the whole vocabulary
+
+    def marginals(self, depth: int, width: int, first: int = 0) -> Choices:
+        """The choices of the first ``depth`` heads, less those before ``first`` (packed heads)."""
+        sharpness = None if self.sharpness is None else self.sharpness[first:]
+        read = self.read or functools.partial(read_choices, token_map=self.heads.token_map)
+        return read(self.logits(depth, first), width, sharpness)
+
+    def logits(self, depth: int, first: int = 0) -> Tensor:
+        """[B, depth - first, V_draft] of the same heads."""
+        start = (first,) if first else ()
+        states = self.heads(self.hidden_states, depth, *start)
+        return self.heads.compute_logits(states, self.lm_head, *start)
+
+
+class HydraStep:
+    """Hydra's heads at one step of B requests: head i scores what follows each node of depth i.
+
+    See `build.Branching`.
+    """
+
+    def __init__(
+        self,
+        heads: HydraHeads | PackedHydra,
+        hidden_states: Tensor,  # [B, H], as for `proposer.draft`
+        embed: Embed,
+        lm_head: LMHead | None = None,
+        sharpness: Tensor | None = None,  # as for `MedusaStep`
+        read: ReadChoices | None = None,
+    ) -> None:
+        self._heads, self._embed, self._lm_head = heads, embed, lm_head
+        self._sharpness = sharpness
+        self._read = read or functools.partial(read_choices, token_map=heads.token_map)
+        self._seen = hidden_states.unsqueeze(1)  # [B, k, (level + 1) * H] above the nodes
+
+    def expand(self, level: int, tokens: Tensor, parents: Tensor, width: int) -> Choices:
+        """See `build.Branching`."""
+        batch, nodes = tokens.shape
+        above = self._seen.gather(1, parents.unsqueeze(-1).expand(-1, -1, self._seen.shape[2]))
+        self._seen = torch.cat([above, self._embed(tokens).to(above)], -1)
+        x = self._heads.level(level, self._seen.flatten(0, 1))  # [B * k, H]
+        logits = self._heads.level_logits(level, x, self._lm_head).unflatten(0, (batch, nodes))
+        factors = None if self._sharpness is None else self._sharpness[level].expand(nodes)
+        return self._read(logits, width, factors)
+
+
+MIN_SURVIVAL = 0.15  # survival of the likeliest draft from which on deeper heads run
+FIRST_HEADS = 2  # heads that always run
+_WINDOW = 32.0  # steps over which it is averaged how often deep heads are needed
+
+
+class Stages:
+    """Runs deep heads only when some draft is likely enough to get there; waits for the device.
+
+    What a step gains from deep heads is at most what survives to them. A second run may have to
+    read an LM head again, which can be larger than all that the heads have of their own; so all
+    heads run at once where deep ones are needed often. Ranks decide alike.
+    """
+
+    def __init__(self, own: int, again: int) -> None:
+        """``own`` weights are read for each head, ``again`` in each run, whatever heads run."""
+        self._own, self._again = own, again
+        self._needed = 0.0  # fraction of recent steps that needed deep heads
+
+    def choices(
+        self,
+        run: Callable[[int, int, int], Choices],  # `MedusaStep.marginals`
+        depth: int,
+        width: int,
+        useful: Tensor,  # int64 [B], the deepest node that each request has a use for
+        min_survival: float,  # below it a request's best draft does not count
+    ) -> Choices:
+        """The choices [B, D, width] of the first ``depth`` heads, or of `FIRST_HEADS` if enough."""
+        if depth <= FIRST_HEADS:
+            return run(depth, width, 0)
+        saved = (1.0 - self._needed) * (depth - FIRST_HEADS) * self._own
+        whole = saved <= self._needed * self._again
+        found = run(depth if whole else FIRST_HEADS, width, 0)
+        survival = found.log_confidence[:, :FIRST_HEADS, 0].sum(1).exp()
+        needed = bool(((survival >= min_survival) & (useful > FIRST_HEADS)).any())
+        self._needed += (needed - self._needed) / _WINDOW
+        if whole or not needed:
+            return found
+        rest = run(depth, width, FIRST_HEADS)
+        return Choices(
+            torch.cat([found.token_ids, rest.token_ids], 1),
+            torch.cat([found.log_confidence, rest.log_confidence], 1),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StagedStep:
+    """`MedusaStep` whose deep heads run only when needed."""
+
+    step: MedusaStep
+    stages: Stages
+    useful: Tensor
+    min_survival: float
+
+    def marginals(self, depth: int, width: int) -> Choices:
+        """See `build.Marginal`."""
+        return self.stages.choices(
+            self.step.marginals, depth, width, self.useful, self.min_survival
+        )

@@ -1,0 +1,116 @@
+"""What is done to the target that vLLM loads: its checkpoint, its LM head, its LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.layers import LogitsProcessorWithLoRA
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from vllm_medusa.heads import MedusaHeads
+from vllm_medusa.heads.formats import is_head_tensor
+
+_CHANNELS = 64  # of the LM head, read at a time
+
+
+@contextmanager
+def heads_left_out() -> Iterator[None]:
+    """Within the block vLLM's loader skips the heads in a full Medusa-2 checkpoint."""
+    original = DefaultModelLoader.get_all_weights
+
+    def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in original(self, *args, **kwargs):
+            if not is_head_tensor(name):
+                yield name, tensor
+
+    DefaultModelLoader.get_all_weights = get_all_weights
+    try:
+        yield
+    finally:
+        DefaultModelLoader.get_all_weights = original
+
+
+def adapted_heads(target: nn.Module) -> list[LogitsProcessorWithLoRA]:
+    """The target's LM heads that adapters may change; none if the engine serves no adapters."""
+    return [layer for layer in target.modules() if isinstance(layer, LogitsProcessorWithLoRA)]
+
+
+@contextmanager
+def adapters_left_out(heads: list[LogitsProcessorWithLoRA]) -> Iterator[None]:
+    """Within the block the target's logits are those of its own LM head, for heads that draft.
+
+    The adapted LM head looks up the adapter of each row of a step; rows of heads are none.
+    """
+
+    def forward_of(head: LogitsProcessorWithLoRA) -> Any:
+        def forward(lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+            return head.base_layer(getattr(lm_head, "base_layer", lm_head), *args, **kwargs)
+
+        return forward
+
+    for head in heads:
+        head.forward = forward_of(head)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for head in heads:
+            del head.forward
+
+
+def name_rows(heads: list[LogitsProcessorWithLoRA], logits_indices: Tensor) -> None:
+    """Tell the LM heads which rows of the step they are given: those at ``logits_indices``.
+
+    vLLM's V2 runner tells them one row for each request, and a tree has more.
+    """
+    for wrapper in {id(head.punica_wrapper): head.punica_wrapper for head in heads}.values():
+        adapters = wrapper.token_lora_indices[logits_indices]
+        wrapper.indices_len[1] = len(adapters)
+        wrapper.sampler_indices.copy_(adapters)
+        if hasattr(wrapper, "prompt_mapping_meta"):  # what kernels on CUDA read
+            wrapper.prompt_mapping_meta.prepare_tensors(wrapper.sampler_indices)
+
+
+@torch.no_grad()
+def store_target_rows(
+    heads: MedusaHeads, target: Any, device: torch.device, dtype: torch.dtype
+) -> float | None:
+    """Store the rows of the draft vocabulary in heads that share the target's LM head.
+
+    The logits of unit vectors are the LM head's columns, however the target keeps its rows: cut
+    over ranks, packed or quantised, its logits scaled or biased. A soft cap is not in the rows: it
+    is returned, as it acts on logits of theirs.
+    """
+    assert heads.token_map is not None
+    size, token_map = heads.hidden_size, heads.token_map.to(device)
+    with _without_soft_cap(target) as soft_cap:
+        zero = torch.zeros(1, size, dtype=dtype, device=device)
+        bias = target.compute_logits(zero)[0, token_map].float()
+        columns = [
+            target.compute_logits(unit)[:, token_map].float() - bias
+            for unit in torch.eye(size, dtype=dtype, device=device).split(_CHANNELS)
+        ]
+    weight = torch.cat(columns).T.to(heads.token_map.device, dtype).contiguous()
+    heads.store_lm_head(weight, bias.to(weight) if bool(bias.any()) else None)
+    return soft_cap
+
+
+@contextmanager
+def _without_soft_cap(target: nn.Module) -> Iterator[float | None]:
+    """Leave the cap c of ``c * tanh(logits / c)`` out within the block, which is given it."""
+    capped = [
+        (module, module.soft_cap)
+        for module in target.modules()
+        if isinstance(module, LogitsProcessor) and module.soft_cap is not None
+    ]
+    for processor, _ in capped:
+        processor.soft_cap = None
+    try:
+        yield next((cap * processor.scale for processor, cap in capped), None)
+    finally:
+        for processor, cap in capped:
+            processor.soft_cap = cap

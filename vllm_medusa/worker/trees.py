@@ -1,0 +1,223 @@
+"""The trees of one runner, V1 or V2: from their drafts to their verification, by request slot.
+
+A slot is a running request's row in the tables here. On V2 slots are vLLM's; on V1 the runner
+gives them out. A request may be verified some steps after it was drafted for, and vLLM may cut its
+drafts to a prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_medusa.lookup.lookup import Lookup
+from vllm_medusa.lookup.search import Array
+from vllm_medusa.sampler import Verdict
+from vllm_medusa.scorer.positions import write_node_positions
+from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
+from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.worker.drafts import TreeDrafts
+from vllm_medusa.worker.grammar import Candidates
+from vllm_medusa.worker.options import EngineOptions
+from vllm_medusa.worker.requests import RequestOptions
+
+
+class Drafter(Protocol):
+    """What drafts beside the target: Medusa or Hydra heads, or an EAGLE drafter."""
+
+    tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees
+    scratch: int  # KV slots behind a request's tokens that drafting takes
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load what drafts, beside the loaded target."""
+        ...
+
+    def draft(
+        self,
+        states: Any,
+        root: Tensor,
+        num_nodes: int,
+        max_depth: Tensor,
+        limit: int | None = None,
+        min_survival: float | None = None,
+    ) -> DraftTrees:
+        """A tree for each request, the same on every rank.
+
+        Args:
+            states: What is drafted from, of B requests: for heads the target's hidden states
+                [B, H] at the last accepted nodes, for EAGLE drafters `eagle_trees.Roots`.
+            root: int64 [B], the tokens that the target gave last.
+            num_nodes: Nodes of each tree, root included.
+            max_depth: int64 [B], the deepest node that each request has a use for. Behind those
+                with any there are ``scratch`` slots.
+            limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
+                as many levels are drafted at most. None: all.
+            min_survival: Survival that some draft needs for deep heads to run. None: all run.
+
+        """
+        ...
+
+
+class Trees:
+    """The requests' options and topologies by slot, and the step that is being executed."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        drafter: Drafter,
+        device: torch.device,
+        *,
+        on_host: bool = False,  # the host may read the trees
+    ) -> None:
+        scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
+        self.options = options = EngineOptions.of(vllm_config)
+        self.num_nodes = options.tree.num_nodes  # of a request, root included, at most
+        self.static = drafter.tree
+        self._scratch, self._max_model_len = drafter.scratch, model.max_model_len
+        self._max_depth, self._on_host = max(options.tree.max_depth, options.depth), on_host
+        slots = scheduler.max_num_seqs
+        self.requests = RequestOptions(slots, options.acceptance, model.max_model_len, device)
+        self.lookup: Lookup | None = None
+        if options.lookup:
+            drafts = options.tree.num_draft_tokens
+            where = None if on_host else device
+            self.lookup = Lookup(model.get_vocab_size(), slots, drafts, where)
+        if self.static is None:
+            with torch.inference_mode(False):  # else only inference mode could write to it
+                # int64 [slots, N], of the last drafts; at first a root with children
+                self.parents = torch.zeros(slots, self.num_nodes, dtype=torch.int64, device=device)
+                self.parents[:, 0] = -1
+        # parents of the drafts that the scheduler chose for this step, by request
+        self.chosen_parents: Mapping[str, list[int]] = {}
+        self.step: TreeStep | None = None  # None: no request has drafts
+        self.verdict: Verdict | None = None
+
+    def begin(
+        self,
+        slots: Tensor,  # int64 [B]
+        req_ids: Sequence[str],
+        num_nodes: np.ndarray,  # int64 [B], how many nodes of its tree each request verifies
+        cu_nodes: Tensor,  # integer [B + 1]
+        rows: Tensor,  # integer [sum of num_nodes], the runner's logits indices
+        input_ids: Tensor,  # integer [T], the scheduled tokens, placeholders not yet replaced
+        slot_mappings: dict[int, Tensor] | None = None,  # KV group -> [T]; None: given later
+    ) -> TreeStep | None:
+        """Lay out a step; nothing waits for the device. None: it has no drafts."""
+        self.step = self.verdict = None
+        if num_nodes.max(initial=1) > 1:
+
+            def trees(width: int, counts: Tensor) -> TreeBatch:
+                return self._with_chosen(self.topologies(slots, width, counts), req_ids, counts)
+
+            self.step = TreeStep.build(trees, num_nodes, cu_nodes, rows, input_ids)
+            self.step.slot_mappings = slot_mappings or {}
+        return self.step
+
+    def end(self) -> Verdict | None:
+        """End the step: its verdict. A dummy step that follows may lay out no trees."""
+        verdict, self.step, self.verdict = self.verdict, None, None
+        return verdict
+
+    def write_positions(self, positions: Tensor, base: Tensor) -> None:
+        """RoPE goes by depth, slots stay by index: integer [>= T], ``base`` integer [B]."""
+        step = self.step
+        assert step is not None
+        write_node_positions(
+            positions, base, step.tree.depths, step.cu_nodes, len(step.rows), step.root_rows
+        )
+
+    def keep(self, slots: Tensor, parents: Tensor) -> None:
+        """Keep the topologies, int64 [B, N], of what was drafted for the requests in ``slots``."""
+        if self.static is None:
+            parents = parents[:, : self.num_nodes]
+            self.parents[:, : parents.shape[1]].index_copy_(0, slots, parents)
+
+    def topologies(self, slots: Tensor, width: int, num_nodes: Tensor) -> TreeBatch:
+        """The first ``num_nodes`` (integer [B]) nodes of what was kept, ``width`` nodes wide."""
+        if self.static is not None:
+            return self.static.batch(width, num_nodes)
+        parents = self.parents[:, :width].index_select(0, slots)
+        return TreeBatch.from_parents(parents, num_nodes, self._max_depth)
+
+    def _with_chosen(self, batch: TreeBatch, req_ids: Sequence[str], counts: Tensor) -> TreeBatch:
+        """The same with the trees that the scheduler chose."""
+        device, rows = (
+            counts.device,
+            [i for i, name in enumerate(req_ids) if name in self.chosen_parents],
+        )
+        if rows:
+            parents = np.full((len(rows), batch.max_nodes), -1, dtype=np.int64)
+            for place, row in enumerate(rows):
+                own = self.chosen_parents[req_ids[row]]
+                parents[place, 1 : 1 + len(own)] = own
+            index = async_tensor_h2d(np.array(rows), device=device)
+            batch = batch.with_trees(index, async_tensor_h2d(parents, device=device), counts[index])
+        if self._on_host:  # the exact depth: runs that a grammar forces may be deeper than others
+            batch = replace(batch, max_depth=int((batch.depths * batch.valid).max()))
+        return batch
+
+    def useful_depth(self, slots: np.ndarray, num_tokens: Tensor, num_new: Tensor) -> Tensor:
+        """The deepest node that each request has a use for, int64 [B]; 0: none.
+
+        ``num_tokens`` (integer [B]) are its tokens so far, the last ``num_new`` of them new: none
+        in a prefill that isn't finished.
+        """
+        if self.static is not None:  # is drafted whole
+            return torch.full_like(num_tokens, self.static.max_depth).masked_fill(num_new == 0, 0)
+        depth = self.requests.useful_depth(slots, num_tokens).masked_fill(num_new == 0, 0)
+        if self._scratch:
+            no_room = num_tokens - 1 + self._scratch > self._max_model_len
+            depth = depth.masked_fill(no_room, 0)
+        return depth
+
+    def add_copies(
+        self,
+        drafts: DraftTrees,
+        slots: Array,  # int64 [B]; this and the rest are arrays on the host, tensors on a device
+        texts: Array,  # integer [rows, L], prompts and outputs
+        rows: Array,  # int64 [B], the requests' rows of it
+        num_tokens: Array,  # int64 [B], as for `useful_depth`
+        num_new: Array,  # int64 [B]
+        depth: Array,  # int64 [B]
+        free: Array,  # bool [B], those that follow no grammar
+        sampled: Array,  # bool [B]
+    ) -> DraftTrees:
+        """Join the drafts with what lookup finds in the requests' own texts."""
+        assert self.lookup is not None
+        self.lookup.learn(slots, texts, rows, num_tokens, num_new)
+        drafts, levels = drafts.padded(self.num_nodes), self.options.tree.max_depth
+        return self.lookup.extend(
+            slots, texts, rows, num_tokens, drafts, depth * free, sampled, levels
+        )
+
+
+def tree_drafts(
+    drafts: DraftTrees, req_ids: Sequence[str], structured: Sequence[bool]
+) -> TreeDrafts:
+    """The drafts as the scheduler takes them; waits for the device.
+
+    Of requests with ``structured`` output they are candidates, among which a grammar chooses.
+    """
+    found = TreeDrafts(list(req_ids), [], [])
+    numbers = torch.stack([drafts.token_ids, drafts.parents, drafts.source]).tolist()
+    survivals = drafts.log_survival.exp().tolist()
+    for row, (req_id, follows) in enumerate(zip(req_ids, structured, strict=True)):
+        survival = [value for value in survivals[row][1:] if value > 0.0]
+        tokens, parents, source = (each[row][1 : 1 + len(survival)] for each in numbers)
+        if follows:
+            if tokens:
+                found.candidates[req_id] = Candidates(tokens, parents, survival)
+            tokens, survival = [], []
+        elif any(source):
+            found.proposed_by[req_id] = source
+        found.draft_token_ids.append(tokens)
+        found.survival.append(survival)
+    return found
