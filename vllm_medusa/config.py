@@ -1,9 +1,10 @@
 """What a user may set, validated once from plain dicts; the only module that may read environ.
 
-The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`), a request may override the
-acceptance rule in ``SamplingParams.extra_args["medusa"]`` (`AcceptanceConfig.from_extra_args`), and
-`TreeConfig.resolve` turns whatever describes a tree into a checked `TokenTree`. Anything wrong
-raises `MedusaConfigError` with the value, what is allowed and the remedy.
+The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `EagleConfig`), a request may
+override the acceptance rule in ``SamplingParams.extra_args["medusa"]``
+(`AcceptanceConfig.from_extra_args`), and `resolve_tree` turns whatever describes a tree into a
+checked `TokenTree`. Anything wrong raises `MedusaConfigError` with the value, what is allowed and
+the remedy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -36,7 +37,7 @@ class _Options(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise MedusaConfigError(_in_words(type(self), error)) from None
+            raise MedusaConfigError(_explained(type(self), error)) from None
 
 
 class AcceptanceConfig(_Options):
@@ -86,19 +87,16 @@ class AcceptanceConfig(_Options):
             MedusaConfigError: Another type, an unknown key or a value out of bounds.
 
         """
-        match value:
-            case None:
-                return cls()
-            case AcceptanceConfig():
-                return value
-            case str():
-                return cls(**_keyed({"mode": value}, ("mode",), cls.label))
-            case Mapping():
-                return cls(**_keyed(value, tuple(cls.model_fields), cls.label))
-        raise MedusaConfigError(
-            f'{cls.label} is {shown(value)}; give "lossless", "typical" or a dict such as '
-            '{"mode": "typical", "epsilon": 0.1}.'
-        )
+        if isinstance(value, AcceptanceConfig):
+            return value
+        if isinstance(value, str):
+            value = {"mode": value}
+        if not isinstance(value or {}, Mapping):
+            raise MedusaConfigError(
+                f'{cls.label} is {shown(value)}; give "lossless", "typical" or a dict such as '
+                '{"mode": "typical", "epsilon": 0.1}.'
+            )
+        return cls(**{str(key): option for key, option in (value or {}).items()})
 
     @classmethod
     def from_extra_args(
@@ -114,117 +112,50 @@ class AcceptanceConfig(_Options):
             MedusaConfigError: As for `parse`.
 
         """
-        if extra is not None and not isinstance(extra, Mapping):
+        if not isinstance(extra or {}, Mapping):
             raise MedusaConfigError(
                 f"SamplingParams.extra_args is {shown(extra)}; give a dict, or leave it out."
             )
         options = (extra or {}).get("medusa")
         if options is None:
             return default
-        where = 'SamplingParams.extra_args["medusa"]'
         if isinstance(options, str):
             options = _read_text(options)
         if not isinstance(options, Mapping):
             raise MedusaConfigError(
-                f'{where} is {shown(options)}; give a dict such as {{"acceptance": "typical"}}, or '
-                "its JSON as a text."
+                f'SamplingParams.extra_args["medusa"] is {shown(options)}; give a dict such as '
+                '{"acceptance": "typical"}, or its JSON as a text.'
             )
-        numbers = tuple(name for name in cls.model_fields if name != "mode")
-        given = _keyed(options, ("acceptance", *numbers), where)
-        if "acceptance" in given:
-            given["mode"] = given.pop("acceptance")
-        changes_mode = given.get("mode", default.mode) != default.mode
-        return cls(**({} if changes_mode else default.model_dump()) | given)
+        given = dict(options)
+        given["mode"] = given.pop("acceptance", default.mode)
+        return cls.parse(given if given["mode"] != default.mode else default.model_dump() | given)
 
 
 WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included
 CHAIN = 5  # draft tokens of a chain, if nothing is said
-_BOUNDS = {"width": 64, "depth": 32}  # of an EAGLE drafter's dynamic tree
 OWN_TREE = "heads"  # names the tree in the heads' own config
+_BOUNDS = {"width": 64, "depth": 32}  # of an EAGLE drafter's dynamic tree
 
 
-class TreeConfig:
-    """How the tree in use follows from the user, the heads and the default."""
-
-    @staticmethod
-    def resolve(
-        value: TreeValue | None,
-        heads_default: TreeValue | None = None,
-        num_heads: int | None = None,
-        vocab_size: int | None = None,
-        max_draft_tokens: int | None = None,
-    ) -> TokenTree:
-        """Find, cap and check the tree to use.
-
-        Args:
-            value: What the user asked for, any of `tree.forms.FORMS`; None or `OWN_TREE`: the
-                heads decide.
-            heads_default: The tree in the heads' own config; None if it has none. Without either
-                it is `DEFAULT_TREE`, cut to what the heads can fill.
-            num_heads: How deep a tree can be; None skips the check.
-            vocab_size: How many tokens the heads propose from; None skips the check.
-            max_draft_tokens: Keep only the first so many draft nodes.
-
-        Raises:
-            MedusaConfigError: The tree is malformed, or what is kept of it is deeper than there
-                are heads or takes a rank that the vocabulary doesn't have.
-
-        """
-        if max_draft_tokens is not None and max_draft_tokens < 1:
-            raise MedusaConfigError(
-                f"The tree is capped at {max_draft_tokens} draft tokens; the least is 1."
-            )
-        value = None if value == OWN_TREE else value
-        described = heads_default if value is None else value
-        if described is None:
-            name = "The default tree"
-        else:
-            name = "The tree" if value is not None else "The tree in the heads' own config"
-        if isinstance(described, str | Path):
-            name += f" ({str(described)!r})"
-        try:
-            if described is None:
-                tree = DEFAULT_TREE.cut(max_depth=num_heads, num_ranks=vocab_size)
-            else:
-                tree = read_tree(described)
-            if max_draft_tokens is not None:
-                tree = tree.prefix(max_draft_tokens + 1)
-            _check_fits(tree, num_heads, vocab_size)
-        except TreeError as error:
-            remedy = ' Set the option "tree" to use another.'
-            if value is not None:
-                remedy = f' "{OWN_TREE}" is the one in the heads\' config; none: dynamic trees.'
-            raise MedusaConfigError(f"{name} can't be used. {error}{remedy}") from None
-        return tree
-
-
-class MedusaConfig(_Options):
-    """The ``speculative_config`` of ``method="medusa"``."""
-
-    label: ClassVar[str] = "The Medusa option"
+class _DraftOptions(_Options):
+    """The ``speculative_config`` of anything that drafts trees; see its two kinds below."""
 
     model: str | None = Field(
-        default=None, min_length=1, description="the folder or hub name of the heads"
+        default=None, min_length=1, description="the folder or hub name of the heads or drafter"
     )
     revision: str | None = Field(
-        default=None, min_length=1, description="a branch, tag or commit of the heads' repository"
-    )
-    tree: str | list[Any] | dict[str, Any] | None = Field(
-        default=None,
-        description=f'{FORMS}, in plain JSON types, or "{OWN_TREE}" for the one in their config; '
-        "leave it out for dynamic trees",
+        default=None, min_length=1, description="a branch, tag or commit of the repository"
     )
     acceptance: AcceptanceConfig = Field(default_factory=AcceptanceConfig)
     num_speculative_tokens: int | None = Field(
         default=None,
         ge=1,
         lt=MAX_NODES,
-        description=f"an integer from 1 to {MAX_NODES - 1}: the most draft nodes to keep; "
-        "leave it out for the whole tree, or up to 63 of dynamic ones",
+        description=f"an integer from 1 to {MAX_NODES - 1}: the most draft nodes of a request; "
+        "leave it out for the usual number",
     )
-
     budget: Literal["auto"] | int | dict[str, int] | None = Field(
-        default=None,  # "auto", unless a tree is named
+        default=None,
         description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
         '{"max_rows": N}: tokens of a step at most, 2 or more, drafts included',
     )
@@ -238,6 +169,50 @@ class MedusaConfig(_Options):
     @classmethod
     def _path_to_text(cls, value: object) -> object:
         return str(value) if isinstance(value, Path) else value
+
+    @field_validator("acceptance", mode="before")
+    @classmethod
+    def _any_acceptance(cls, value: Any) -> AcceptanceConfig:
+        return AcceptanceConfig.parse(value)
+
+    @model_validator(mode="after")
+    def _sound_budget(self) -> _DraftOptions:
+        budget = self.budget
+        right = (
+            budget in (None, "auto")
+            or (isinstance(budget, int) and 1 <= budget < MAX_NODES)
+            or (isinstance(budget, dict) and set(budget) == {"max_rows"} and budget["max_rows"] > 1)
+        )
+        if not right or isinstance(budget, bool):
+            self._refuse("budget")
+        return self
+
+    def _refuse(self, name: str) -> None:
+        description = type(self).model_fields[name].description
+        value = shown(getattr(self, name))
+        raise MedusaConfigError(f"{self.label} {name} is {value}; give {description}.")
+
+    @classmethod
+    def from_speculative_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read the dict that a user gave to vLLM, less its ``method``.
+
+        Raises:
+            MedusaConfigError: An unknown option or a value out of bounds.
+
+        """
+        return cls(**config)
+
+
+class MedusaConfig(_DraftOptions):
+    """The ``speculative_config`` of ``method="medusa"``; the budget is "auto" unless stated."""
+
+    label: ClassVar[str] = "The Medusa option"
+
+    tree: str | list[Any] | dict[str, Any] | None = Field(
+        default=None,
+        description=f'{FORMS}, in plain JSON types, or "{OWN_TREE}" for the one in their config; '
+        "leave it out for dynamic trees",
+    )
 
     @field_validator("tree", mode="before")
     @classmethod
@@ -260,36 +235,20 @@ class MedusaConfig(_Options):
             ) from None
 
     @model_validator(mode="after")
-    def _sound_budget(self) -> MedusaConfig:
-        budget = self.budget
-        _check_budget(type(self), budget)
-        if budget is not None and self.tree is not None:
-            raise MedusaConfigError(
-                f"{self.label} budget is {shown(budget)}, which is for dynamic trees, but a static "
-                '"tree" is named too; give one of them.'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sound_lookup(self) -> MedusaConfig:
-        if not self.lookup:
-            return self
-        if self.tree is not None:
-            raise MedusaConfigError(
-                f'{self.label} lookup is True, which needs dynamic trees, but a static "tree" is '
-                "named too; leave one of them out."
-            )
-        if self.revision is not None and self.model is None:
+    def _no_contradiction(self) -> MedusaConfig:
+        for name in ("budget", "lookup"):
+            value = getattr(self, name)
+            if value and self.tree is not None:
+                raise MedusaConfigError(
+                    f"{self.label} {name} is {shown(value)}, which needs dynamic trees, but a "
+                    'static "tree" is named too; leave one of them out.'
+                )
+        if self.lookup and self.revision is not None and self.model is None:
             raise MedusaConfigError(
                 f'{self.label} revision is {self.revision!r}, but lookup without a "model" has no '
                 'heads; name them, or leave "revision" out.'
             )
         return self
-
-    @field_validator("acceptance", mode="before")
-    @classmethod
-    def _any_acceptance(cls, value: Any) -> AcceptanceConfig:
-        return AcceptanceConfig.parse(value)
 
     @classmethod
     def from_speculative_config(cls, config: Mapping[str, Any]) -> MedusaConfig:
@@ -303,52 +262,25 @@ class MedusaConfig(_Options):
         method = options.pop("method", "medusa")
         if method != "medusa":
             raise MedusaConfigError(f'The method is {method!r}; this plugin serves only "medusa".')
-        return cls(**_keyed(options, tuple(cls.model_fields), "speculative_config"))
+        return super().from_speculative_config(options)
 
 
-class EagleConfig(_Options):
-    """The ``speculative_config`` of an EAGLE drafter that has a ``tree``."""
+class EagleConfig(_DraftOptions):
+    """The ``speculative_config`` of an EAGLE drafter that has a ``tree``.
+
+    The budget is "auto" unless stated, but of a chain all of it.
+    """
 
     label: ClassVar[str] = "The option"
 
     model: str = Field(min_length=1, description="the folder or hub name of the drafter")
-    revision: str | None = Field(
-        default=None, min_length=1, description="a branch, tag or commit of its repository"
-    )
     tree: Literal["dynamic", "chain"] | dict[str, int] = Field(
         description='"dynamic", "chain", or dynamic with {"width": 10, "depth": 6}: guesses below '
         "a node, and levels (width up to 64, depth up to 32)",
     )
-    acceptance: AcceptanceConfig = Field(default_factory=AcceptanceConfig)
-    num_speculative_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        lt=MAX_NODES,
-        description=f"an integer from 1 to {MAX_NODES - 1}: the most draft tokens of a request; "
-        f"leave it out for {DRAFTS}, or {CHAIN} of a chain",
-    )
-    budget: Literal["auto"] | int | dict[str, int] | None = Field(
-        default=None,  # "auto", but of a chain all of it
-        description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
-        '{"max_rows": N}: tokens of a step at most, 2 or more, drafts included',
-    )
-    lookup: bool = Field(
-        default=False,
-        description="true or false: copy from a request's own prompt and output too",
-    )
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _path_to_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, Path) else value
-
-    @field_validator("acceptance", mode="before")
-    @classmethod
-    def _any_acceptance(cls, value: Any) -> AcceptanceConfig:
-        return AcceptanceConfig.parse(value)
 
     @model_validator(mode="after")
-    def _sound(self) -> EagleConfig:
+    def _sound_tree(self) -> EagleConfig:
         tree = self.tree
         if self.lookup and tree == "chain":
             raise MedusaConfigError(
@@ -356,14 +288,10 @@ class EagleConfig(_Options):
                 'Take {"width": 1, "depth": 5}, whose one branch copies may join, or leave '
                 '"lookup" out.'
             )
-        if isinstance(tree, dict):
-            right = tree.keys() <= _BOUNDS.keys() and all(
-                1 <= n <= _BOUNDS[k] for k, n in tree.items()
-            )
-            if not right or not tree:
-                description = type(self).model_fields["tree"].description
-                raise MedusaConfigError(f"{self.label} tree is {shown(tree)}; give {description}.")
-        _check_budget(type(self), self.budget)
+        if isinstance(tree, dict) and not (
+            tree and all(1 <= n <= _BOUNDS.get(name, 0) for name, n in tree.items())
+        ):
+            self._refuse("tree")
         return self
 
     @property
@@ -381,26 +309,56 @@ class EagleConfig(_Options):
         num_nodes = 1 + (most or DRAFTS)  # copies may be more than the drafter has
         return DynamicTree(beam, num_nodes if self.lookup else min(num_nodes, beam.num_nodes))
 
-    @classmethod
-    def from_speculative_config(cls, config: Mapping[str, Any]) -> EagleConfig:
-        """Read the dict that a user gave to vLLM, less its ``method``.
 
-        Raises:
-            MedusaConfigError: An unknown option or a value out of bounds.
+def resolve_tree(
+    value: TreeValue | None,
+    heads_default: TreeValue | None = None,
+    num_heads: int | None = None,
+    vocab_size: int | None = None,
+    max_draft_tokens: int | None = None,
+) -> TokenTree:
+    """Find, cap and check the static tree to use.
 
-        """
-        return cls(**_keyed(config, tuple(cls.model_fields), "speculative_config"))
+    Args:
+        value: What the user asked for, any of `tree.forms.FORMS`; None or `OWN_TREE`: the heads
+            decide.
+        heads_default: The tree in the heads' own config; None if it has none. Without either it
+            is `DEFAULT_TREE`, cut to what the heads can fill.
+        num_heads: How deep a tree can be; None skips the check.
+        vocab_size: How many tokens the heads propose from; None skips the check.
+        max_draft_tokens: Keep only the first so many draft nodes.
 
+    Raises:
+        MedusaConfigError: The tree is malformed, or what is kept of it is deeper than there are
+            heads or takes a rank that the vocabulary doesn't have.
 
-def _check_budget(kind: type[_Options], budget: Any) -> None:
-    right = (
-        budget in (None, "auto")
-        or (isinstance(budget, int) and 1 <= budget < MAX_NODES)
-        or (isinstance(budget, dict) and set(budget) == {"max_rows"} and budget["max_rows"] > 1)
-    )
-    if not right or isinstance(budget, bool):
-        description = kind.model_fields["budget"].description
-        raise MedusaConfigError(f"{kind.label} budget is {shown(budget)}; give {description}.")
+    """
+    if max_draft_tokens is not None and max_draft_tokens < 1:
+        raise MedusaConfigError(
+            f"The tree is capped at {max_draft_tokens} draft tokens; the least is 1."
+        )
+    value = None if value == OWN_TREE else value
+    described = heads_default if value is None else value
+    if described is None:
+        name = "The default tree"
+    else:
+        name = "The tree" if value is not None else "The tree in the heads' own config"
+    if isinstance(described, str | Path):
+        name += f" ({str(described)!r})"
+    try:
+        if described is None:
+            tree = DEFAULT_TREE.cut(max_depth=num_heads, num_ranks=vocab_size)
+        else:
+            tree = read_tree(described)
+        if max_draft_tokens is not None:
+            tree = tree.prefix(max_draft_tokens + 1)
+        _check_fits(tree, num_heads, vocab_size)
+    except TreeError as error:
+        remedy = ' Set the option "tree" to use another.'
+        if value is not None:
+            remedy = f' "{OWN_TREE}" is the one in the heads\' config; none: dynamic trees.'
+        raise MedusaConfigError(f"{name} can't be used. {error}{remedy}") from None
+    return tree
 
 
 def _read_text(text: str) -> object:
@@ -435,20 +393,6 @@ def _check_fits(tree: TokenTree, num_heads: int | None, vocab_size: int | None) 
         )
 
 
-def _keyed(values: Mapping[Any, Any], allowed: tuple[str, ...], where: str) -> dict[str, Any]:
-    """Copy ``values`` after checking that every key is allowed."""
-    for key in values:
-        if key in allowed:
-            continue
-        hint = did_you_mean(key, allowed)
-        if key in AcceptanceConfig.model_fields and "epsilon" not in allowed:
-            hint = '; it belongs into {"acceptance": {"mode": "typical", "epsilon": 0.1}}'
-        raise MedusaConfigError(
-            f"{where} has the unknown key {shown(key)}{hint}; allowed: {', '.join(allowed)}."
-        )
-    return dict(values)
-
-
 def use_hub_cache() -> None:
     """Have this process and those it starts take models of the hub from its cache alone."""
     from huggingface_hub import constants
@@ -465,13 +409,7 @@ def run_engines_in_this_process() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
-def vllm_cache() -> Path:
-    """Where vLLM keeps what it may keep between starts, by vLLM's own rule."""
-    everyones = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("VLLM_CACHE_ROOT", f"{everyones}/vllm")).expanduser()
-
-
-def _in_words(kind: type[_Options], error: ValidationError) -> str:
+def _explained(kind: type[_Options], error: ValidationError) -> str:
     """One sentence for each thing that pydantic found wrong."""
     sentences: list[str] = []
     named: set[str] = set()

@@ -101,21 +101,12 @@ class _InstallOnImport(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        spec.loader = _ThenInstall(spec.loader)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_then_install(module: ModuleType) -> None:
+                run(module)
+                _install(module)
+
+            spec.loader.exec_module = run_then_install  # type: ignore[method-assign]
         return spec
-
-
-class _ThenInstall(importlib.abc.Loader):
-    """A loader that runs the module and then installs the hooks."""
-
-    def __init__(self, loader: importlib.abc.Loader):
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _install(module)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.assets import HEADS, TARGET, code_prompts
-from support.budgets import budget_of, fickle
+from support.budgets import fickle, policy_of
 from support.eagle_case import TOKENS as LEARNT_TOKENS
 from support.eagle_case import Case, asked
 from support.engines import complete, engine, greedy, medusa
@@ -143,7 +143,7 @@ def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = complete(alone, prompts, greedy(TOKENS))
     config = {"method": "medusa", "model": HEADS, "budget": "auto"}
     with engine(TARGET, config, worker_cls=WORKER, tensor_parallel_size=2) as llm:
-        assert budget_of(llm).cost.steps > sized(20, 0)
+        assert policy_of(llm).cost.steps > sized(20, 0)
         llm.collective_rpc("take_decisions")
         taken = fickle(monkeypatch, llm)
         got = run(llm, prompts, greedy(TOKENS))

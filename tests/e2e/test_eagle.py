@@ -24,9 +24,9 @@ from vllm import LLM
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from vllm_medusa.budget.policy import Fixed
 from vllm_medusa.worker import cpu_attention
 from vllm_medusa.worker.eagle_trees import EagleTrees, PendingTokens
-from vllm_medusa.worker.scheduler import _Counts
 
 pytestmark = pytest.mark.engine
 
@@ -167,7 +167,7 @@ def seldom_drafting(patch: Patch) -> list[int]:
         return flush(self)
 
     patch.setattr(PendingTokens, "flush", counted)
-    patch.setattr(_Counts, "__getitem__", lambda self, _: 0 if next(steps) % 5 else 12)
+    patch.setattr(Fixed, "limit", lambda *_: 0 if next(steps) % 5 else 12)
     return waited
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.assets import HEADS, TARGET, code_prompts
-from support.budgets import budget_of, fickle
+from support.budgets import fickle, policy_of
 from support.engines import Completion, complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.planted_copies import PlantedCopies
@@ -74,7 +74,7 @@ def run(llm: LLM, expected: Any, patch: Patch, shift: int = 0) -> tuple[float, i
 
 def test_long_chains_are_verified(llm: LLM, expected: Any, monkeypatch: Patch) -> None:
     """Deeper than any heads reach, beside plain rows and prefills, after preemptions too."""
-    assert budget_of(llm).cost.steps > 0  # made-up chains were timed
+    assert policy_of(llm).cost.steps > 0  # made-up chains were timed
     before = metric(llm, "num_preemptions"), metric(llm, "lookup_accepted_tokens")
     mean, most = run(llm, expected, monkeypatch)
     assert mean > 4 and most > 15

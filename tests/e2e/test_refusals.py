@@ -146,7 +146,7 @@ def test_heads_of_another_model(
 
 COMBINATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "pipeline": ({"pipeline_parallel_size": 2}, ["pipeline_parallel_size is 2", "Use 1"]),
-    "fp8": ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype is 'fp8'", '"auto"']),
+    "fp8": ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype is 'fp8'", "auto"]),
     "connector": (
         {"kv_transfer_config": KVTransferConfig("ExampleConnector", kv_role="kv_both")},
         ["kv_transfer_config", "Remove it"],

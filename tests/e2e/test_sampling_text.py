@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.assets import HEADS, TARGET, VOCAB, code_prompts, tokenizer
-from support.budgets import budget_of, fickle
+from support.budgets import fickle, policy_of, scheduler_of
 from support.engines import complete, engine, medusa
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded, steady_outcomes
 from support.planted import planted_by_seed
@@ -22,11 +22,10 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from vllm_medusa.budget.choose import NodeBudget
+from vllm_medusa.budget.policy import Auto
 from vllm_medusa.worker import grammar as grammars
-from vllm_medusa.worker import grammar_scheduler, practice
-from vllm_medusa.worker.grammar import fill_masks
-from vllm_medusa.worker.spent import Chance
+from vllm_medusa.worker import grammar_drafts, practice
+from vllm_medusa.worker.grammar import Chance, fill_masks
 
 pytestmark = pytest.mark.engine
 
@@ -213,7 +212,7 @@ def test_masks_of_other_nodes_change_tokens(
     monkeypatch: pytest.MonkeyPatch,
     control: Any,
 ) -> None:
-    monkeypatch.setattr(grammar_scheduler, "fill_masks", control)
+    monkeypatch.setattr(grammar_drafts, "fill_masks", control)
     with pytest.raises(AssertionError):
         run_grammars(llm, plain, prompts, FOLLOWED)
 
@@ -237,40 +236,42 @@ def test_grammars_force_drafts_without_heads(
     """Whether heads run, and what is verified, changes with every step; runs go below the heads."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(practice, "SECONDS", 0.0)
-    monkeypatch.setattr(NodeBudget, "copying", True)
-    monkeypatch.setattr(grammars, "LEAST", 0.1)  # the test model often takes shorter tokens
+    monkeypatch.setattr(Auto, "forced_pay", True)
+    monkeypatch.setattr(grammars, "MIN_RUN_SURVIVAL", 0.1)
     monkeypatch.setattr(Chance, "value", 0.85)
     config = {"method": "medusa", "model": HEADS, "budget": "auto"}
     with engine(TARGET, config, skip_tokenizer_init=False, max_num_seqs=16) as llm:
-        scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
-        deepest, forced = 0, 0
-        offer, force = scheduler.offer, scheduler.force
+        scheduler = scheduler_of(llm)
+        deepest, forced_drafts = 0, 0
+        forced, received = scheduler.grammar.forced, scheduler._received
 
-        def offered(req_ids: Any, drafts: Any, chosen: Any) -> None:
+        def forcing(request: Any) -> Any:
+            nonlocal forced_drafts
+            draft = forced(request)
+            forced_drafts += len(draft.token_ids) if draft else 0
+            return draft
+
+        def receiving(message: Any) -> Any:
             nonlocal deepest
-            deepest = max(deepest, *(depth_of(o.parents) for o in scheduler._offers.values()), 0)
-            offer(req_ids, drafts, chosen)
+            drafts = received(message)
+            depths = [depth_of(draft.parents) for draft in drafts.values() if draft.parents]
+            deepest = max(deepest, 0, *depths)
+            return drafts
 
-        def forcing(req_ids: Sequence[str]) -> Any:
-            nonlocal forced
-            runs = force(req_ids)
-            forced += sum(len(run.token_ids) for run in runs.values())
-            return runs
-
-        monkeypatch.setattr(scheduler, "offer", offered)
-        monkeypatch.setattr(scheduler, "force", forcing)
+        monkeypatch.setattr(scheduler.grammar, "forced", forcing)
+        monkeypatch.setattr(scheduler, "_received", receiving)
         fickle(monkeypatch, llm, drafting=0.4)
         assert run_grammars(llm, plain, prompts, [*FOLLOWED, "sampled"]) > 1.2
-        assert deepest > scheduler._drafted_depth and forced > 50
-        assert budget_of(llm).outlook.copies
-        monkeypatch.setattr(budget_of(llm), "draft_next", lambda *_: 0)
+        assert deepest > scheduler.grammar.depth and forced_drafts > 50
+        assert policy_of(llm).acceptance.copies
+        monkeypatch.setattr(policy_of(llm), "limit", lambda *_: 0)
         assert names_taken_over(llm, prompts) > 0
 
 
 def names_taken_over(llm: LLM, prompts: list[list[int]]) -> int:
     """A request is aborted between two steps, and another one comes by its name at once."""
     core: Any = llm.llm_engine.engine_core
-    scheduler = core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     make = llm.llm_engine.input_processor.process_inputs
     free = SamplingParams(temperature=0.0, max_tokens=6, output_kind=RequestOutputKind.DELTA)
     (expected,) = complete(llm, prompts[:1], free)
@@ -288,7 +289,7 @@ def names_taken_over(llm: LLM, prompts: list[list[int]]) -> int:
         for _ in range(steps):
             core.get_output()
         core.abort_requests(["x"])
-        waiting += len(scheduler._roots)
+        waiting += len(scheduler.pending)
         core.add_request(make("x", {"prompt_token_ids": prompts[0]}, free, ("generate",)))
         got: list[int] = []
         while len(got) < 6:

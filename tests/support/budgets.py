@@ -8,12 +8,32 @@ import numpy as np
 import pytest
 from vllm import LLM
 
-from vllm_medusa.budget.even import EvenBudget
+from vllm_medusa.budget.acceptance import Drafted, Nodes
+from vllm_medusa.budget.policy import Auto, best
 
 
-def budget_of(llm: LLM) -> Any:
-    """The engine's `NodeBudget`."""
-    return llm.llm_engine.engine_core.engine_core.scheduler.budget
+def scheduler_of(llm: LLM) -> Any:
+    """The engine's `TreeScheduler`."""
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.scheduler
+
+
+def policy_of(llm: LLM) -> Auto:
+    """What its automatic budget decides by."""
+    policy = scheduler_of(llm).policy
+    assert isinstance(policy, Auto)
+    return policy
+
+
+def verify_all(patch: pytest.MonkeyPatch, policy: Auto, per_request: int = 255) -> None:
+    """Draft as much as there can be, and verify as much as there is room for."""
+
+    def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
+        nodes = Nodes.of(drafts)
+        return best(nodes, nodes.survival, min(room, per_request * requests))
+
+    patch.setattr(policy, "counts", counts)
+    patch.setattr(policy, "limit", lambda *_: policy.max_drafts)
 
 
 def fickle(
@@ -28,27 +48,27 @@ def fickle(
     If ``preempting``, cache blocks are no concern: requests have to make room for drafts.
     """
     generator, taken = np.random.default_rng(0), []
+    policy = policy_of(llm)
     if preempting:
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        patch.setattr(scheduler, "_free_slots", lambda: 1 << 20)
+        patch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
 
-    def choose(gain: np.ndarray, requests: int, free_rows: int) -> int:
-        most = max(0, min(len(gain) - 1, free_rows, most_each * requests))
+    def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
+        nodes = Nodes.of(drafts)
+        most = max(0, min(len(nodes.survival), room, most_each * requests))
         taken.append(int(generator.integers(0, most + 1)))
-        return taken[-1]
+        return best(nodes, nodes.survival, taken[-1])
 
-    patch.setattr(budget_of(llm), "choose", choose)
-    budget = budget_of(llm)
-    most = budget.max_per_request
+    patch.setattr(policy, "counts", counts)
+    most = policy.max_drafts
     limits = [1, 2, 3, *[most] * 5]  # few heads now and then, none now and then
-    if isinstance(budget, EvenBudget):  # what is drafted is verified
+    if policy.even:  # what is drafted is verified
         limits = list(range(min(most, most_each) + 1))
 
-    def draft_next(*_: Any) -> int:
-        limit = int(generator.choice(limits)) if generator.random() < drafting else 0
-        if isinstance(budget, EvenBudget):
-            taken.append(limit)
-        return limit
+    def limit(*_: Any) -> int:
+        found = int(generator.choice(limits)) if generator.random() < drafting else 0
+        if policy.even:
+            taken.append(found)
+        return found
 
-    patch.setattr(budget, "draft_next", draft_next)
+    patch.setattr(policy, "limit", limit)
     return taken

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, TreeConfig
+from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, resolve_tree
 from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset
 from vllm_medusa.tree.topology import TokenTree
 
@@ -46,8 +44,8 @@ class TestAcceptance:
             ({"mode": "typical", "delta": -0.1}, "delta is -0.1; give a number"),
             ({"mode": "typical", "greedy_root": 1}, "greedy_root is 1; give true or false"),
             ({"mode": "typical", "epsilon": 2, "delta": 2}, "epsilon is 2.*delta is 2"),
-            ({"mode": "typical", "epsilom": 0.1}, r"'epsilom' \(did you mean 'epsilon'\?\); allow"),
-            ({1: 2}, "unknown key 1; allowed: mode, epsilon"),
+            ({"mode": "typical", "epsilom": 1}, r"'epsilom' is unknown .did you mean 'epsilon'"),
+            ({1: 2}, "'1' is unknown; allowed: mode, epsilon"),
             ({"epsilon": 0.5}, "epsilon is 0.5, which does nothing in lossless mode; choose typ"),
             ({"mode": "lossless", "greedy_root": True}, "greedy_root is True, which does nothing"),
         ],
@@ -55,19 +53,6 @@ class TestAcceptance:
     def test_refusals(self, value, words):
         with pytest.raises(MedusaConfigError, match=words):
             AcceptanceConfig.parse(value)
-
-    def test_the_constructor_speaks_plainly_too(self):
-        with pytest.raises(MedusaConfigError, match=r"^Medusa acceptance epsilon is 7; give"):
-            AcceptanceConfig(mode="typical", epsilon=7)
-        with pytest.raises(MedusaConfigError, match=r"'mod' is unknown .did you mean 'mode'"):
-            AcceptanceConfig(mod="typical")
-
-    def test_frozen(self):
-        with pytest.raises(ValidationError, match="frozen"):
-            TYPICAL.epsilon = 0.1
-        with pytest.raises(ValidationError, match="frozen"):
-            MedusaConfig().model = "x"
-        assert hash(TYPICAL) == hash(copy.deepcopy(TYPICAL))
 
 
 class TestRequestArguments:
@@ -105,8 +90,7 @@ class TestRequestArguments:
             pytest.param({"epsilon": 10**5000}, "is of type int, too large", id="int"),
             ("typcal", "mode is 'typcal'"),
             ('{"epsilon": 5, "acceptance": "typical"}', "epsilon is 5"),
-            ({"mode": "typical"}, "unknown key 'mode'; allowed: acceptance, epsilon"),
-            ({"tree": [[0]]}, "unknown key 'tree'; allowed: acceptance"),
+            ({"tree": [[0]]}, "'tree' is unknown; allowed: mode"),
             ({"acceptance": "typcal"}, "mode is 'typcal'"),
             ({"epsilon": 0.5}, "does nothing in lossless mode"),
             ({"acceptance": "typical", "epsilon": 5}, "epsilon is 5"),
@@ -119,49 +103,49 @@ class TestRequestArguments:
 
 class TestTree:
     def test_the_user_comes_before_the_heads_and_the_heads_before_the_default(self):
-        assert TreeConfig.resolve({"chain": 2}, [[0], [1]], 3, 100) == TokenTree.chain(2)
-        assert TreeConfig.resolve(None, [[0], [1]], 3, 100).paths == ((0,), (1,))
-        assert TreeConfig.resolve(None, None, 4, 100) == DEFAULT_TREE
-        assert TreeConfig.resolve(None) == DEFAULT_TREE
+        assert resolve_tree({"chain": 2}, [[0], [1]], 3, 100) == TokenTree.chain(2)
+        assert resolve_tree(None, [[0], [1]], 3, 100).paths == ((0,), (1,))
+        assert resolve_tree(None, None, 4, 100) == DEFAULT_TREE
+        assert resolve_tree(None) == DEFAULT_TREE
 
     def test_the_default_is_cut_to_the_heads_and_the_vocabulary(self):
-        assert TreeConfig.resolve(None, None, 2, 100) == DEFAULT_TREE.cut(max_depth=2)
-        assert TreeConfig.resolve(None, None, 1, 2).paths == ((0,), (1,))
+        assert resolve_tree(None, None, 2, 100) == DEFAULT_TREE.cut(max_depth=2)
+        assert resolve_tree(None, None, 1, 2).paths == ((0,), (1,))
 
     @given(st.integers(1, 70))
     def test_the_cap_is_a_prefix(self, cap):
         tree = load_preset("mc_sim_7b_63")
-        capped = TreeConfig.resolve("mc_sim_7b_63", max_draft_tokens=cap)
+        capped = resolve_tree("mc_sim_7b_63", max_draft_tokens=cap)
         assert capped.num_draft_tokens == min(cap, 63)
         assert capped == tree.prefix(cap + 1)
 
     def test_only_what_the_cap_keeps_must_fit(self):
-        assert TreeConfig.resolve({"chain": 9}, None, 3, 100, 3) == TokenTree.chain(3)
+        assert resolve_tree({"chain": 9}, None, 3, 100, 3) == TokenTree.chain(3)
 
     @pytest.mark.parametrize("num_heads", [1, 2, 3])
     def test_too_deep_names_the_path_and_a_tree_that_fits(self, num_heads):
         with pytest.raises(MedusaConfigError) as caught:
-            TreeConfig.resolve("mc_sim_7b_63", None, num_heads, 100)
+            resolve_tree("mc_sim_7b_63", None, num_heads, 100)
         text = str(caught.value)
         assert "('mc_sim_7b_63') can't be used. Its path [0, 0, 0, 0] has depth 4" in text
         assert f"there are {num_heads} heads" in text
         for remedy in ({"dense": [4, 3, 2][:num_heads]}, {"chain": num_heads}):
             assert json.dumps(remedy) in text
-            TreeConfig.resolve(remedy, None, num_heads, 100)
+            resolve_tree(remedy, None, num_heads, 100)
 
     def test_bounds_are_exact(self):
-        assert TreeConfig.resolve([[0], [7]], None, 1, 8).num_nodes == 3
+        assert resolve_tree([[0], [7]], None, 1, 8).num_nodes == 3
         with pytest.raises(MedusaConfigError, match=r"\[7\] takes rank 7, .* 7 tokens.* up to 6"):
-            TreeConfig.resolve([[0], [7]], None, 1, 7)
-        assert TreeConfig.resolve({"chain": 3}, None, 3).max_depth == 3
+            resolve_tree([[0], [7]], None, 1, 7)
+        assert resolve_tree({"chain": 3}, None, 3).max_depth == 3
         with pytest.raises(MedusaConfigError, match="depth 3, but there are 2 heads"):
-            TreeConfig.resolve({"chain": 3}, None, 2)
+            resolve_tree({"chain": 3}, None, 2)
 
     def test_a_bad_tree_of_the_heads_says_whose_it_is(self):
         with pytest.raises(MedusaConfigError, match=r"heads' own config can't.*Set the option"):
-            TreeConfig.resolve(None, [[0, 0]], 3, 100)
+            resolve_tree(None, [[0, 0]], 3, 100)
         with pytest.raises(MedusaConfigError, match=r"heads' own config \('zephyr_stage2'\)"):
-            TreeConfig.resolve(None, "zephyr_stage2", 2, 100)
+            resolve_tree(None, "zephyr_stage2", 2, 100)
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
@@ -175,7 +159,7 @@ class TestTree:
     )
     def test_refusals(self, arguments, words):
         with pytest.raises(MedusaConfigError, match=words):
-            TreeConfig.resolve(*arguments)
+            resolve_tree(*arguments)
 
 
 class TestMedusaConfig:
@@ -203,9 +187,8 @@ class TestMedusaConfig:
         ("options", "words"),
         [
             ({"method": "eagle"}, "method is 'eagle'; this plugin serves only \"medusa\""),
-            ({"modle": "x"}, r"unknown key 'modle' \(did you mean 'model'\?\); allowed: model, re"),
-            ({"epsilon": 0.1}, r"'epsilon'; it belongs into \{\"acceptance\": \{\"mode\""),
-            ({"draft_tensor_parallel_size": 1}, "unknown key 'draft_tensor_parallel_size'; allowe"),
+            ({"modle": "x"}, r"'modle' is unknown \(did you mean 'model'\?\); allowed: model, re"),
+            ({"draft_tensor_parallel_size": 1}, "'draft_tensor_parallel_size' is unknown; allowe"),
             ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; give an integer from 1"),
             ({"num_speculative_tokens": 256}, "is 256; give an integer from 1 to 255"),
             ({"num_speculative_tokens": True}, "is True; give an integer"),
@@ -246,20 +229,6 @@ class TestMedusaConfig:
     def test_refusals(self, options, words):
         with pytest.raises(MedusaConfigError, match=words):
             MedusaConfig.from_speculative_config(options)
-
-    @given(
-        model=st.none() | st.text(min_size=1, max_size=5),
-        tree=st.sampled_from([None, "zephyr_stage2", [[0], [1]], {"dense": [2, 2]}]),
-        acceptance=st.sampled_from([AcceptanceConfig(), TYPICAL, AcceptanceConfig(mode="typical")]),
-        tokens=st.none() | st.integers(1, 255),
-    )
-    def test_round_trip_through_json_and_pickle(self, model, tree, acceptance, tokens):
-        config = MedusaConfig(
-            model=model, tree=tree, acceptance=acceptance, num_speculative_tokens=tokens
-        )
-        travelled = json.loads(config.model_dump_json())
-        assert MedusaConfig(**travelled) == config
-        assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_options_are_read_without_torch_or_vllm():

@@ -11,9 +11,8 @@ from contextlib import contextmanager, nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pytest
-from support.budgets import budget_of, fickle
+from support.budgets import fickle, policy_of, scheduler_of, verify_all
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
 from support.no_waiting import watched
@@ -74,7 +73,7 @@ def llm(
         max_num_batched_tokens=256, max_num_seqs=8,
     ) as llm:  # fmt: skip
         assert isinstance(scheduler_of(llm), AsyncScheduler) == (request.param == "async")
-        assert budget_of(llm).cost.steps > 0
+        assert policy_of(llm).cost.steps > 0
         yield llm
 
 
@@ -89,11 +88,6 @@ def few_steps_to_time() -> Iterator[None]:
         patch.setattr(practice, "SECONDS", 60.0)
         yield
     envs.disable_envs_cache()
-
-
-def scheduler_of(llm: LLM) -> Any:
-    core: Any = llm.llm_engine.engine_core
-    return core.engine_core.scheduler
 
 
 def run(llm: LLM, reference: Reference) -> float:
@@ -147,36 +141,30 @@ def test_without_drafts_the_heads_rest(llm: LLM, reference: Reference, monkeypat
 
 def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     """Whatever it decides, tokens are plain vLLM's; times, survivals and acceptance get to it."""
-    budget, seen = budget_of(llm), []
-    observe = budget.outlook.observe
+    policy, seen = policy_of(llm), []
+    observe = policy.acceptance.observe
 
-    def spy(
-        survival: np.ndarray, verified: Any, accepted: Any, kinds: Any, limit: int, *more: Any
-    ) -> None:
-        assert (np.diff(survival, axis=1) <= 0).all() and survival[:, 0].all()
-        seen.append((list(verified), list(accepted)))
-        assert not kinds.any()  # all are greedy
-        assert 0 < limit <= budget.max_per_request
-        observe(survival, verified, accepted, kinds, limit, *more)
+    def spy(drafts: Any, verified: Any, accepted: Any) -> None:
+        for draft in drafts:
+            assert draft.survival and draft.survival == sorted(draft.survival, reverse=True)
+            assert (draft.kind, draft.copied) == (0, None)  # greedy
+            assert draft.limit is None or 0 < draft.limit < policy.max_drafts
+        seen.extend(zip(verified, accepted, strict=True))
+        observe(drafts, verified, accepted)
 
-    def five(gain: np.ndarray, requests: int, free_rows: int) -> int:
-        return min(5 * requests, len(gain) - 1)
-
-    scheduler_of(llm)._fates.clear()  # of other tests' requests
-    monkeypatch.setattr(budget.outlook, "observe", spy)
+    scheduler_of(llm).pending.clear()  # of other tests' requests
+    monkeypatch.setattr(policy.acceptance, "observe", spy)
     monkeypatch.setattr(scheduler_of(llm), "_free_slots", lambda: 1 << 20)
-    monkeypatch.setattr(budget, "draft_next", lambda *_: budget.max_per_request)
-    monkeypatch.setattr(budget, "choose", five)
-    before = budget.cost.steps
+    verify_all(monkeypatch, policy, per_request=5)
+    before = policy.cost.steps
     part = reference.part(0, 5)
     with planted(part.prompts, part.outputs, VOCAB), recorded_steps() as steps:
         got = complete(llm, part.prompts, greedy(TOKENS))
     assert differing(part.completions, got) == []
-    assert budget.cost.steps > before + 3
-    told = [pair for verified, accepted in seen for pair in zip(verified, accepted, strict=True)]
+    assert policy.cost.steps > before + 3
     trees = [(row.num_nodes - 1, row.accepted) for row in tree_rows(steps)]
-    assert len(told) > 10 and not Counter(told) - Counter([*trees, (0, 0)] * 9)
-    assert sum(accepted for _, accepted in told) >= 0.8 * sum(accepted for _, accepted in trees)
+    assert len(seen) > 10 and not Counter(seen) - Counter([*trees, (0, 0)] * 9)
+    assert sum(accepted for _, accepted in seen) >= 0.8 * sum(accepted for _, accepted in trees)
 
 
 def test_real_decisions(llm: LLM, reference: Reference) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.assets import TARGET
-from support.budgets import budget_of
+from support.budgets import policy_of
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.metrics import counts, drafted_and_accepted
 from support.models import COMMON, VOCAB
@@ -355,7 +355,7 @@ def test_a_grammar_joins_while_no_head_runs(monkeypatch: pytest.MonkeyPatch) -> 
     )
     with engine(TARGET, DYNAMIC | {"budget": "auto"}, skip_tokenizer_init=False) as llm:
         core, texts = llm.llm_engine, {}
-        monkeypatch.setattr(budget_of(llm), "draft_next", lambda requests, *_: 5 * (requests == 1))
+        monkeypatch.setattr(policy_of(llm), "limit", lambda requests, *_: 5 * (requests == 1))
         core.add_request("first", "Is it so?", params)
         while not core.step():  # until it has a token
             pass

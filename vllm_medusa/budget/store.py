@@ -1,82 +1,68 @@
-"""Step costs on disk, by what they are of: a server that starts again need not learn them again."""
+"""Step costs on disk: a server that starts again need not measure them again."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.files import FileRefused, digest_json, read_json, write_json
 
-_FORMAT = 2
+_FORMAT = 3
 
 
-def cost_path(folder: Path, what: Mapping[str, str]) -> Path:
-    """Where costs are kept.
+class CostStore:
+    """Where the step costs of engines of one kind are kept."""
 
-    Args:
-        folder: of the cache; it need not exist.
-        what: they are of, such as model, device, dtype and versions; other values, other file.
+    def __init__(self, folder: Path, key: Mapping[str, str], max_rows: int) -> None:
+        """Name a file.
 
-    """
-    return folder / f"step-cost-{digest_json(dict(what))[:20]}.json"
+        Args:
+            folder: of the cache; it need not exist.
+            key: what costs depend on, such as model, device, dtype and versions.
+            max_rows: of a step.
 
+        """
+        self.key, self.max_rows = dict(key), max_rows
+        self.path = folder / f"step-cost-{digest_json(self.key)[:20]}.json"
+        self._saved_at, self._saved_steps = time.perf_counter(), 0
 
-def load_cost(path: Path, what: Mapping[str, str], max_rows: int) -> tuple[StepCost, str]:
-    """Return the costs kept at ``path`` and "", or new ones and the reason.
-
-    A file that isn't there is no reason.
-    """
-    new = StepCost(max_rows)
-    try:
-        if not path.exists():
-            return new, ""
-        document = read_json(path)
-        if document.get("format") != _FORMAT or document.get("of") != dict(what):
-            return new, f"{path} is of something else."
-        cost = StepCost.from_dict(document)
-    except (OSError, ValueError, RecursionError) as error:
-        return new, f"{path} can't be used: {error}"
-    return (cost, "") if cost.max_rows == new.max_rows else (new, f"{path} is of other sizes.")
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Costs on disk."""
-
-    of: Mapping[str, str]
-    cost: StepCost
-    written: float  # seconds since 1970
-
-
-def kept_costs(place: Path) -> list[Kept]:
-    """All that can be read in a folder, or in a file; the latest first."""
-    found = []
-    for path in sorted(place.glob("step-cost-*.json")) if place.is_dir() else [place]:
+    def load(self) -> tuple[StepCost, str]:
+        """Return the costs kept and "", or new ones and the reason; a missing file is none."""
+        new = StepCost(self.max_rows)
         try:
-            document = read_json(path)
-            if document.get("format") == _FORMAT and isinstance(of := document.get("of"), dict):
-                cost = StepCost.from_dict(document)
-                found.append(Kept(of, cost, path.stat().st_mtime))
-        except (OSError, ValueError, RecursionError):
-            continue  # an engine would measure it anew
-    return sorted(found, key=lambda kept: -kept.written)
+            if not self.path.exists():
+                return new, ""
+            document = read_json(self.path)
+            if document.get("format") != _FORMAT or document.get("of") != self.key:
+                return new, f"{self.path} is for another engine or version."
+            cost = StepCost.from_dict(document)
+        except (OSError, ValueError, RecursionError) as error:
+            return new, f"{self.path} can't be used: {error}"
+        if cost.max_rows != self.max_rows:
+            return new, f"{self.path} is for steps of {cost.max_rows} rows."
+        self._saved_steps = cost.steps
+        return cost, ""
 
+    def save(self, cost: StepCost, min_steps: int = 1, min_seconds: float = 0.0) -> str:
+        """Write costs if there is news; return why they can't be kept, or "".
 
-def save_cost(path: Path, what: Mapping[str, str], cost: StepCost, tag: str = "part") -> str:
-    """Write the costs, and return ""; or why they can't be kept.
+        Args:
+            cost: what to write.
+            min_steps: learned from since the last time; after fewer, nothing is written.
+            min_seconds: the same for time.
 
-    Args:
-        path: as `cost_path` says.
-        what: as there.
-        cost: what to write.
-        tag: differs between processes that may write at a time.
-
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"format": _FORMAT, "of": dict(what)} | cost.to_dict(), tag)
-    except (OSError, FileRefused) as error:
-        return f"{path} can't be written: {error}"
-    return ""
+        """
+        now = time.perf_counter()
+        if cost.steps - self._saved_steps < min_steps or now - self._saved_at < min_seconds:
+            return ""
+        self._saved_at, self._saved_steps = now, cost.steps
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            document = {"format": _FORMAT, "of": self.key} | cost.to_dict()
+            write_json(self.path, document, f"{os.getpid()}.part")
+        except (OSError, FileRefused) as error:
+            return f"{self.path} can't be written: {error}"
+        return ""

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.config import OWN_TREE, EagleConfig, TreeConfig
+from vllm_medusa.config import OWN_TREE, EagleConfig, resolve_tree
 from vllm_medusa.files import refuse_to_replace, write_json
 from vllm_medusa.heads import HeadsError, peek_heads
 from vllm_medusa.heads.eagle import drafter_method, inspect_eagle
@@ -184,7 +184,7 @@ def budgets_of(options: CompareOptions) -> tuple[list[list[int]] | None, list[in
     """The tree asked for (None: the heads' own) and the budgets it allows, ascending."""
     info = peek_heads(options.heads)
     wanted = medusa_config(None, options.tree).get("tree")
-    tree = TreeConfig.resolve(wanted, info.tree, info.num_heads, info.draft_vocab_size)
+    tree = resolve_tree(wanted, info.tree, info.num_heads, info.draft_vocab_size)
     budgets = sorted({min(budget, tree.num_draft_tokens) for budget in options.budgets})
     return (None if wanted is None else tree.to_lists()), budgets
 

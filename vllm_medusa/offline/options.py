@@ -84,13 +84,13 @@ class Speculation(Options):
                         "--lookup, which copies from the text only."
                     )
             return
-        from vllm_medusa.config import EagleConfig, MedusaConfig, TreeConfig  # slow
+        from vllm_medusa.config import EagleConfig, MedusaConfig, resolve_tree  # slow
 
         if config["method"] != "medusa":
             EagleConfig.from_speculative_config({k: v for k, v in config.items() if k != "method"})
             return
         MedusaConfig.from_speculative_config(config)
-        TreeConfig.resolve(self.tree, max_draft_tokens=self.num_speculative_tokens)
+        resolve_tree(self.tree, max_draft_tokens=self.num_speculative_tokens)
 
     def speculative_config(self) -> dict[str, Any] | None:
         """The argument of vLLM's ``LLM``; None: no speculation.

@@ -37,7 +37,6 @@ def check_engine(vllm_config: Any) -> None:
         raise MedusaConfigError(
             "Medusa can not run with this configuration:\n- " + "\n- ".join(reasons)
         )
-    _warn_if_crowded(vllm_config, options)
 
 
 def check_layers(layers: Mapping[str, Any], kv_cache_config: Any) -> None:
@@ -99,17 +98,12 @@ def _unsupported(config: Any) -> Iterator[str]:
             f"{model.model} attends in chunks of {model.attention_chunk_size} tokens "
             "(attention_chunk_size), which tree attention does not know. Leave method='medusa' out."
         )
-    if compat.on_cuda():
-        readable = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
-        if cache.cache_dtype not in readable:
-            yield (
-                f"kv_cache_dtype is {cache.cache_dtype!r}; tree attention on CUDA reads "
-                f"{', '.join(readable)}."
-            )
-    elif cache.cache_dtype not in ("auto", "float32", "bfloat16", "float16"):
+    readable = ["auto", "bfloat16", "float16"]
+    readable += ["fp8", "fp8_e4m3"] if compat.on_cuda() else ["float32"]
+    if cache.cache_dtype not in readable:
         yield (
-            f"kv_cache_dtype is {cache.cache_dtype!r}; tree attention on CPU reads unquantised "
-            'caches only. Use "auto".'
+            f"kv_cache_dtype is {cache.cache_dtype!r}; tree attention here reads "
+            f"{', '.join(readable)}."
         )
     if cache.kv_sharing_fast_prefill:
         yield "kv_sharing_fast_prefill skips rows that a tree needs. Switch it off."
@@ -166,39 +160,29 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
         yield "enable_trace_replay puts tokens into chains only. Switch it off."
 
 
-def _warn_if_crowded(config: Any, options: EngineOptions) -> None:
-    """Say so if running requests alone can take all tokens of a step; dynamic trees leave room."""
-    if options.budget is not None:
-        return
-    nodes, scheduler = options.tree.num_nodes, config.scheduler_config
-    budget, seqs = _budget(config), scheduler.max_num_seqs
-    if seqs * nodes > budget:
-        compat.logger.warning_once(
-            "%d running requests with trees of %d nodes (root included) need %d tokens a step, "
-            "which schedules at most %d: trees are then cut, and new requests wait. Raise "
-            "max_num_batched_tokens to %d or more, lower max_num_seqs to %d, or cap the tree with "
-            "num_speculative_tokens.",
-            seqs,
-            nodes,
-            seqs * nodes,
-            budget,
-            seqs * nodes,
-            budget // nodes,
-        )
-
-
-def _budget(config: Any) -> int:
+def _max_tokens(config: Any) -> int:
     """Tokens of a step, at most."""
     scheduler = config.scheduler_config
     return int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
 
 
 def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:
-    nodes, scheduler, budget = options.tree.num_nodes, config.scheduler_config, _budget(config)
-    if options.budget is None and budget < nodes:
+    """Refuse steps that are too small for a static tree, and warn of those that may be."""
+    if options.budget is not None:  # dynamic trees leave room
+        return
+    nodes, tokens = options.tree.num_nodes, _max_tokens(config)
+    seqs = config.scheduler_config.max_num_seqs
+    if tokens < nodes:
         yield (
-            f"the tree has {nodes} nodes (root included) but a step schedules at most {budget} "
+            f"the tree has {nodes} nodes (root included) but a step schedules at most {tokens} "
             "tokens, so no tree would ever fit. Raise max_num_batched_tokens (best: max_num_seqs "
-            f"x {nodes} = {scheduler.max_num_seqs * nodes}) or cap the tree with "
-            "num_speculative_tokens."
+            f"x {nodes} = {seqs * nodes}) or cap the tree with num_speculative_tokens."
+        )
+    elif seqs * nodes > tokens:
+        compat.logger.warning_once(
+            f"{seqs} running requests with trees of {nodes} nodes (root included) need "
+            f"{seqs * nodes} tokens per step, which schedules at most {tokens}: trees are then "
+            "cut, and new requests wait. Raise max_num_batched_tokens to "
+            f"{seqs * nodes} or more, lower max_num_seqs to {tokens // nodes}, or cap the tree "
+            "with num_speculative_tokens."
         )

@@ -36,6 +36,7 @@ from vllm_medusa.worker.options import (
     V2_CUDA_WORKER,
     EngineOptions,
     absolute,
+    asking_for,
     choose_scheduler,
     choose_triton_attention,
     choose_worker,
@@ -110,8 +111,6 @@ def _vllms_own(
     on_v2: bool,
 ) -> Any:
     """The config that vLLM makes of the drafter, with slots for all that is drafted."""
-    asked = engine_args.speculative_config
-    flags = engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens
     tree = config.grown
     most = max(tree.num_draft_tokens, scratch_of(beam_of(tree)))
     if on_v2:  # full CUDA graphs for steps without drafts too, see `tree_speculative_config`
@@ -120,19 +119,15 @@ def _vllms_own(
         }
     else:  # accepted tokens are known on the host before it drafts
         of_runner = {"disable_padded_drafter_batch": True}
-    engine_args.speculative_config = {
+    asked = {
         "method": method,
         "model": config.model,
         "num_speculative_tokens": most,
         **of_runner,
         **({} if config.revision is None else {"revision": config.revision}),
     }
-    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
-    try:
+    with asking_for(engine_args, asked):
         return original(engine_args, model_config, parallel_config)
-    finally:
-        engine_args.speculative_config = asked
-        engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens = flags
 
 
 def check_checkpoint(

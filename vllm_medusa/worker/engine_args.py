@@ -100,8 +100,6 @@ def _leave_room_for_adapters(engine_args: Any) -> None:
 
     It has filled in its own defaults of the other two numbers by now.
     """
-    from vllm_medusa.config import MedusaConfigError
-
     tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
     asked = dict(engine_args.speculative_config or {})
     given = asked.get("num_speculative_tokens", engine_args.spec_tokens)
@@ -148,20 +146,20 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
     """Fold the flag into ``--speculative-config``; whatever contradicts it is refused."""
     config = _mapping(getattr(args, "speculative_config", None))
-    given = {
+    named = {
         "--spec-model": getattr(args, "spec_model", None),
         "--speculative-config['model']": config.get("model"),
     }
-    for flag, value in given.items():
+    methods = {
+        "--spec-method": getattr(args, "spec_method", None),
+        "--speculative-config['method']": config.get("method"),
+    }
+    for flag, value in named.items():
         if value is not None:
             raise MedusaConfigError(
                 f"--speculative-model {heads} and {flag} = {value} both name the draft; "
                 "give one of them."
             )
-    methods = {
-        "--spec-method": getattr(args, "spec_method", None),
-        "--speculative-config['method']": config.get("method"),
-    }
     for flag, value in methods.items():
         if value not in (None, METHOD):
             raise MedusaConfigError(

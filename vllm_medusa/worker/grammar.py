@@ -15,11 +15,12 @@ from torch import Tensor
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 _NAME = "draft"  # of a request, for vLLM's errors
-_KNOWN = 4096  # sets of tokens whose texts were compared
-_FEW = 16  # allowed tokens all of which are drafted
+_MAX_SPELLINGS = 4096  # sets of tokens whose texts are kept compared
+_MAX_ALLOWED = 16  # allowed tokens all of which are drafted
 FORCED, LIKELY = 1, 3  # the only token allowed, and the likeliest of a few
-LEAST = 0.4  # survival of what is drafted without heads
-_SURE = 0.05  # survival from which on the allowed tokens are looked at
+MIN_RUN_SURVIVAL = 0.4  # of what is drafted without heads
+_CHANCE_KEPT = 1.0 - 1.0 / 512.0  # of what was seen, from token to token
+_MIN_SURVIVAL = 0.05  # below it only drafts of the heads are checked
 
 Row = npt.NDArray[np.int32]  # [ceil(V / 32)]
 Spell = Callable[[Sequence[int]], Sequence[str | None]]  # token ids to their texts
@@ -39,13 +40,7 @@ class Candidates:
 
     def first(self, num_drafts: int) -> Candidates:
         """The best ``num_drafts`` of them."""
-        most = slice(num_drafts)
-        return Candidates(
-            self.token_ids[most],
-            self.parents[most],
-            self.survival[most],
-            self.forced[most],
-        )
+        return self.subset(range(1, 1 + min(num_drafts, len(self.parents))))
 
     def subset(self, kept: Sequence[int]) -> Candidates:
         """Only the nodes ``kept``; of each its parent comes before it."""
@@ -98,7 +93,7 @@ def choose(
         below = [] if node is None else children[node]
         known = {drafts.token_ids[child - 1]: child for child in below}
         chances = {t: given[child] / max(given[node or 0], 1e-9) for t, child in known.items()}
-        if survival < _SURE:
+        if survival < _MIN_SURVIVAL:
             return [
                 (token, child, chances[token])
                 for token, child in known.items()
@@ -115,22 +110,22 @@ def choose(
         prior = spelling.chances(few, longest)
         chance = among_few(prior, [chances.get(token, 0.0) for token in few])
         several = [(t, known.get(t), p) for t, p in zip(few, chance, strict=True)]
-        return several, likeliest(few, prior)[0], kind_of(few)
+        return several, few[prior.index(max(prior))], FORCED if len(few) == 1 else LIKELY
 
     def descend(node: int | None, new: int, survival: float, depth: int, run: float) -> None:
         several, forced, kind = options(node, survival)
         for token, child, chance in several:
-            goes_on_run = run >= LEAST and token == forced
-            found.forced.append(kind if goes_on_run else 0)
+            in_run = run >= MIN_RUN_SURVIVAL and token == forced
+            found.forced.append(kind if in_run else 0)
             found.token_ids.append(token)
             found.parents.append(new)
             found.survival.append(survival * min(chance, 1.0))
             place, worth = len(found.parents), found.survival[-1]
-            goes_on = worth >= _SURE or (child is not None and children[child])
-            lowest = max(max_depth, deepest) if goes_on_run else max_depth
-            if depth < lowest and goes_on and grammar.accept_tokens(_NAME, [token]):
+            descends = worth >= _MIN_SURVIVAL or (child is not None and children[child])
+            lowest = max(max_depth, deepest) if in_run else max_depth
+            if depth < lowest and descends and grammar.accept_tokens(_NAME, [token]):
                 if not grammar.is_terminated():
-                    descend(child, place, worth, depth + 1, worth if goes_on_run else 0.0)
+                    descend(child, place, worth, depth + 1, worth if in_run else 0.0)
                 grammar.rollback(1)
 
     if max_depth > 0 and not grammar.is_terminated():
@@ -145,7 +140,7 @@ def few_tokens(mask: npt.NDArray[np.int32], vocab_size: int) -> list[int] | None
     What a backend leaves in the last word behind the vocabulary is no token.
     """
     words = np.flatnonzero(mask)
-    if len(words) > _FEW:
+    if len(words) > _MAX_ALLOWED:
         return None
     tokens: list[int] = []
     for word in words.tolist():
@@ -154,7 +149,7 @@ def few_tokens(mask: npt.NDArray[np.int32], vocab_size: int) -> list[int] | None
             tokens.append(32 * word + (bits & -bits).bit_length() - 1)
             bits &= bits - 1
     tokens = [token for token in tokens if token < vocab_size]
-    return tokens if len(tokens) <= _FEW else None
+    return tokens if len(tokens) <= _MAX_ALLOWED else None
 
 
 def forced_run(
@@ -164,54 +159,24 @@ def forced_run(
     vocab_size: int,
     spelling: Spelling,
     longest: float,
-) -> tuple[Candidates, list[Row]]:
+) -> Candidates:
     """What the grammar all but forces, a chain: drafts that no head is needed for.
 
-    The first of them stands for what could be, however likely it is; its survival tells. With
-    them come the masks of the root and of each draft.
-
-    Args:
-        grammar: of a request, where it is.
-        max_depth: of the chain.
-        mask: int32 [1, ceil(V / 32)], to write into.
-        vocab_size: V.
-        spelling: of its tokens.
-        longest: see `Spelling.chances`.
-
+    The first of them stands for what could be, however likely it is; its survival tells. For the
+    arguments see `choose`.
     """
-    run, row, worth = Candidates([], [], []), mask.numpy()[0], 1.0
-    known: list[Row] = []  # of the root and the nodes
-    while not grammar.is_terminated():
-        grammar.fill_bitmask(mask, 0)
-        depth = len(run.token_ids)
-        known.append(row.copy())
-        few = few_tokens(row, vocab_size) if depth < max_depth and worth >= LEAST else None
-        if not few:
-            break
-        token, chance = likeliest(few, spelling.chances(few, longest))
-        worth *= chance
-        if (depth and worth < LEAST) or not grammar.accept_tokens(_NAME, [token]):
-            break
-        run.token_ids.append(token)
-        run.parents.append(depth)
-        run.survival.append(worth)
-        run.forced.append(kind_of(few))
-    if len(known) <= len(run.token_ids):  # its last token is the end
-        known.append(np.full_like(row, -1))
-    if run.token_ids:
-        grammar.rollback(len(run.token_ids))
-    return run, known
-
-
-def kind_of(few: Sequence[int]) -> int:
-    """What the likeliest of a few tokens is."""
-    return FORCED if len(few) == 1 else LIKELY
-
-
-def likeliest(few: Sequence[int], prior: Sequence[float]) -> tuple[int, float]:
-    """The token of a few that a run goes on with, and its chance."""
-    best = max(prior)
-    return few[prior.index(best)], best
+    if max_depth < 1:
+        return Candidates([], [])
+    none = Candidates([], [], [])
+    found = choose(grammar, none, 1, mask, vocab_size, spelling, longest, max_depth)
+    return found.subset(
+        [
+            node
+            for node, kind in enumerate(found.forced, 1)
+            if kind
+            and (found.parents[node - 1] == 0 or found.survival[node - 1] >= MIN_RUN_SURVIVAL)
+        ]
+    )
 
 
 class Spelling:
@@ -238,7 +203,7 @@ class Spelling:
         """Which of them no other one begins with."""
         if (known := self._known.get(tokens)) is not None:
             return known
-        if len(self._known) >= _KNOWN:
+        if len(self._known) >= _MAX_SPELLINGS:
             self._known.clear()
         texts = [text or "" for text in self._spell(tokens)]  # None: no token has the id
         found = self._known[tokens] = [
@@ -292,3 +257,20 @@ def fill_masks(
 def allows(mask: npt.NDArray[np.int32], token: int) -> bool:
     """Whether a row of a bitmask has a token's bit."""
     return token >= 0 and bool(int(mask[token >> 5]) >> (token & 31) & 1)
+
+
+class Chance:
+    """How often a model takes the longest of the few tokens that a grammar allows; it forgets."""
+
+    def __init__(self) -> None:
+        self._hits, self._seen = 0.85 * 8.0, 8.0  # what is expected at first
+
+    def observe(self, hit: bool) -> None:
+        """Take one more."""
+        self._hits = _CHANCE_KEPT * self._hits + hit
+        self._seen = _CHANCE_KEPT * self._seen + 1.0
+
+    @property
+    def value(self) -> float:
+        """What to expect."""
+        return self._hits / self._seen

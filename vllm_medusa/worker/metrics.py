@@ -3,6 +3,10 @@
 A step accepts a path: the i-th accepted token has depth i, so there are as many positions as the
 tree is deep. vLLM counts one for each draft token, which is one for each node. Draft tokens stay
 what they are, nodes that were verified: that is what they cost.
+
+The scheduler of dynamic trees reports what its steps were like. vLLM sends its own numbers from
+the engine core to the front end as msgpack of the fields it declares, so the report takes the place
+of one of them: a list of whole numbers that nobody reads and that means nothing for trees.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +24,68 @@ from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions, is_medusa
 from vllm_medusa.worker.overrides import override
-from vllm_medusa.worker.report import StepCounters, StepReport
+
+_MARK = -1  # first in the list; vLLM's own begins with a count
+KINDS = ("tree", "prefill", "heads", "plain")
+
+
+@dataclass
+class StepReport:
+    """The steps since the last report, as whole numbers, and what was decided last."""
+
+    tree: int = 0  # steps that verified draft nodes
+    prefill: int = 0  # others that did more than decode
+    heads: int = 0  # others at whose end heads drafted
+    plain: int = 0  # all others
+    requests: int = 0  # of all steps together
+    nodes: int = 0  # verified by all steps together
+    timed: int = 0  # steps that step costs were learned from
+    measured_us: int = 0  # of these
+    expected_us: int = 0  # of these
+    chosen: int = 0  # nodes that the latest step was to verify
+    copied: int = 0  # accepted draft tokens that lookup alone proposed
+    ratio: int = 0  # expected speed with drafts against plain steps, in thousandths
+
+    def add(self, requests: int, nodes: int, *, prefill: bool, drafted: bool) -> None:
+        """Count a step."""
+        kind = "tree" if nodes else "prefill" if prefill else "heads" if drafted else "plain"
+        setattr(self, kind, getattr(self, kind) + 1)
+        self.requests += requests
+        self.nodes += nodes
+
+    def time(self, ms: float, expected: float) -> None:
+        """Take in how long a step took, and how long it was expected to take."""
+        self.timed += 1
+        self.measured_us += round(1e3 * ms)
+        self.expected_us += round(1e3 * expected)
+
+    def put_into(self, stats: SpecDecodingStats) -> None:
+        """Put the report into vLLM's numbers of a step."""
+        stats.num_draft_tokens_per_pos = [_MARK, *astuple(self)]
+
+    @classmethod
+    def of(cls, stats: SpecDecodingStats) -> StepReport | None:
+        """Read what `put_into` put there; None: nothing."""
+        mark, *numbers = stats.num_draft_tokens_per_pos or [0]
+        return cls(*numbers) if mark == _MARK and len(numbers) == len(fields(cls)) else None
+
+
+_METRICS = {  # field of `StepReport` -> name, what it counts, divided by
+    "requests": ("step_requests", "Requests of all steps together.", 1),
+    "nodes": ("nodes", "Draft nodes verified; also of requests that had ended meanwhile.", 1),
+    "copied": ("lookup_accepted_tokens", "Accepted draft tokens that lookup alone proposed.", 1),
+    "timed": ("timed_steps", "Steps that step costs were learned from.", 1),
+    "measured_us": ("measured_ms", "Milliseconds that the timed steps took.", 1e3),
+    "expected_us": ("expected_ms", "Milliseconds that the timed steps should have taken.", 1e3),
+    "chosen": ("budget_nodes", "Draft nodes chosen for the latest step.", 1),
+    "ratio": (
+        "expected_ratio",
+        "Expected speed if all drafted, against plain steps; below 1 steps are plain.",
+        1e3,
+    ),
+}
+_GAUGES = {"chosen", "ratio"}
+_TIMED = {"timed", "measured_us", "expected_us", "ratio"}  # where step costs are learned
 
 
 def install_metrics() -> None:
@@ -40,7 +105,7 @@ def _prometheus(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class TreeCounters:
-    """vLLM's counters with one position for each depth; of dynamic trees, what steps were like."""
+    """vLLM's counters with one position for each depth, and those of a `StepReport`."""
 
     def __init__(
         self,
@@ -51,40 +116,50 @@ class TreeCounters:
         per_engine_labelvalues: dict[int, list[object]],
         **more: Any,
     ) -> None:
-        """Make them.
+        """Register them; the last four arguments are what vLLM gives its own counters.
 
-        Args:
-            logger: says which classes counters are made of.
-            vllm_config: of the engine.
-            speculative_config: this and all that follows is what vLLM gives its own.
-            labelnames: of every counter.
-            per_engine_labelvalues: by the engine's index.
-            **more: whatever else vLLM gives.
-
+        The names of the report's metrics begin with ``vllm:medusa_``.
         """
+        options = EngineOptions.of(vllm_config)
         config = copy.copy(speculative_config)
-        config.num_speculative_tokens = EngineOptions.of(vllm_config).depth
+        config.num_speculative_tokens = options.depth
         stock = type(logger)._spec_decoding_cls
         self._stock = stock(config, labelnames, per_engine_labelvalues, **more)
-        self._steps = None
-        budget = EngineOptions.of(vllm_config).budget
-        if budget is not None:
-            classes = logger._counter_cls, logger._gauge_cls
-            timed = not isinstance(budget, int)
-            self._steps = StepCounters(
-                *classes,
-                labelnames,
-                per_engine_labelvalues,
-                timed=timed,
-                copies=EngineOptions.of(vllm_config).lookup,
-            )
+        self._steps: dict[int, dict[str, Any]] = {}  # by engine and kind
+        self._metrics: dict[int, dict[str, Any]] = {}  # by engine and field
+        if options.budget is None:
+            return
+        steps = logger._counter_cls(
+            name="vllm:medusa_steps",
+            documentation="Steps by kind: tree (verified draft nodes), prefill (did more than "
+            "decode), heads (only drafted), plain.",
+            labelnames=[*labelnames, "kind"],
+        )
+        left_out = set() if options.lookup else {"copied"}
+        left_out |= _TIMED if isinstance(options.budget, int) else set()
+        metrics = {}
+        for field, (name, text, _) in _METRICS.items():
+            if field not in left_out:
+                gauge = {"multiprocess_mode": "mostrecent"} if field in _GAUGES else {}
+                make = logger._gauge_cls if field in _GAUGES else logger._counter_cls
+                metrics[field] = make(
+                    name=f"vllm:medusa_{name}", documentation=text, labelnames=labelnames, **gauge
+                )
+        for engine, values in per_engine_labelvalues.items():
+            self._steps[engine] = {kind: steps.labels(*values, kind) for kind in KINDS}
+            self._metrics[engine] = {field: m.labels(*values) for field, m in metrics.items()}
 
     def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         """Count a step."""
         self._stock.observe(spec_decoding_stats, engine_idx)
         report = StepReport.of(spec_decoding_stats)
-        if report is not None and self._steps is not None:
-            self._steps.observe(report, engine_idx)
+        if report is None or not self._steps:
+            return
+        for kind, metric in self._steps[engine_idx].items():
+            metric.inc(getattr(report, kind))
+        for field, metric in self._metrics[engine_idx].items():
+            value = getattr(report, field) / _METRICS[field][2]
+            metric.set(value) if field in _GAUGES else metric.inc(value)
 
 
 def _logging(original: Callable[..., None]) -> Callable[..., None]:

@@ -8,12 +8,13 @@ plugin is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, TreeConfig
+from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, resolve_tree
 from vllm_medusa.heads import HeadsError, HeadsInfo, match_target, peek_heads
 from vllm_medusa.heads.checkpoint import require_fit
 from vllm_medusa.plugin import version_problem
@@ -32,7 +33,7 @@ CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
 V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
 V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
 SCHEDULER = "vllm_medusa.worker.scheduler.TreeScheduler"
-ASYNC_SCHEDULER = "vllm_medusa.worker.async_scheduler.TreeAsyncScheduler"
+ASYNC_SCHEDULER = "vllm_medusa.worker.scheduler.TreeAsyncScheduler"
 EITHER_SCHEDULER = "vllm_medusa.worker.scheduler.tree_scheduler"
 _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the target's weights
 
@@ -156,21 +157,30 @@ def prepare(
             parallel_config,
             has_budget=options.budget is not None,
         )
-    asked = engine_args.speculative_config
-    flags = engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens
-    engine_args.speculative_config = {
+    asked = {
         "method": "custom_class",
         "model": DRAFTER,
         "num_speculative_tokens": options.tree.num_draft_tokens,
     }
-    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
+    with asking_for(engine_args, asked):
+        speculative = original(engine_args, model_config, parallel_config)
+    speculative.medusa_acceptance = acceptance
+    return speculative
+
+
+@contextmanager
+def asking_for(engine_args: Any, speculative_config: dict[str, Any]) -> Iterator[None]:
+    """Let vLLM see another speculative config than the user's."""
+    names = "speculative_config", "spec_method", "spec_model", "spec_tokens"
+    asked = {name: getattr(engine_args, name) for name in names}
+    new: dict[str, Any] = dict.fromkeys(names) | {"speculative_config": speculative_config}
     try:
-        config = original(engine_args, model_config, parallel_config)
-        config.medusa_acceptance = acceptance
-        return config
+        for name, value in new.items():
+            setattr(engine_args, name, value)
+        yield
     finally:
-        engine_args.speculative_config = asked
-        engine_args.spec_method, engine_args.spec_model, engine_args.spec_tokens = flags
+        for name, value in asked.items():
+            setattr(engine_args, name, value)
 
 
 def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
@@ -208,7 +218,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
             taus=info.taus,
             lookup=config.lookup,
         )
-    tree = TreeConfig.resolve(
+    tree = resolve_tree(
         config.tree,
         heads_default=info.tree,
         num_heads=info.num_heads,

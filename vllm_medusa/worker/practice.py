@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,11 +22,10 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_medusa.budget.choose import NodeBudget
-from vllm_medusa.budget.outlook import Outlook
-from vllm_medusa.budget.store import save_cost
+from vllm_medusa.budget.acceptance import Acceptance, Drafted, Nodes
+from vllm_medusa.budget.policy import Auto, best
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.grammar_scheduler import Offer
+from vllm_medusa.worker.drafts import Draft
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.scheduler import TreeScheduler
 
@@ -52,46 +51,52 @@ _PLAN = (
 _FEW, _TURNS = 2, 3  # so few requests, whose steps differ least by their nodes, are timed thrice
 
 
-class _Script(NodeBudget):
+class _Script(Auto):
     """Verifies as many nodes as it is told, and learns the times."""
 
     nodes = 0  # of each request, in the next step
     learns = False
 
-    def choose(self, gain: Any, requests: int, free_rows: int) -> int:
-        return min(self.nodes * requests, len(gain) - 1, free_rows)
+    def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
+        return min(self.nodes, self.max_drafts)
 
-    def draft_next(self, requests: int, free_rows: int, unused: float = 0.0) -> int:
-        return min(self.nodes, self.max_per_request)
+    def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
+        nodes = Nodes.of(drafts)
+        return best(nodes, nodes.survival, min(self.nodes * requests, room))
 
-    def observe(self, rows: int, requests: int, heads: float, ms: float) -> None:
+    def observe(
+        self, rows: int, requests: int, heads: float, ms: float, tokens: float = 0.0
+    ) -> None:
         if self.learns:
             self.cost.observe(rows, requests, heads, ms)
 
 
 class _Practice(TreeScheduler):
-    """The scheduler with a script for its budget; keeps nothing."""
+    """The scheduler with a script for its policy; keeps nothing."""
 
-    budget: _Script
+    policy: _Script
 
-    def _learned(self) -> NodeBudget:
-        cost, _ = self.known_costs()
-        cost.doubt_all()
-        return _Script(cost, Outlook(), self._most, self._num_heads)
+    def new_policy(self) -> _Script:
+        cost, problem = self.costs.load()
+        if problem:
+            compat.logger.info("Step costs are measured anew: %s", problem)
+        self.known_steps = cost.steps
+        return _Script(cost, Acceptance(), self.max_drafts, self.options.tree.max_depth)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Where no heads draft, the drafts are made up as well: chains of any token."""
-        if self._num_heads:
+        if self.options.tree.max_depth:
             super().update_draft_token_ids(draft_token_ids)
             return
-        req_ids, nodes = draft_token_ids.req_ids, self.budget.nodes
-        nodes = min(nodes, self._next_rows()[0] // max(len(self.running), 1))
-        tokens, parents = [0] * nodes, list(range(nodes))
-        for req_id in req_ids:
-            self._offers[req_id] = Offer(tokens, parents, constrained=False)
-        self.offer(req_ids, [tokens] * len(req_ids), {})
+        nodes = min(self.policy.nodes, self._room() // max(len(self.running), 1))
+        for request in map(self.requests.get, draft_token_ids.req_ids):
+            if request is not None and not request.is_prefill_chunk:
+                draft = Draft([], request=request, token_ids=[0] * nodes)
+                draft.parents = list(range(nodes))
+                self.pending[request.request_id] = draft
+                request.spec_token_ids = draft.token_ids
 
-    def _keep_costs(self) -> None:
+    def save_costs(self, min_seconds: float) -> None:
         pass
 
 
@@ -105,10 +110,8 @@ def measure_step_costs(worker: Any) -> None:
         return
     config = _own_config(worker)
     scheduler = _scheduler(worker, config)
-    known, problem = scheduler.known_costs()
-    seconds = SECONDS if _agreed(not known.steps) else AGAIN * SECONDS
-    if problem:
-        compat.logger.info("Step costs are measured anew: %s", problem)
+    known_steps = scheduler.known_steps
+    seconds = SECONDS if _agreed(not known_steps) else AGAIN * SECONDS
     _run(worker, scheduler, 1, (), math.inf)
     begun = time.perf_counter()
     plan = [run for run in _PLAN if run[0] <= scheduler.max_num_running_reqs]
@@ -116,17 +119,17 @@ def measure_step_costs(worker: Any) -> None:
     for requests, nodes in [(1, _WARM_UP), *plan]:
         if not _run(worker, scheduler, requests, nodes, begun + seconds):
             break
-    cost = scheduler.budget.cost
+    cost = scheduler.policy.cost
     if not cost.steps or get_tp_group().rank_in_group:
         return
     compat.logger.info(
         "Medusa timed %d steps in %.1f s: one row takes %.1f ms, eight of a request %.1f ms.",
-        cost.steps - known.steps,
+        cost.steps - known_steps,
         time.perf_counter() - begun,
         cost.ms(1, 1, 0.0),
         cost.ms(8, 1, 1.0),
     )
-    if problem := save_cost(scheduler.costs_at, scheduler.costs_of, cost, f"{os.getpid()}.part"):
+    if problem := scheduler.costs.save(cost):
         compat.logger.warning("Step costs are not kept: %s", problem)
 
 
@@ -164,7 +167,7 @@ def _run(
     worker: Any, scheduler: _Practice, requests: int, nodes: tuple[int, ...], end: float
 ) -> bool:
     """Step so many requests as often as there are ``nodes``; False if the time is over."""
-    script = scheduler.budget
+    script = scheduler.policy
     names = [f"medusa-practice-{index}" for index in range(requests)]
     most = scheduler.max_model_len - len(_PROMPT)
     if most < 1:

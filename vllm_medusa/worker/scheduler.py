@@ -1,12 +1,13 @@
-"""vLLM's scheduler with a budget of draft nodes: how many a step verifies, and for whom.
+"""vLLM's scheduler with draft trees: its hooks, and the parts that they ask.
 
-The decision is made here, once for all ranks, when the drafts of a step have come in and before
-the next step is scheduled: the requests' survivals say what their nodes are worth, the measured
-cost of steps what they take. Cuts of a tree are prefixes, so a share is a count.
+How many nodes a step verifies, and for which requests, is decided here, once for all ranks, when
+the drafts of a step have come in and before the next step is scheduled. Cuts of a tree are
+prefixes, so a share is a count. Whether the heads run at all is decided one step earlier, with the
+number of draft tokens that vLLM's scheduler passes on with every step.
 
-Whether the heads run at all is said one step earlier, by the number of draft tokens that vLLM's
-scheduler passes on with every step (`dynamic_sd_lookup`, made for counts that depend on the batch
-size; any object that can be indexed will do).
+Where vLLM schedules a step ahead, drafts stay on the device and can't be cut to the best: every
+request that decodes gets the same number, fixed together with the step at whose end they are
+drafted. What they were worth comes with the output of the step that verified them.
 """
 
 from __future__ import annotations
@@ -15,350 +16,316 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from vllm import envs
 from vllm.platforms import current_platform
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics, SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_medusa.budget.choose import NodeBudget
-from vllm_medusa.budget.cost import Floats, StepCost
-from vllm_medusa.budget.outlook import Outlook
-from vllm_medusa.budget.store import cost_path, load_cost, save_cost
+from vllm_medusa.budget.acceptance import USUAL_TAUS, Acceptance
+from vllm_medusa.budget.policy import Auto, Fixed
+from vllm_medusa.budget.store import CostStore
 from vllm_medusa.plugin import installed_vllm
 from vllm_medusa.tree.drafts import FROM_LOOKUP
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.compat import uses_v2_runner
-from vllm_medusa.worker.grammar_scheduler import GrammarAsyncScheduler, GrammarScheduler
+from vllm_medusa.worker.clock import PipelinedClock, Step, StepClock
+from vllm_medusa.worker.drafts import Draft, survival_of
+from vllm_medusa.worker.grammar_drafts import GrammarDrafts
+from vllm_medusa.worker.metrics import StepReport
 from vllm_medusa.worker.options import EngineOptions, absolute
-from vllm_medusa.worker.report import StepReport
-from vllm_medusa.worker.requests import GREEDY_BELOW, follows_grammar
 
-_KEEP_EVERY = 60.0  # seconds, while it serves
-_KEEP_IDLE = 10.0  # seconds, when there is nothing to do: nobody says when an engine ends
-_WORTH_KEEPING = 50  # steps
-_LOG_EVERY = 1e4  # ms of decoding
-_PREFILL_STEPS = 32  # of which share has a prefill
-_TURNS = 4  # steps from one request whose forced run is looked at to the next
-_TOGETHER = 4  # requests' steps whose acceptance is learned at once, since thinking takes time
+_SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # nobody says when an engine ends
+_SAVE_STEPS = 50  # new ones that are worth writing
+_PREFILL_STEPS = 32  # that the share of prefills is a mean of
+_FORCED_EVERY = 4  # steps: what grammars force is looked for this often where it doesn't pay
 
 
-def worth_of(log_survival: npt.NDArray[np.float32]) -> list[list[float]]:
-    """The survivals of each request's drafts, [B, K], that can survive at all; they come first."""
-    return [np.exp(row[np.isfinite(row)]).tolist() for row in log_survival]
-
-
-@dataclass
-class Step:
-    """A step in flight."""
-
-    started: float  # seconds
-    rows: int
-    requests: int
-    limit: int  # nodes that are drafted for a request at most, at its end; 0: no head runs
-    prefill: bool  # it does more than decode
-    nodes: dict[str, int]  # request -> drafts verified
-
-
-class _Fate(NamedTuple):
-    """What became of a request's drafts."""
-
-    survival: Sequence[float]  # of all that was drafted
-    kind: int
-    verified: int
-    accepted: int
-    of_copies: int  # how many of these were copied
-    proposed_by: list[int] | None
-
-
-@dataclass
-class _Seen:
-    """What the log says of the decoding steps since the last time."""
-
-    steps: int = 0
-    requests: int = 0
-    nodes: int = 0
-    ms: float = 0.0
-    predicted: float = 0.0  # ms
-    accepted: int = 0
-
-    def add(self, step: Step, ms: float, predicted: float) -> None:
-        self.steps += 1
-        self.requests += step.requests
-        self.nodes += sum(step.nodes.values())
-        self.ms += ms
-        self.predicted += float(predicted)
-
-    @property
-    def enough(self) -> bool:
-        """Whether to say it: after so much decoding, however long nothing was to do meanwhile."""
-        return self.ms > _LOG_EVERY
-
-    def __str__(self) -> str:
-        return (
-            f"Medusa: {self.nodes / self.steps:.1f} draft nodes a step for "
-            f"{self.requests / self.steps:.1f} requests, {self.accepted / self.requests:.2f} "
-            f"accepted by each; a step took {self.ms / self.steps:.1f} ms "
-            f"({self.predicted / self.steps:.1f} expected), {self.steps} steps."
-        )
-
-
-class TreeScheduler(GrammarScheduler, Scheduler):
+class TreeScheduler(Scheduler):
     """Schedules as vLLM does, with the drafts that are worth their time."""
 
-    outlook: type[Outlook] = Outlook  # what is expected of drafts
-    decides: type[NodeBudget] = NodeBudget
+    ahead = False  # a step is scheduled before the output of the last is there
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = EngineOptions.of(self.vllm_config)
-        self._most = options.tree.num_draft_tokens  # of a request
-        self._num_heads = options.tree.max_depth
-        self._even = False  # copies come with no more drafts than are said beforehand
-        self._copies = options.lookup
-        self._forced = False  # drafts that wait, or were looked at, were forced by grammars alone
-        self._turn = 0  # of the requests whose runs are looked at where they don't pay
-        self._looked = options.lookup  # for drafts that no head is needed for, in the last step
-        self._max_rows = options.max_rows
-        # what step costs are of, and where they are kept
-        self.costs_of = costs_of(self.vllm_config) | {"rows": str(self.most_rows())}
-        self.costs_at = cost_path(Path(envs.VLLM_CACHE_ROOT) / "medusa", self.costs_of)
-        self._kept_at, self._kept_steps = time.perf_counter(), 0
-        fixed = isinstance(options.budget, int)
-        self.budget = None if fixed else self._learned()
+        self.options = options = EngineOptions.of(self.vllm_config)
+        tree, on_v2 = options.tree, compat.uses_v2_runner(self.vllm_config.parallel_config)
+        self.max_drafts = tree.num_draft_tokens  # of a request
+        self.pending: dict[str, Draft] = {}
+        self.clock = PipelinedClock() if self.ahead else StepClock()
+        depth = min(options.depth, tree.max_depth)  # without lookup
+        # V1 steps take trees of any depth
+        run_depth = depth if on_v2 or options.budget is None else self.max_drafts
+        self.grammar = GrammarDrafts(
+            self.structured_output_manager,
+            self.vllm_config.model_config.get_vocab_size(),
+            self.max_model_len,
+            depth,
+            run_depth,
+        )
         # runs that grammars force are drafted in steps without heads too
-        self._forces = not fixed and not uses_v2_runner(self.vllm_config.parallel_config)
-        self.dynamic_sd_lookup = _Counts(self)  # type: ignore[assignment]
-        self._seen = _Seen()
+        self.drafts_forced = not on_v2 and not isinstance(options.budget, int | None)
+        key = cost_key(self.vllm_config) | {"rows": str(self.max_step_rows())}
+        self.costs = CostStore(Path(envs.VLLM_CACHE_ROOT) / "medusa", key, self.max_step_rows())
+        self.policy = self.new_policy()
+        if self.policy is not None:  # vLLM then asks for drafts of no request by itself
+            self.dynamic_sd_lookup = [0] * (1 + self.max_num_running_reqs)
         self._report = StepReport()
-        self._step: Step | None = None
-        self._last: Step | None = None  # whose time ends when the next one starts
-        self._survival: dict[str, list[float]] = {}  # of drafts that wait to be verified
-        self._proposed_by: dict[str, list[int]] = {}  # see `lookup.merge`, of those with copies
-        self._told_drafts: dict[str, list[int]] = {}  # where the scheduler has placeholders
-        self._of_copies: dict[str, int] = {}  # accepted drafts of the step that were copied
-        self._drafted = self._most  # `Step.limit` when they were drafted
-        self._fates: list[_Fate] = []  # of the last steps' drafts, not learned yet
-        # their limit, whether copies were looked for, and whether any draft was verified
-        self._fates_of = (0, False, False)
-        self._kinds: list[int] = []  # of the running requests
-        self._blocked = False  # requests wait although there were rows for them
-        self.prefills = 0.0  # how often, of late, a step had one
+        # nodes that heads could draft at the end of the step whose output came last; None: all
+        self._limit_of_last: int | None = None
+        self._prefills = 0.0  # share of recent steps with a prefill
+        self._requests_wait = False  # although there were rows for them
+        self._has_sessions = False  # there was a request that takes more input later
+        self._forced_turn = 0
+
+    def new_policy(self) -> Auto | Fixed | None:
+        """Who decides how many nodes; None: trees are static, and vLLM cuts them."""
+        options = self.options
+        if options.budget is None:
+            return None
+        if isinstance(options.budget, int):
+            return Fixed(self.max_drafts)
+        cost, problem = self.costs.load()
+        if problem:
+            compat.logger.info("Step costs are measured anew: %s", problem)
+        acceptance = Acceptance(options.taus or USUAL_TAUS)
+        num_heads = options.tree.max_depth
+        return Auto(cost, acceptance, self.max_drafts, num_heads, even=self.ahead)
+
+    def add_request(self, request: Request) -> None:
+        """Take in a request; its accepted drafts are counted by depth, as steps accept paths."""
+        self._has_sessions |= request.resumable
+        super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            runs = self.grammar.run_depth if request.use_structured_output else 0
+            depth = max(self.options.depth, runs)
+            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(depth)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Schedule a step, and take its time from the start of one step to that of the next."""
-        now = time.perf_counter()
-        if self._last is not None:
-            self._learn_cost(self._last, 1e3 * (now - self._last.started))
-            self._last = None
-            self._keep_costs_at_times(now)
-        self.spent.begin()
-        output = super().schedule(*args, **kwargs)
+        """Schedule a step; the workers are told the topologies that they can't know."""
+        self._learn_time(self.clock.begin())
+        if self._has_sessions:  # more input follows what a step accepted, stop token or not
+            for request in self.running:
+                if request.resumable:
+                    request.spec_token_ids = []
+        started = time.perf_counter()
+        output: Any = super().schedule(*args, **kwargs)
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-        self._blocked = bool(self.waiting) and (
-            output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
-        )
         nodes = {req_id: len(tokens) for req_id, tokens in drafts.items()}
-        self._step = Step(
-            started=now,
-            rows=output.total_num_scheduled_tokens,
-            requests=len(scheduled),
-            limit=output.num_spec_tokens_to_schedule,
-            prefill=any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items()),
-            nodes=nodes,
-        )
-        self.prefills += (self._step.prefill - self.prefills) / _PREFILL_STEPS
-        return output
+        prefill = any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items())
+        self._prefills += (prefill - self._prefills) / _PREFILL_STEPS
+        rows = output.total_num_scheduled_tokens
+        self._requests_wait = bool(self.waiting) and rows < self.max_num_scheduled_tokens
+        if self.policy is not None and not self.ahead:
+            output.num_spec_tokens_to_schedule = self._limit(len(scheduled)) if scheduled else 0
+        limit = output.num_spec_tokens_to_schedule
+        self.clock.start(Step(started, rows, len(scheduled), limit, prefill, nodes))
+        trees = {
+            req_id: draft.parents[: len(tokens)]
+            for req_id, tokens in drafts.items()
+            if (draft := self._draft_of(req_id)) is not None
+            and draft.parents is not None
+            and draft.token_ids[: len(tokens)] == tokens  # else placeholders of vLLM's
+        }
+        if trees:
+            output.tree_parents = trees
+        return output  # type: ignore[no-any-return]
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Cut the drafts that came in to what the next step verifies."""
+        if not any(draft_token_ids.draft_token_ids) and not self._needs_no_heads(draft_token_ids):
+            for request in map(self.requests.get, draft_token_ids.req_ids):
+                if request is not None and request.spec_token_ids:
+                    request.spec_token_ids = []
+            self._report.chosen = 0
+            if isinstance(self.policy, Auto) and self._looks_for_copies:
+                self.policy.acceptance.no_copies(len(draft_token_ids.req_ids))
+            return
+        drafts = self._received(draft_token_ids)
+        counts = [len(draft.token_ids) for draft in drafts.values()]
+        if any(counts) and self.policy is not None:
+            counts = self.policy.counts([*drafts.values()], len(self.running), self._room())
+        self._report.chosen = sum(counts)
+        for draft, count in zip(drafts.values(), counts, strict=True):
+            draft.request.spec_token_ids = draft.token_ids[:count]
+        self.pending |= drafts
+        if len(self.pending) > len(self.requests):
+            self.pending = {
+                name: draft for name, draft in self.pending.items() if self._draft_of(name)
+            }
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Take the drafts that a step scheduled ahead verifies already; masks tell what counts."""
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)
+        scheduled, parents = scheduler_output.scheduled_spec_decode_tokens, {}
+        for req_id, candidates in getattr(draft_token_ids, "candidates", {}).items():
+            request, count = self.requests.get(req_id), len(scheduled.get(req_id, ()))
+            if not count or request is None or not request.use_structured_output:
+                continue
+            draft, scheduled[req_id] = self.grammar.scheduled(request, candidates, count)
+            parents[req_id] = draft.parents
+            scheduler_output.num_invalid_spec_tokens[req_id] = count - len(draft.token_ids)
+            self.pending[req_id] = draft
+        extended: Any = scheduler_output
+        extended.tree_parents = parents
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Each node's mask is the grammar's state after its own path."""
+        return self.grammar.bitmask(scheduler_output, self.pending, super().get_grammar_bitmask)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
-        """Learn what was accepted; the rest is vLLM's."""
-        step, self._step = self._step, None
-        self._of_copies = {}
-        if step is not None and step.requests:
+        """Learn from a step; the rest is vLLM's."""
+        step = self.clock.output()
+        if step is not None and step.requests:  # vLLM makes its numbers of the step with the rest
+            drafted = step.limit > 0 and self.options.tree.max_depth > 0
             nodes = sum(step.nodes.values())
-            drafted = step.limit > 0 and self._num_heads > 0
             self._report.add(step.requests, nodes, prefill=step.prefill, drafted=drafted)
-            if self._proposed_by and nodes:
-                self._report.copied += self._accepted_copies(scheduler_output, model_runner_output)
-        if step is not None and self._survival and self.budget is not None:
-            began = time.perf_counter()
-            self._learn_acceptance(self.budget, step, model_runner_output)
-            if self._forced:
-                self.spent.on_forcing(0, time.perf_counter() - began)
+            step.tokens = sum(map(len, model_runner_output.sampled_token_ids))
+        self._learn_drafts(scheduler_output, model_runner_output)
         result = super().update_from_output(scheduler_output, model_runner_output)
         if step is not None and step.requests:
-            self._drafted = step.limit
-            self._ended(step)
-        if not self.has_unfinished_requests():
-            self._keep_costs_at_times(time.perf_counter(), _KEEP_IDLE)
+            self._limit_of_last = step.limit if step.limit < self.max_drafts else None
+            more = self.has_unfinished_requests()
+            self._learn_time(self.clock.end(step, more=more))
+            self.save_costs(_SAVE_SECONDS if more else _SAVE_IDLE_SECONDS)
         return result
-
-    def _ended(self, step: Step) -> None:
-        """Time a step whose output came."""
-        if self.has_unfinished_requests():
-            self._last = step  # the next one follows at once
-        else:
-            self._learn_cost(step, 1e3 * (time.perf_counter() - step.started))
 
     def make_stats(
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> SchedulerStats | None:
         """Add what the steps were like to vLLM's numbers, for the front end's metrics."""
-        if self.log_stats:
+        if self.log_stats and self.policy is not None:
             spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
-            if self.budget is not None:
-                self._report.ratio = round(1e3 * self.budget.expected_ratio)
+            if isinstance(self.policy, Auto):
+                self._report.ratio = round(1e3 * self.policy.expected_ratio)
             self._report.put_into(spec_decoding_stats)
             self._report = StepReport()
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
 
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Cut the drafts to what the next step verifies."""
-        req_ids, drafts = draft_token_ids.req_ids, draft_token_ids.draft_token_ids
-        survival = getattr(draft_token_ids, "survival", None) or [[] for _ in drafts]
-        began, self._forced = time.perf_counter(), False
-        free, has_prefill = self._next_rows()
-        chosen = self.choose(draft_token_ids)
-        unknown: set[str] = set()
-        self._looked = self._copies
-        if self._forces:
-            unknown = self._force(draft_token_ids, chosen, room=free > 0 and not has_prefill)
-        if chosen:
-            places = [index for index, req_id in enumerate(req_ids) if req_id in chosen]
-            drafts, survival = list(drafts), list(survival)
-            for index in places:
-                own = chosen[req_ids[index]]
-                drafts[index], survival[index] = own.token_ids, own.survival
-        self._proposed_by = dict(getattr(draft_token_ids, "proposed_by", None) or {})
-        self._proposed_by |= {req_id: own.forced for req_id, own in chosen.items() if own.forced}
-        if any(drafts):
-            worth: Sequence[Sequence[float] | Floats] = survival
-            total = free
-            if self.budget is not None and has_prefill:
-                total = 0  # rows cost what arithmetic costs then, which drafts rarely earn
-            elif self.budget is not None:
-                outlook, sizes = self.budget.outlook, [len(values) for values in survival]
-                kinds = np.repeat([self._kind(req_id) for req_id in req_ids], sizes)
-                values = np.concatenate(survival)
-                copied = None
-                if self._proposed_by:
-                    by = [
-                        self._proposed_by.get(r, [0] * n)
-                        for r, n in zip(req_ids, sizes, strict=True)
-                    ]
-                    copied = np.concatenate(by) > 0
-                gain = outlook.gain_of(values, kinds, copied)
-                total = self.budget.choose(gain, len(self.running), free)
-                if np.count_nonzero(sizes) > 1:  # of one request, the best are the first
-                    believed = outlook.corrected(values, kinds, copied)
-                    worth = np.split(believed, np.cumsum(sizes)[:-1])
-            counts = share(worth, total)
-            drafts = [tokens[:n] for tokens, n in zip(drafts, counts, strict=True)]
-        self._report.chosen = sum(map(len, drafts))
-        self._survival = {
-            req_id: values
-            for req_id, values in zip(req_ids, survival, strict=True)
-            if req_id not in unknown
-        }
-        self.offer(req_ids, drafts, chosen)
-        if self._forced:
-            copying = self.budget is not None and self.budget.copying
-            requests = len(chosen) if copying else 0
-            self.spent.on_forcing(requests, time.perf_counter() - began)
-
-    def _force(
-        self, draft_token_ids: DraftTokenIds, chosen: dict[str, Any], *, room: bool
-    ) -> set[str]:
-        """Add what grammars force to ``chosen`` if no head drafted; which were left out.
-
-        Where such runs don't pay, a request now and then tells what they would bring.
-        """
-        assert self.budget is not None
-        follow = [
-            req_id
-            for req_id in draft_token_ids.req_ids
-            if (request := self.requests.get(req_id)) is not None and request.use_structured_output
-        ]
-        if not follow:
-            self._looked |= self.budget.outlook.copies
-            return set()
-        if chosen:
-            self._looked = True
-            return set(follow) - set(chosen)
-        asked: list[str] = []
-        if room and self.budget.copying:
-            asked = follow
-        elif room:
-            self._turn += 1
-            asked = [follow[self._turn // _TURNS % len(follow)]] if self._turn % _TURNS == 0 else []
-        chosen |= self.force(asked)
-        self._looked |= bool(asked)
-        self._forced = bool(asked)
-        return set(follow) - set(asked)
-
     def shutdown(self) -> None:
         """Keep what was learned; the rest is vLLM's."""
-        self._keep_costs()
+        self.save_costs(0.0)
         super().shutdown()
 
-    def most_rows(self) -> int:
+    def save_costs(self, min_seconds: float) -> None:
+        """Write step costs, if the last time was that long ago."""
+        if isinstance(self.policy, Auto):
+            problem = self.costs.save(self.policy.cost, _SAVE_STEPS, min_seconds)
+            if problem:
+                compat.logger.warning_once("Step costs are not kept: %s", problem)
+
+    def max_step_rows(self) -> int:
         """Rows that a decoding step can have."""
-        most = self.scheduler_config.max_num_seqs * (1 + self._most)
+        most = self.scheduler_config.max_num_seqs * (1 + self.max_drafts)
         return min(self.max_num_scheduled_tokens, most)
 
-    def known_costs(self) -> tuple[StepCost, str]:
-        """What earlier engines of the kind have learned, or nothing yet and the reason."""
-        return load_cost(self.costs_at, self.costs_of, self.most_rows())
+    def _limit(self, requests: int) -> int:
+        """Nodes to draft for each of so many requests at most."""
+        assert self.policy is not None
+        room = self.max_num_scheduled_tokens - requests
+        if self.options.max_rows is not None:
+            room = min(room, self.options.max_rows - requests)
+        return self.policy.limit(requests, room, self._prefills)
 
-    def _learned(self) -> NodeBudget:
-        cost, problem = self.known_costs()
-        if problem:
-            compat.logger.info("Step costs are measured anew: %s", problem)
-        self._kept_steps = cost.steps
-        taus = EngineOptions.of(self.vllm_config).taus
-        outlook = self.outlook(taus) if taus else self.outlook()
-        return self.decides(cost, outlook, self._most, self._num_heads)
+    def _draft_of(self, req_id: str) -> Draft | None:
+        """What waits for a request; a name may be another's by now."""
+        draft = self.pending.get(req_id)
+        if draft is None or draft.request is not self.requests.get(req_id):
+            return None
+        return draft
 
-    def _keep_costs_at_times(self, now: float, every: float = _KEEP_EVERY) -> None:
-        if now - self._kept_at > every:
-            self._keep_costs()
+    @property
+    def _looks_for_copies(self) -> bool:
+        """Whether a request without copied drafts tells something."""
+        return isinstance(self.policy, Auto) and (
+            self.options.lookup or self.policy.acceptance.copies
+        )
 
-    def _keep_costs(self) -> None:
-        """Write the costs down, if there is anything new."""
-        if self.budget is None or self.budget.cost.steps - self._kept_steps < _WORTH_KEEPING:
-            return
-        self._kept_at, self._kept_steps = time.perf_counter(), self.budget.cost.steps
-        tag = f"{os.getpid()}.part"
-        if problem := save_cost(self.costs_at, self.costs_of, self.budget.cost, tag):
-            compat.logger.warning_once("Step costs are not kept: %s", problem)
+    def _needs_no_heads(self, message: DraftTokenIds) -> bool:
+        """Whether there can be drafts although no head drafted."""
+        if getattr(message, "candidates", None):
+            return True
+        return self.drafts_forced and any(r.use_structured_output for r in self.running)
 
-    def _next_rows(self) -> tuple[int, bool]:
-        """Rows of the next step that no request has a use for, and whether it has a prefill."""
-        admits = len(self.running) < self.max_num_running_reqs and not self._blocked
-        coming = itertools.chain(self.running, self.waiting if admits else ())
-        most, taken, has_prefill = self.max_num_scheduled_tokens, 0, False
-        for request in coming:
+    def _received(self, message: DraftTokenIds) -> dict[str, Draft]:
+        """The drafts of a message, of requests that can use them, with what grammars allow."""
+        survival = getattr(message, "survival", None) or itertools.repeat(())
+        sources = getattr(message, "proposed_by", {})
+        candidates = getattr(message, "candidates", {})
+        copies = self._looks_for_copies
+        found: dict[str, Draft] = {}
+        forced_for = self._forced_for(message, candidates)
+        for req_id, tokens, values in zip(
+            message.req_ids, message.draft_token_ids, survival, strict=False
+        ):
+            request = self.requests.get(req_id)
+            if request is None or request.is_finished():
+                continue
+            if request.is_prefill_chunk:
+                request.spec_token_ids = []
+                continue
+            if req_id in candidates:
+                draft: Draft | None
+                draft = self.grammar.chosen(request, candidates[req_id], self.max_drafts)
+            elif request.use_structured_output and self.drafts_forced:
+                draft = self.grammar.forced(request) if req_id in forced_for else None
+                if draft is None:
+                    request.spec_token_ids = []
+                    continue  # what could have been drafted is unknown
+            else:
+                draft = Draft(values, request=request, token_ids=tokens)
+                draft.copied = sources.get(req_id, [0] * len(values) if copies else None)
+            draft.limit = self._limit_of_last
+            found[req_id] = draft
+        return found
+
+    def _forced_for(self, message: DraftTokenIds, candidates: Any) -> Iterable[str]:
+        """For whom to look for what grammars force: if no head drafted, and it is likely to pay.
+
+        Where it doesn't pay, a request now and then tells what it would bring.
+        """
+        if not self.drafts_forced or candidates or not isinstance(self.policy, Auto):
+            return ()
+        followers = [
+            name
+            for name in message.req_ids
+            if (request := self.requests.get(name)) is not None and request.use_structured_output
+        ]
+        if not followers or not self._room():
+            return ()
+        if self.policy.forced_pay:
+            return set(followers)
+        self._forced_turn += 1
+        turn, rest = divmod(self._forced_turn, _FORCED_EVERY)
+        return () if rest else (followers[turn % len(followers)],)
+
+    def _room(self) -> int:
+        """Rows of the next step that are left for drafts by what requests need."""
+        admits = len(self.running) < self.max_num_running_reqs and not self._requests_wait
+        left, has_prefill = self.max_num_scheduled_tokens, False
+        for request in itertools.chain(self.running, self.waiting if admits else ()):
             rows = max(1, request.num_tokens - request.num_computed_tokens)
             has_prefill |= rows > 1
-            taken += rows
-            if taken >= most:
-                return 0, has_prefill
-        free = min(most - taken, self._free_slots())
-        if self._max_rows is not None:
-            free = min(free, self._max_rows - len(self.running))
-        return max(0, free), has_prefill
+            left -= rows
+            if left <= 0:
+                return 0
+        if has_prefill and isinstance(self.policy, Auto):
+            return 0  # rows cost what arithmetic costs then, which drafts rarely earn
+        if self.options.max_rows is not None:
+            left = min(left, self.options.max_rows - len(self.running))
+        return max(0, min(left, self._free_slots()))
 
     def _free_slots(self) -> int:
         """KV slots that drafts can have without a running request being preempted for them.
@@ -370,117 +337,102 @@ class TreeScheduler(GrammarScheduler, Scheduler):
         blocks = self.kv_cache_manager.block_pool.get_num_free_blocks() // groups
         return max(0, blocks - 2 * len(self.running)) * self.block_size
 
-    def _learn_cost(self, step: Step, ms: float) -> None:
-        if self.budget is None or step.prefill:
+    def _learn_time(self, ended: tuple[Step, float] | None) -> None:
+        if ended is None or not isinstance(self.policy, Auto) or ended[0].prefill:
             return
-        heads = self.budget.share_of(step.limit)
+        step, ms = ended
+        heads = float(self.policy.share_of(step.limit))
         if self.log_stats:
-            expected = self.budget.cost.ms(step.rows, step.requests, heads)
-            self._report.time(ms, expected)
-            self._seen.add(step, ms, expected)
-            if self._seen.enough:
-                compat.logger.info("%s", self._seen)
-                self._seen = _Seen()
-        self.budget.observe(step.rows, step.requests, heads, ms - 1e3 * self.spent.seconds)
+            self._report.time(ms, float(self.policy.cost.ms(step.rows, step.requests, heads)))
+        self.policy.observe(step.rows, step.requests, heads, ms, step.tokens)
 
-    def expect_kinds(self, budget: NodeBudget) -> None:
-        """Tell the budget what kinds of requests run: drafts of some are worth more."""
-        kinds = [self._kind(request.request_id) for request in self.running]
-        follow = sum(kind > 1 for kind in kinds)
-        budget.surcharge = self.spent.surcharge(follow / max(len(kinds), 1))
-        if kinds != self._kinds:
-            self._kinds = kinds
-            budget.expect(kinds)
-
-    def _kind(self, req_id: str) -> int:
-        """Of a request, see `Outlook`: greedy or sampled, with a grammar or without."""
-        request = self.requests.get(req_id)
-        params = None if request is None else request.sampling_params
-        sampled = params is None or params.temperature >= GREEDY_BELOW
-        return int(sampled) + 2 * follows_grammar(params)
-
-    def _learn_acceptance(self, budget: NodeBudget, step: Step, output: Any) -> None:
-        """Compare what was accepted with the survivals of all that was drafted.
+    def _learn_drafts(self, scheduler_output: SchedulerOutput, output: Any) -> None:
+        """Compare what was accepted with what was expected of all that was drafted.
 
         Requests of whose drafts none was verified count too: else only sure ones would be seen.
         """
-        fates = [
-            _Fate(
-                values,
-                self._kind(req_id),
-                step.nodes.get(req_id, 0),
-                len(output.sampled_token_ids[index]) - 1,
-                self._of_copies.get(req_id, 0),
-                self._proposed_by.get(req_id),
-            )
-            for req_id, values in self._survival.items()
-            if (values or self._looked)
-            and (index := output.req_id_to_index.get(req_id)) is not None
-            and output.sampled_token_ids[index]
-        ]
-        self._survival = {}
-        if not fates:
+        if not self.pending:
             return
-        self._seen.accepted += sum(fate.accepted for fate in fates)
-        limit = self._drafted if self._num_heads or self._even else 0
-        of = limit, self._looked, bool(step.nodes)
-        if of != self._fates_of:
-            self._learn_fates(budget.outlook)
-        self._fates_of = of
-        self._fates += fates
-        if len(self._fates) >= _TOGETHER:
-            self._learn_fates(budget.outlook)
-
-    def _learn_fates(self, outlook: Outlook) -> None:
-        """Hand on what became of the drafts of steps that were alike."""
-        fates, self._fates = self._fates, []
-        if not fates:
-            return
-        limit, looked, verified = self._fates_of
-        survival = np.zeros((len(fates), max(1, *(len(fate.survival) for fate in fates))))
-        copied = np.zeros(survival.shape, np.bool_) if looked else None
-        for row, fate in enumerate(fates):
-            survival[row, : len(fate.survival)] = fate.survival
-            if copied is not None and fate.proposed_by is not None:
-                copied[row, : len(fate.proposed_by)] = np.array(fate.proposed_by) > 0
-        kinds = np.array([fate.kind for fate in fates])
-        nodes = [fate.verified for fate in fates] if verified else ()
-        right = [fate.accepted - fate.of_copies for fate in fates] if verified else ()
-        outlook.observe(survival, nodes, right, kinds, limit, copied)
-
-    def _accepted_copies(self, scheduler_output: SchedulerOutput, output: Any) -> int:
-        """Accepted drafts of a step that lookup alone proposed."""
-        alone = 0
-        for req_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
-            by, index = self._proposed_by.get(req_id), output.req_id_to_index.get(req_id)
-            if by is None or index is None:
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        seen: list[Any] = []
+        for req_id in scheduler_output.num_scheduled_tokens:
+            draft = self._draft_of(req_id)
+            self.pending.pop(req_id, None)
+            index = output.req_id_to_index.get(req_id)
+            if draft is None or index is None or not output.sampled_token_ids[index]:
                 continue
-            accepted = output.sampled_token_ids[index][:-1]
-            tokens = self._told_drafts.get(req_id, tokens)[: len(tokens)]
-            chain = [(token, who) for token, who in zip(tokens, by, strict=False) if who]
-            pairs = itertools.takewhile(
-                lambda pair: pair[0][0] == pair[1], zip(chain, accepted, strict=False)
-            )
-            path = [who for (_, who), _ in pairs]
-            self._of_copies[req_id] = len(path)
-            alone += path.count(FROM_LOOKUP)
-        return alone
+            sampled = output.sampled_token_ids[index]
+            if draft.run:
+                self.grammar.learn(draft, sampled)
+            nodes, accepted = len(verified.get(req_id, ())), len(sampled) - 1
+            if draft.copied and any(draft.copied):
+                path = _accepted_copies(draft, nodes, sampled[:-1])
+                self._report.copied += path.count(FROM_LOOKUP)
+                accepted -= 0 if self.ahead else len(path)
+            if self.ahead:  # places are all that counts
+                draft.copied = None
+            if len(draft.survival) or draft.copied is not None:
+                seen.append((draft, nodes, accepted))
+        if seen and isinstance(self.policy, Auto):
+            self.policy.acceptance.observe(*zip(*seen, strict=True))
 
 
-def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> GrammarScheduler:
+class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
+    """The same where vLLM schedules a step ahead."""
+
+    ahead = True
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: Any
+    ) -> Any:
+        """Take what the step's drafts were worth, which comes with its output."""
+        names, log_survival = getattr(model_runner_output, "tree_survival", None) or ([], [])
+        copies = getattr(model_runner_output, "tree_copies", None)
+        for place, name in enumerate(names):
+            (values,) = survival_of(log_survival[place : place + 1])
+            self._take_worth(name, values, copies, place)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _take_worth(self, req_id: str, values: list[float], copies: Any, place: int) -> None:
+        request = self.requests.get(req_id)
+        if request is None:
+            return
+        draft = self.pending[req_id] = self._draft_of(req_id) or Draft([], request=request)
+        draft.survival, draft.limit = values, self._limit_of_last
+        if copies is not None:
+            tokens, sources = copies[0][place], copies[1][place]
+            draft.token_ids = tokens[: len(values)].tolist()
+            draft.copied = sources[: len(values)].tolist()
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        if self.policy is None:
+            return
+        count = self._even_count() if scheduler_output.num_scheduled_tokens else 0
+        scheduler_output.num_spec_tokens_to_schedule = count
+        self._report.chosen = 0
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if not request.is_prefill_chunk:
+                request.spec_token_ids = [-1] * (count if _may_use_drafts(request) else 0)
+                self._report.chosen += len(request.spec_token_ids)
+
+    def _even_count(self) -> int:
+        """Drafts of each running request in the next step."""
+        assert self.policy is not None
+        requests = len(self.running)
+        most = min(self.max_drafts, self._room() // max(requests, 1))
+        return min(most, self.policy.limit(requests, requests * most)) if most else 0
+
+
+def tree_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> TreeScheduler:
     """The scheduler that goes with how an engine schedules, which vLLM decides last of all."""
     ahead = vllm_config.scheduler_config.async_scheduling
-    if EngineOptions.of(vllm_config).budget is None:
-        kind = GrammarAsyncScheduler if ahead else GrammarScheduler
-        return kind(vllm_config, *args, **kwargs)
-    if not ahead:
-        return TreeScheduler(vllm_config, *args, **kwargs)
-    from vllm_medusa.worker.async_scheduler import TreeAsyncScheduler
-
-    return TreeAsyncScheduler(vllm_config, *args, **kwargs)
+    kind = TreeAsyncScheduler if ahead else TreeScheduler
+    return kind(vllm_config, *args, **kwargs)
 
 
-def costs_of(config: Any) -> dict[str, str]:
+def cost_key(config: Any) -> dict[str, str]:
     """What step costs depend on, as far as it is known beforehand."""
     model, parallel = config.model_config, config.parallel_config
     options = EngineOptions.of(config)
@@ -503,32 +455,15 @@ def costs_of(config: Any) -> dict[str, str]:
     return found | {"lookup": "True"} if options.lookup else found
 
 
-class _Counts:
-    """How many drafts each request may get at the end of a step."""
-
-    def __init__(self, scheduler: TreeScheduler) -> None:
-        self.scheduler = scheduler
-
-    def __getitem__(self, num_requests: int) -> int:
-        scheduler = self.scheduler
-        if scheduler.budget is None:
-            return scheduler._most
-        free = scheduler.max_num_scheduled_tokens - num_requests
-        if scheduler._max_rows is not None:
-            free = min(free, scheduler._max_rows - num_requests)
-        scheduler.expect_kinds(scheduler.budget)
-        return scheduler.budget.draft_next(num_requests, free, scheduler.prefills)
+def _accepted_copies(draft: Draft, nodes: int, accepted: list[int]) -> list[int]:
+    """Who proposed the accepted tokens of the chain that needed no heads."""
+    proposed = zip(draft.token_ids[:nodes], draft.copied or (), strict=False)
+    chain = [(token, source) for token, source in proposed if source]
+    pairs = zip(chain, accepted, strict=False)
+    path = itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs)
+    return [source for (_, source), _ in path]
 
 
-def share(survival: Sequence[Sequence[float] | Floats], total: int) -> list[int]:
-    """How many drafts each request keeps if the best ``total`` of all are kept; ties to the first.
-
-    What is kept of each is a prefix.
-    """
-    sizes = [len(values) for values in survival]
-    if sum(sizes) <= total:
-        return sizes
-    flat = np.concatenate([np.asarray(values) for values in survival])
-    owners = np.repeat(np.arange(len(sizes)), sizes)
-    best = np.argsort(-flat, kind="stable")[:total]
-    return np.bincount(owners[best], minlength=len(sizes)).tolist()
+def _may_use_drafts(request: Request) -> bool:
+    """Whether the step after the one just scheduled may give it more than one token."""
+    return request.max_tokens - request.num_output_tokens > 2

@@ -1,8 +1,8 @@
-"""Who waits for an answer hears that the server stops; who started it, that its engine died.
+"""Fail open requests on shutdown, and remember whether the engine died before it.
 
 On SIGTERM vLLM stops its engine and then waits for open connections; their streams wait for tokens
 of the engine that is gone, until the clients give up. When the engine dies the server ends too, but
-with status 0: `died` is for `vllm-medusa serve`, which says otherwise.
+with status 0: `vllm-medusa serve` reads `died` and returns another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_medusa.worker.options import is_medusa
 from vllm_medusa.worker.overrides import override
 
-died = False  # an engine of this process, before anyone stopped it
+died = False  # an engine of this process died before it was stopped
 
 
 class ServerStopped(EngineDeadError):
@@ -41,7 +41,7 @@ def _shutdown(original: Callable[..., None]) -> Callable[..., None]:
         handler = getattr(self, "output_handler", None)
         original(self, *args, **kwargs)
         if handler is not None and is_medusa(self.vllm_config.speculative_config):
-            # in the loop of those who wait, which is another thread's
+            # in the event loop of the requests, which is another thread's
             run_in_loop(handler.get_loop(), self.output_processor.propagate_error, ServerStopped())
 
     return shutdown

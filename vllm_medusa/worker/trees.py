@@ -24,8 +24,8 @@ from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.worker.drafts import TreeDrafts
 from vllm_medusa.worker.grammar import Candidates
-from vllm_medusa.worker.grammar_scheduler import TreeDrafts
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import RequestOptions
 

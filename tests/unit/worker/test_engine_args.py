@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -160,29 +159,13 @@ def test_a_target_without_heads_when_none_are_named(config):
         config({"method": "medusa"})
 
 
-def tree_file(folder: Path) -> str:
-    (folder / "tree.json").write_text(json.dumps({"paths": TREE, "source": "by hand"}))
-    return str(folder / "tree.json")
-
-
-@pytest.mark.parametrize(
-    ("form", "tree"),
-    [
-        ("mc_sim_7b_63", load_preset("mc_sim_7b_63")),
-        (TREE, TokenTree.from_paths(TREE)),
-        ({"paths": TREE}, TokenTree.from_paths(TREE)),
-        ({"dense": [4, 3, 2]}, TokenTree.dense([4, 3, 2])),
-        ({"chain": 4}, TokenTree.chain(4)),
-        (tree_file, TokenTree.from_paths(TREE)),
-    ],
-    ids=["preset", "list", "paths", "dense", "chain", "file"],
-)
-def test_forms_of_a_tree(config, heads, tmp_path, form, tree):
-    value = form(tmp_path) if callable(form) else form
+def test_a_tree_of_a_file_is_capped(config, heads, tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps({"paths": TREE, "source": "by hand"}))
     for cap in (None, 2, 200):
-        asked = {"method": "medusa", "model": heads, "tree": value, "num_speculative_tokens": cap}
-        kept = min(tree.num_nodes, (cap or 255) + 1)
-        assert EngineOptions.of(config(asked)).tree == tree.prefix(kept)
+        asked = {"method": "medusa", "model": heads, "tree": str(file)}
+        found = EngineOptions.of(config(asked | {"num_speculative_tokens": cap})).tree
+        assert found == TokenTree.from_paths(TREE).prefix(1 + min(3, cap or 3))
 
 
 def test_the_heads_own_tree(config, tmp_path):

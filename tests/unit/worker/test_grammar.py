@@ -13,8 +13,9 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
 from vllm_medusa.worker.grammar import (
     FORCED,
-    LEAST,
+    MIN_RUN_SURVIVAL,
     Candidates,
+    Chance,
     Spelling,
     allows,
     among_few,
@@ -23,7 +24,6 @@ from vllm_medusa.worker.grammar import (
     fill_masks,
     forced_run,
 )
-from vllm_medusa.worker.spent import Chance
 
 SCHEMA = {
     "type": "object",
@@ -144,21 +144,16 @@ def test_what_is_forced_is_drafted_without_heads(compiler):
 
 @pytest.mark.parametrize("begun", [0, 3, 6])
 @pytest.mark.parametrize(("longest", "depth"), [(0.85, 9), (0.85, 1), (0.45, 9), (0.1, 9)])
-def test_a_forced_run_is_the_surest_path_and_brings_its_masks(schema, begun, longest, depth):
+def test_a_forced_run_is_the_surest_path(schema, begun, longest, depth):
     text = tokenizer().encode(TEXT, add_special_tokens=False)[:begun]
     grammar, row = at(schema, text), xgr.allocate_token_bitmask(1, VOCAB)
     spelling = Spelling(tokenizer().convert_ids_to_tokens)
-    run, masks = forced_run(grammar, depth, row, VOCAB, spelling, longest)
+    run = forced_run(grammar, depth, row, VOCAB, spelling, longest)
     assert torch.equal(mask_of(grammar), mask_of(at(schema, text)))  # it is where it was
-    assert len(masks) == 1 + len(run.token_ids) <= 1 + depth
-    for end, mask in enumerate(masks):
-        there = at(schema, text + run.token_ids[:end])
-        assert torch.equal(torch.from_numpy(mask), mask_of(there))
+    assert 0 < len(run.token_ids) <= depth and at(schema, text + run.token_ids)
+    assert run.parents == list(range(len(run.parents))) and all(run.forced)
     assert run.survival == sorted(run.survival, reverse=True)
-    assert all(worth >= LEAST for worth in run.survival[1:])
-    whole = choose(grammar, Candidates([], []), depth, row, VOCAB, spelling, longest)
-    flagged = [token for token, kind in zip(whole.token_ids, whole.forced, strict=True) if kind]
-    assert flagged == run.token_ids
+    assert all(worth >= MIN_RUN_SURVIVAL for worth in run.survival[1:])
 
 
 def test_a_forced_run_ends_with_the_grammar(compiler):
@@ -167,9 +162,8 @@ def test_a_forced_run_ends_with_the_grammar(compiler):
         Spelling(tokenizer().convert_ids_to_tokens),
     )
     grammar = at(compiler.compile_regex("return self"), [])
-    run, masks = forced_run(grammar, 9, row, VOCAB, spelling, 0.99)
+    run = forced_run(grammar, 9, row, VOCAB, spelling, 0.99)
     assert tokenizer().decode(run.token_ids) == "return self</s>"
-    assert (masks[-1] == -1).all() and len(masks) == 1 + len(run.token_ids)
 
 
 def test_chances_among_few_tokens():
@@ -211,5 +205,4 @@ def test_a_dead_end_has_no_drafts(compiler):
     assert choose(grammar, Candidates([5, 6], [0, 0]), 5, mask, VOCAB, spelling, 0.9) == (
         Candidates([], [], [])
     )
-    run, masks = forced_run(grammar, 5, mask, VOCAB, spelling, 0.9)
-    assert run.token_ids == [] and len(masks) == 1
+    assert forced_run(grammar, 5, mask, VOCAB, spelling, 0.9).token_ids == []

@@ -13,7 +13,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_medusa.worker.report import StepReport
+from vllm_medusa.worker.metrics import StepReport
 
 NODES, DEPTH = TREE.num_draft_tokens, TREE.max_depth  # 6, 3
 STEPS = [(6, 3), (6, 0), (4, 1), (6, 1), (2, 2)]  # draft nodes of a request, accepted

@@ -1,38 +1,165 @@
-"""The pool across a batch: the best drafts of all requests, as prefixes of each one's."""
+"""The scheduler with a worker that only pretends: what it schedules, and what it learns."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from vllm_medusa.worker.scheduler import Step, _Seen, share
+pytest.importorskip("vllm")
+from support.schedulers import new_scheduler
+from vllm import envs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
-survivals = st.lists(st.lists(st.sampled_from([1.0, 0.5, 0.5, 0.2, 0.1]), max_size=6), max_size=5)
+from vllm_medusa.budget.policy import Auto, Fixed
+from vllm_medusa.worker.drafts import TreeDrafts
+from vllm_medusa.worker.metrics import StepReport
+from vllm_medusa.worker.scheduler import TreeAsyncScheduler, TreeScheduler
 
-
-@given(survivals, st.integers(0, 20))
-def test_the_best_drafts_are_kept(lists, total):
-    lists = [sorted(values, reverse=True) for values in lists]
-    counts = share(lists, total)
-    kept = [value for values, n in zip(lists, counts, strict=True) for value in values[:n]]
-    left = [value for values, n in zip(lists, counts, strict=True) for value in values[n:]]
-    assert sum(counts) == min(total, sum(map(len, lists)))
-    assert not kept or not left or min(kept) >= max(left)
-
-
-@pytest.mark.parametrize(
-    ("total", "expected"), [(0, [0, 0, 0]), (1, [1, 0, 0]), (3, [2, 0, 1]), (9, [2, 1, 2])]
-)
-def test_ties_go_to_the_first(total, expected):
-    assert share([[0.9, 0.5], [0.3], [0.5, 0.1]], total) == expected
+PROMPT = 5
+SURVIVAL = (0.9, 0.8, 0.5, 0.2, 0.1, 0.05)
+Make = Callable[..., TreeScheduler]
 
 
-def test_the_log_averages_over_seconds_of_decoding():
-    """However long nothing was to do between two steps: a server may idle for hours."""
-    seen = _Seen()
-    for start in (0.0, 5000.0):
-        assert not seen.enough
-        seen.add(Step(start, 8, 1, True, False, {"a": 7}), 5.0, 4.0)
-    assert not seen.enough
-    for _ in range(2000):
-        seen.add(Step(5001.0, 8, 1, True, False, {"a": 7}), 5.0, 4.0)
-    assert seen.enough and "7.0 draft nodes a step for 1.0 requests" in str(seen)
+@pytest.fixture
+def make(target: Any, random_heads: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A scheduler with some options of the speculative config."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    envs.disable_envs_cache()
+
+    def made(ahead: bool = False, limits: Any = (), **asked: Any) -> TreeScheduler:
+        speculative = {"method": "medusa", "model": random_heads, **asked}
+        more = {"skip_tokenizer_init": True, **dict(limits)}
+        return new_scheduler(str(target), speculative, ahead=ahead, **more)
+
+    return made
+
+
+class Worker:
+    """Accepts so many drafts of each request, and drafts as many as it is told."""
+
+    def __init__(self, scheduler: TreeScheduler, accepts: int = 2) -> None:
+        self.scheduler, self.accepts = scheduler, accepts
+        self.drafted: dict[str, int] = {}
+        self.nodes: list[dict[str, int]] = []  # verified, of each step
+        self.limits: list[int] = []
+
+    def output(self, plan: Any) -> ModelRunnerOutput:
+        names = list(plan.num_scheduled_tokens)
+        verified = plan.scheduled_spec_decode_tokens
+        sampled, drafts = [], {}
+        for name in names:
+            request, nodes = self.scheduler.requests[name], len(verified.get(name, ()))
+            done = request.num_computed_tokens >= request.num_prompt_tokens
+            sampled.append([7] * (1 + min(self.accepts, nodes)) if done else [])
+            if done:
+                drafts[name] = min(plan.num_spec_tokens_to_schedule, len(SURVIVAL))
+        self.nodes.append({name: len(tokens) for name, tokens in verified.items()})
+        self.limits.append(plan.num_spec_tokens_to_schedule)
+        output: Any = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+        if self.scheduler.ahead and self.drafted:  # what this step verified was worth
+            worth = np.full((len(self.drafted), len(SURVIVAL)), -np.inf, np.float32)
+            for row, count in zip(worth, self.drafted.values(), strict=True):
+                row[:count] = np.log(SURVIVAL[:count])
+            output.tree_survival = list(self.drafted), worth
+        self.drafted = drafts
+        return output
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.scheduler.update_from_output(plan, self.output(plan))
+        if not self.scheduler.ahead:
+            tokens = [[7] * count for count in self.drafted.values()]
+            worth = [list(SURVIVAL[:count]) for count in self.drafted.values()]
+            self.scheduler.update_draft_token_ids(TreeDrafts(list(self.drafted), tokens, worth))
+
+
+def run(scheduler: TreeScheduler, requests: int, steps: int, accepts: int = 2) -> Worker:
+    worker = Worker(scheduler, accepts)
+    for index in range(requests):
+        params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
+        scheduler.add_request(Request(f"r{index}", [3] * PROMPT, params, None))
+    for _ in range(steps):
+        worker.step()
+    return worker
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_fixed_budget_gives_every_request_as_many(make: Make, ahead: bool) -> None:
+    scheduler = make(ahead, budget=4)
+    assert isinstance(scheduler.policy, Fixed)
+    worker = run(scheduler, 3, 6)
+    assert isinstance(scheduler, TreeAsyncScheduler if ahead else TreeScheduler)
+    assert worker.limits[1:] == [4] * 5
+    assert worker.nodes[1:] == [{"r0": 4, "r1": 4, "r2": 4}] * 5
+    if not ahead:
+        assert scheduler.requests["r0"].num_output_tokens == 1 + 5 * 3
+
+
+def test_a_static_tree_is_vllms_own_to_cut(make: Make) -> None:
+    scheduler = make(tree={"chain": 3})
+    assert scheduler.policy is None and scheduler.dynamic_sd_lookup is None
+    assert run(scheduler, 2, 4).nodes[-1] == {"r0": 3, "r1": 3}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_automatic_budget_learns_from_what_it_sees(make: Make, ahead: bool) -> None:
+    scheduler = make(ahead, budget="auto")
+    policy = scheduler.policy
+    assert isinstance(policy, Auto) and policy.even == ahead
+    policy.limit = lambda *_: len(SURVIVAL)  # type: ignore[method-assign]
+    policy.counts = lambda drafts, *_: [4] * len(drafts)  # type: ignore[method-assign]
+    worker = run(scheduler, 3, 30)
+    assert all(set(nodes.values()) == {len(SURVIVAL) if ahead else 4} for nodes in worker.nodes[2:])
+    assert policy.cost.steps > 20
+    believed = policy.acceptance.ratio[0] * sum(SURVIVAL[: 6 if ahead else 4])
+    assert believed == pytest.approx(2.0, rel=0.1)
+    assert not policy.acceptance.copies
+
+
+@pytest.mark.parametrize("most", [5, 8])
+def test_max_rows_counts_the_requests_themselves(make: Make, most: int) -> None:
+    scheduler = make(budget={"max_rows": most})
+    policy: Any = scheduler.policy
+    policy.limit = lambda *_: 6
+    policy.cost.ms = lambda rows, *_: 1.0 + 0 * np.asarray(rows)  # rows are free
+    worker = run(scheduler, 3, 8)
+    assert max(3 + sum(nodes.values()) for nodes in worker.nodes) == most
+
+
+def test_the_surest_drafts_are_kept_where_rows_are_few(make: Make) -> None:
+    """No running request waits for a row because others draft."""
+    scheduler = make(budget=6, limits={"max_num_batched_tokens": 20, "max_num_seqs": 8})
+    worker = run(scheduler, 8, 12)
+    assert all(len(nodes) + sum(nodes.values()) <= 20 for nodes in worker.nodes)
+    assert max(sum(nodes.values()) for nodes in worker.nodes) >= 10
+    assert len({r.num_output_tokens > 1 for r in scheduler.running}) == 1
+
+
+def test_drafts_of_a_request_are_not_those_of_a_later_one_of_its_name(make: Make) -> None:
+    scheduler = make(budget=4)
+    worker = run(scheduler, 1, 3)
+    assert scheduler.pending["r0"].token_ids == [7] * 4
+    scheduler.finish_requests(["r0"], RequestStatus.FINISHED_ABORTED)
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    scheduler.add_request(Request("r0", [3] * PROMPT, params, None))
+    worker.drafted = {}
+    worker.step()
+    assert worker.nodes[-1] == {}
+    assert scheduler._draft_of("r0") is not None  # its own by now
+
+
+def test_every_step_is_reported_with_its_own_numbers(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, sent = make(budget=4), []
+    monkeypatch.setattr(StepReport, "put_into", lambda self, stats: sent.append(self))
+    run(scheduler, 2, 5)
+    assert [(r.prefill, r.tree, r.nodes, r.requests) for r in sent] == [
+        (1, 0, 0, 2),
+        *[(0, 1, 8, 2)] * 4,
+    ]

@@ -24,7 +24,7 @@ from vllm_medusa.tree import MAX_NODES
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
-from vllm_medusa.worker.grammar_scheduler import TreeDrafts, tree_parents
+from vllm_medusa.worker.drafts import TreeDrafts, tree_parents
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.requests import CANDIDATES
 from vllm_medusa.worker.target import heads_left_out

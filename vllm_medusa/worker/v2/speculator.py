@@ -23,8 +23,8 @@ from vllm_medusa.lookup.search import continuations, join
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker.drafting import MedusaDrafter
+from vllm_medusa.worker.drafts import TreeDrafts
 from vllm_medusa.worker.grammar import Candidates
-from vllm_medusa.worker.grammar_scheduler import TreeDrafts
 from vllm_medusa.worker.options import is_eagle, is_medusa
 from vllm_medusa.worker.overrides import override
 from vllm_medusa.worker.target import adapted_heads, adapters_left_out

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.grammar_scheduler import tree_parents
+from vllm_medusa.worker.drafts import tree_parents
 from vllm_medusa.worker.target import heads_left_out
 
 

@@ -1,0 +1,209 @@
+"""The automatic budget on simulated servers: near the best fixed choice, never slower than plain.
+
+A server has known step costs and drafts of known worth; see `support.serving`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from support.serving import CPU, NODES, Record, Server, new_policy, serve
+
+from vllm_medusa.budget.acceptance import Acceptance, Drafted
+from vllm_medusa.budget.cost import StepCost
+from vllm_medusa.budget.policy import Auto, Fixed
+
+STEPS = 1200
+FIXED = (0, 1, 2, 4, 8, 12)
+
+
+def cpu(rows: int, step: int = 0) -> float:
+    return 18.0 * float(np.interp(rows, *CPU))
+
+
+def steep(rows: int, step: int = 0) -> float:
+    return 15.0 + 4.0 * rows
+
+
+def gpu(rows: int, step: int = 0) -> float:
+    """Free rows up to a number, then a price."""
+    return 8.0 + 0.01 * max(0, rows - 150)
+
+
+def wandering(rows: int, step: int) -> float:
+    """Memory by a third faster and slower; the faster, the dearer are rows beside it."""
+    fast = np.sin(step / 250.0)
+    return 18.0 * (1.0 - 0.3 * fast) * float(np.interp(rows, *CPU)) ** (1.0 + 0.4 * fast)
+
+
+def batch(requests: int):
+    return lambda step: requests
+
+
+def ramp(step: int) -> int:
+    """From one to 24 requests and down."""
+    return 1 + int(23 * (0.5 - 0.5 * np.cos(2 * np.pi * step / STEPS)))
+
+
+SERVERS = {
+    "cpu, 1": Server(cpu),
+    "cpu, 4": Server(cpu, batch(4)),
+    "cpu, 16": Server(cpu, batch(16)),
+    "cpu, 64": Server(cpu, batch(64)),
+    "gpu, 1": Server(gpu),
+    "gpu, 64": Server(gpu, batch(64)),
+    "dear rows, 1": Server(steep),
+    "dear rows, 8": Server(steep, batch(8)),
+    "dear rows, unsure, 2": Server(steep, batch(2), lambda step: 0.2),
+    "memory wanders, 8": Server(wandering, batch(8)),
+    "twice as slow later": Server(lambda rows, step: cpu(rows) * (1 + (step > 600)), batch(4)),
+    "traffic gets sure": Server(cpu, batch(8), lambda step: 0.1 if step < 600 else 0.7),
+    "underconfident": Server(cpu, batch(8), lambda step: 0.3, 1.5),
+    "overconfident": Server(cpu, batch(8), right=0.4),
+    "outliers": Server(cpu, batch(4), outliers=0.01),
+    "ramp": Server(cpu, ramp),
+}
+
+
+@cache
+def fixed(name: str) -> dict[int, Record]:
+    return {nodes: serve(SERVERS[name], STEPS, nodes) for nodes in FIXED}
+
+
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("name", SERVERS)
+def test_near_the_best_fixed_choice_and_never_slower_than_plain(name, even):
+    """From the first step on, knowing nothing; ``even``: as an asynchronous scheduler asks."""
+    plain = fixed(name)[0]
+    speed = serve(SERVERS[name], STEPS, new_policy(even=even)).against(plain)
+    best_speed = max(record.against(plain) for record in fixed(name).values())
+    assert speed >= 0.98
+    assert speed >= 0.93 * best_speed, (speed, best_speed)
+
+
+@pytest.mark.parametrize("gain", [0.9, 0.97, 1.0])
+@pytest.mark.parametrize("requests", [1, 16])
+def test_drafts_that_hardly_pay_are_rested(gain, requests):
+    """Steps of 20 ms; drafts are as many times as fast as plain steps, or slower."""
+
+    def hardly(rows: int, step: int = 0) -> float:
+        return 20.0 if rows <= requests else 20.0 * dear
+
+    dear = 1.0
+    server = Server(hardly, batch(requests), heads=(0.0, 0.0), tree=(0.0, 0.0), noise=0.05)
+    plain = serve(server, STEPS, 0)
+    dear = serve(server, STEPS, NODES).speed() / plain.speed() / gain
+    record = serve(server, STEPS, new_policy())
+    assert record.speed() >= 0.985 * plain.speed()
+    assert np.mean(record.drafting) < (0.2 if gain < 1 else 0.6)
+
+
+def test_drafting_ends_where_it_is_slower_than_expected():
+    """Whatever costs and acceptance say: here acceptance is far overestimated."""
+    server = Server(cpu, batch(4), lambda step: 0.9, 0.05)
+    policy = new_policy()
+    policy.acceptance.believed = lambda nodes: nodes.survival  # type: ignore[method-assign]
+    record, plain = serve(server, 2 * STEPS, policy), serve(server, 2 * STEPS, 0)
+    assert 0 < np.mean(record.drafting) < 0.3
+    assert record.speed(STEPS) >= 0.97 * plain.speed(STEPS)
+
+
+def test_trials_cost_less_than_a_hundredth():
+    server = Server(steep, batch(8), lambda step: 0.1, noise=0.05)
+    policy = new_policy()
+    record, plain = serve(server, 2 * STEPS, policy), serve(server, 2 * STEPS, 0)
+    assert record.speed(200) >= 0.99 * plain.speed(200) and policy.trials > 3
+
+
+@pytest.mark.parametrize("wrong", [1 / 3, 3.0])
+@pytest.mark.parametrize("name", ["cpu, 1", "cpu, 4", "dear rows, 8"])
+def test_wrong_tables_are_unlearned(name, wrong):
+    """Trees were measured three times too dear or too cheap."""
+    server, cost = SERVERS[name], StepCost(512)
+    for _ in range(20):
+        for requests in (1, 2, 4, 8):
+            for each in (1, 2, 3, 5, 9, 13):
+                rows, heads = requests * each, float(each > 1)
+                ms = server.ms(rows, requests, heads, 0) * (wrong if heads else 1.0)
+                cost.observe(rows, requests, heads, ms)
+    policy = new_policy(StepCost.from_dict(cost.to_dict()))
+    speed = serve(server, STEPS, policy).speed(500)
+    assert speed >= 0.92 * max(record.speed(500) for record in fixed(name).values())
+
+
+def test_equal_servers_give_equal_decisions():
+    first, second = (serve(SERVERS["cpu, 4"], 300, new_policy()) for _ in range(2))
+    assert first == second
+
+
+def policy_at(per_row: float) -> Auto:
+    """A machine whose steps get dearer by a share per row; heads are free."""
+    cost = StepCost(64)
+    for _ in range(30):
+        for rows in range(1, 65):
+            for requests in {1, rows}:
+                cost.observe(rows, requests, float(requests < rows), 10 + 10 * per_row * rows)
+    policy = Auto(cost, Acceptance((1.5, 1.7, 1.8, 1.85)), 4)
+    policy.limit(1, 64)
+    return policy
+
+
+DRAFTS = [Drafted([0.5, 0.2, 0.1, 0.05])]
+
+
+@pytest.mark.parametrize(("per_row", "nodes"), [(2.0, [0]), (0.1, [1, 2, 3]), (0.001, [4])])
+def test_a_node_is_verified_if_it_is_worth_its_time(per_row, nodes):
+    policy = policy_at(per_row)
+    assert policy.drafting == (per_row < 1)
+    assert policy.counts(DRAFTS, 1, 64)[0] in nodes
+
+
+def test_surer_requests_get_more():
+    policy = policy_at(0.1)
+    unsure, sure = policy.counts([Drafted([0.02] * 4), Drafted([0.9] * 4)], 2, 64)
+    assert unsure == 0 and sure == 4
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_no_more_than_there_is_room_for(room):
+    policy = policy_at(0.001)
+    assert policy.counts(DRAFTS, 1, room) == [room]
+    assert (policy.limit(1, room) > 0) == (room > 0)
+
+
+def test_nobody_and_nothing():
+    policy = policy_at(0.001)
+    assert policy.limit(0, 64) == 0 and policy.counts([Drafted([])], 1, 64) == [0]
+    assert policy.counts(DRAFTS, 0, 64) == [0]
+
+
+def test_heads_do_not_run_for_drafts_that_stay_unused():
+    """Drafts of a step before one with a prefill are not verified."""
+    server = Server(cpu)
+    policy = new_policy()
+    serve(server, 200, policy)
+    assert policy.drafting
+    for _ in range(20):
+        policy.limit(1, NODES, prefills=1.0)
+    assert not policy.drafting
+
+
+def test_copied_drafts_pay_without_heads():
+    policy = Auto(StepCost(64), Acceptance((1.05,)), 8, num_heads=0)
+    for _ in range(50):
+        policy.observe(5, 1, 0.0, 11.0, 4.0)
+        policy.observe(1, 1, 0.0, 10.0, 1.0)
+        policy.acceptance.observe([Drafted([0.9] * 4, 0, 0, [2] * 4)], [4], [0])
+    assert policy.limit(1, 8) == 0
+    assert policy.counts([Drafted([0.9] * 4, 0, 0, [2] * 4)], 1, 8) == [4]
+    assert policy.forced_pay
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"), [(0, [0, 0, 0]), (1, [1, 0, 0]), (3, [2, 0, 1]), (9, [2, 1, 2])]
+)
+def test_the_best_are_kept_and_ties_go_to_the_first(total, expected):
+    drafts = [Drafted([0.9, 0.5]), Drafted([0.3]), Drafted([0.5, 0.1])]
+    assert Fixed(2).counts(drafts, 3, total) == expected

@@ -1,0 +1,340 @@
+"""How many draft nodes a step verifies, for which requests, and how many the heads draft.
+
+The heads run at the end of a step, so how many nodes they may draft for a request (the limit) is
+decided a step earlier than how many of the drafts are verified. The best n nodes of a request lie
+no deeper than n, so a limit of nodes is also a limit of heads; 0 runs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_medusa.budget.acceptance import RANGE_ENDS, Acceptance, Drafted, Nodes
+from vllm_medusa.budget.cost import Floats, StepCost
+
+START, STOP = 1.03, 1.0  # expected speed against plain steps at which drafting begins and ends
+FORCED_PAY = 1.5  # the same for drafts without heads, where looking for them takes time
+_PLAN_MS = 100.0  # of steps for which a plan holds
+_TRIAL_STEPS = 3
+_TRIAL_SHARE = 0.005  # of all time that trials may lose
+_MAX_SAVED = 2.0  # trials of the dearest kind that can be saved up
+_WAIT = 16  # steps between trials
+_NEXT_SIZES = (1, 2, -1, 3)  # steps from the best number of nodes to others to try
+_MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting is given up
+_REST_MS = (4e3, 60e3)  # then no head runs for so long, doubling
+
+
+class Fixed:
+    """So many nodes for every request while there is room."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+
+    def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
+        """All that there can be."""
+        return self.max_drafts
+
+    def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
+        """How many of each request's drafts to verify: all, or the surest if room is short."""
+        nodes = Nodes.of(drafts)
+        return best(nodes, nodes.survival, room)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is expected of a batch with and without heads.
+
+    Attributes:
+        requests: of the batch.
+        room: the most draft nodes.
+        limit: the best limit with heads, above 0; 0: there is no room for drafts.
+        nodes: the best number of draft nodes with it, of all requests.
+        ratio: speed with heads against the best without.
+        rate: tokens per millisecond with heads.
+        rate_without: the same without: plain steps, or steps that verify copied drafts.
+        heads: time of a step with such heads against one without.
+        forced_pay: copied drafts, or those that a grammar forces, are worth looking for.
+        arms: [n, 4] everything that was compared: limit, nodes, tokens per millisecond and time
+            of a step; the first is nothing.
+
+    """
+
+    requests: int
+    room: int
+    limit: int
+    nodes: int
+    ratio: float
+    rate: float
+    rate_without: float
+    heads: float
+    forced_pay: bool
+    arms: Floats
+
+
+class Auto:
+    """As many nodes as pay, by what steps cost and what drafts bring.
+
+    Drafting begins when it promises a clear gain, and ends when it promises none or when what was
+    measured is slower than plain steps. Now and then a few steps try something else (heads while
+    none run, none or another number of nodes while they do). By what is known such a trial costs
+    time, and all trials together may cost a small share.
+    """
+
+    def __init__(
+        self,
+        cost: StepCost,
+        acceptance: Acceptance,
+        max_drafts: int,
+        num_heads: int = 1,
+        *,
+        even: bool = False,
+    ) -> None:
+        """Start.
+
+        Args:
+            cost: of steps.
+            acceptance: of drafts.
+            max_drafts: draft nodes of a request at most.
+            num_heads: that can run; 0: drafts can only be copied.
+            even: every request gets its limit, known before there are drafts.
+
+        """
+        self.cost, self.acceptance = cost, acceptance
+        self.max_drafts, self.num_heads, self.even = max_drafts, num_heads, even
+        ends = [n for n in RANGE_ENDS if n < (max_drafts if even else min(num_heads, max_drafts))]
+        self.limits = [*ends, max_drafts] if num_heads or even else []
+        self.drafting = False
+        self.trials = 0
+        self.turn = 0  # of the alternatives to try
+        self._plan: Plan | None = None
+        self._now = self._planned_at = 0.0  # ms of steps
+        self._trial_left, self._trial = 0, (0, 0)  # steps; limit and nodes
+        self._waited, self._saved = 0, -1.0  # steps since a trial; ms that trials may lose
+        self._idle = 0  # steps of requests without drafts
+        self._surprises = cost.surprises
+        self._took = self._plain = 0.0  # ms of steps with drafts; of plain ones for as many tokens
+        self._measured = 0  # steps
+        self._rest, self._rest_until = _REST_MS[0], 0.0
+
+    @property
+    def expected_ratio(self) -> float:
+        """Speed with drafts against plain steps, by the last plan."""
+        return self._plan.ratio if self._plan else 1.0
+
+    @property
+    def forced_pay(self) -> bool:
+        """Whether drafts that need no heads are worth looking for, by the last plan."""
+        return self._plan is not None and self._plan.forced_pay
+
+    def limit(self, requests: int, room: int, prefills: float = 0.0) -> int:
+        """Nodes to draft for a request at most at the end of this step.
+
+        Args:
+            requests: that are expected to decode in the next step.
+            room: rows for draft nodes in it.
+            prefills: share of recent steps that had a prefill; their drafts are not verified.
+
+        """
+        if requests < 1 or room < 1 or not self.limits:
+            return 0
+        plan = self.plan(requests, room)
+        if not plan.limit or self._now < self._rest_until:
+            return 0
+        self._decide(plan, prefills)
+        if not self.drafting:
+            self._idle += requests
+        if self._trial_left:
+            self._trial_left -= 1
+            return min(self._trial[0], self.max_drafts)
+        self._waited += 1
+        if self._waited >= _WAIT or self._surprises != self.cost.surprises:
+            self._surprises = self.cost.surprises
+            self._begin_trial(plan)
+            if self._trial_left:
+                self._trial_left -= 1
+                return self._trial[0]
+        return plan.limit if self.drafting else 0
+
+    def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
+        """How many of each request's drafts to verify: as many as are worth their time."""
+        nodes = Nodes.of(drafts)
+        believed = self.acceptance.believed(nodes)
+        gain = np.sort(believed)[::-1].cumsum()
+        return best(nodes, believed, self.total(gain, requests, room))
+
+    def total(self, gain: Floats, requests: int, room: int) -> int:
+        """Nodes to verify in all, by the gain [K] of the best 1, 2, .. of them.
+
+        A node is worth its chance less its time, at the rate that the best plan makes of time.
+        """
+        gain = gain[: max(room, 0)]
+        if requests < 1 or not len(gain):
+            return 0
+        if self._trial_left and self._trial[0]:
+            return min(self._trial[1], len(gain))
+        plan = self.plan(requests, room)
+        heads = self.share_of(plan.limit) if self.drafting else 0.0
+        rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
+        nodes = np.arange(1, 1 + len(gain))
+        worth = gain - rate * self.cost.ms(requests + nodes, requests, heads)
+        none = -rate * float(self.cost.ms(requests, requests, heads))
+        top = int(worth.argmax())
+        return top + 1 if worth[top] > none else 0
+
+    def share_of(self, limits: Any) -> Any:
+        """Share of the heads that runs for so many nodes of a request."""
+        return np.minimum(limits, self.num_heads) / max(self.num_heads, 1)
+
+    def observe(
+        self, rows: int, requests: int, heads: float, ms: float, tokens: float = 0.0
+    ) -> None:
+        """Learn what a step took, and for how many tokens; see `StepCost.observe`."""
+        self.cost.observe(rows, requests, heads, ms)
+        if not 0 < ms < 1e6 or requests < 1:
+            return
+        self._now += ms
+        plain = self.cost.plain_ms(requests)
+        if self._saved < 0:
+            self._saved = _MAX_SAVED * _TRIAL_STEPS * plain
+        self._saved += _TRIAL_SHARE * min(ms, 2 * plain)
+        if self.drafting and not self._trial_left and tokens:
+            keep = 1.0 - 1.0 / _MEASURED_STEPS
+            self._took = keep * self._took + min(ms, 4 * plain)
+            self._plain = keep * self._plain + plain * tokens / requests
+            self._measured += 1
+
+    def plan(self, requests: int, room: int) -> Plan:
+        """What drafts would bring to a batch, as of a short time ago if it is about the same."""
+        room = min(requests * self.max_drafts, room)
+        plan = self._plan
+        if (
+            plan is None
+            or self._now - self._planned_at > _PLAN_MS
+            or 8 * abs(plan.requests - requests) > requests
+            or (plan.room != room and min(plan.room, room) < requests)
+        ):
+            plan = self._plan = self._compare(requests, room)
+            self._planned_at = self._now
+        return plan
+
+    def _compare(self, requests: int, room: int) -> Plan:
+        limits, nodes, gain = self._choices(requests, room)
+        ms = self.cost.ms(requests + nodes, requests, self.share_of(limits))
+        rates = (requests + requests * gain) / ms
+        without = limits == 0
+        alone = float(rates[without].max())
+        limit, top, rate, heads = 0, 0, alone, 1.0
+        if not without.all():
+            place = int(np.where(without, 0.0, rates).argmax())
+            limit, top, rate = int(limits[place]), int(nodes[place]), float(rates[place])
+            share = self.share_of(limit)
+            heads = float(self.cost.ms(requests, requests, share) / ms[0])
+        forced_pay = alone > FORCED_PAY * float(rates[0])
+        arms = np.stack([limits, nodes, rates, ms], 1)
+        return Plan(requests, room, limit, top, rate / alone, rate, alone, heads, forced_pay, arms)
+
+    def _choices(
+        self, requests: int, room: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
+        """Limits, nodes of all requests and accepted tokens of one: [n] each; first: nothing."""
+        limits, nodes, gains = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], [np.zeros(1)]
+        copies = self.acceptance.copies
+        powers = np.round(2.0 ** np.arange(0, np.log2(max(room, 1)) + 0.01, 0.5))
+        sizes = np.unique(np.append(powers, room)).astype(np.int64)
+        sizes = sizes[(sizes > 0) & (sizes <= room)]
+        for limit in self.limits if self.even else (0, *self.limits):
+            if self.even:
+                some = np.array([requests * limit] if requests * limit <= room else [], np.int64)
+                gain = np.full(len(some), self.acceptance.even_gain(self._known(limit)))
+            else:
+                reach = room if copies else requests * limit
+                some = sizes[sizes <= reach]
+                gain = self.acceptance.gain(some / requests, self._known(limit))
+            limits.append(np.full(len(some), limit))
+            nodes.append(some)
+            gains.append(gain)
+        return np.concatenate(limits), np.concatenate(nodes), np.concatenate(gains)
+
+    def _known(self, limit: int) -> Any:
+        """A limit as `Acceptance` takes it."""
+        return limit if limit < self.max_drafts else None
+
+    def _decide(self, plan: Plan, prefills: float) -> None:
+        """Begin or end drafting."""
+        gain = (1.0 - prefills) * (plan.ratio - 1.0) - prefills * (plan.heads - 1.0)
+        if not self.drafting:
+            if 1.0 + gain > START:
+                self.drafting = True
+                self._took = self._plain = 0.0
+                self._measured = 0
+            return
+        failed = self._measured > _MEASURED_STEPS / 2 and self._plain < _MIN_SPEED * self._took
+        if failed:  # although more was expected
+            self._rest_until = self._now + self._rest
+            self._rest = min(2 * self._rest, _REST_MS[1])
+        elif self._measured > 4 * _MEASURED_STEPS:
+            self._rest = _REST_MS[0]
+        if failed or 1.0 + gain <= STOP:
+            self.drafting = False
+
+    def _begin_trial(self, plan: Plan) -> None:
+        """Try something else for a few steps, if what that probably costs is saved up."""
+        most = _MAX_SAVED * _TRIAL_STEPS * float(plan.arms[0, 3])
+        self._saved = min(self._saved, most)
+        limit, nodes, rate, ms = self._alternative(plan)
+        best_rate = max(plan.rate if self.drafting else 0.0, plan.rate_without)
+        lost = _TRIAL_STEPS * ms * max(1.0 - rate / best_rate, 0.02)
+        # what is believed of these may be wrong, and can't be very wrong
+        if limit == self.limits[0]:
+            lost = min(lost, most / 2)
+        elif self.drafting and limit == plan.limit:
+            lost = min(lost, most / 4)
+        self.turn += 1
+        if lost > self._saved:
+            return
+        self._saved -= lost
+        self.trials += 1
+        self._waited = 0
+        self._trial_left, self._trial = _TRIAL_STEPS, (limit, nodes)
+        self.acceptance.forget(self._idle)
+        self._idle = 0
+
+    def _alternative(self, plan: Plan) -> tuple[int, int, float, float]:
+        """What to try, of `Plan.arms`: in turn nothing, other limits and other numbers of nodes.
+
+        The numbers of nodes are the next ones, since what is known of one tells little of others.
+        """
+        turn = self.turn
+        if self.drafting:
+            if turn % 4 == 0:
+                return _arm(plan.arms[0])
+            turn -= turn // 4 + 1
+        others = self.drafting and turn % 2 == 0 and not self.even
+        limit = plan.limit if others else self.limits[turn // 2 % len(self.limits)]
+        arms = plan.arms[plan.arms[:, 0] == limit]
+        if not len(arms):  # no room
+            return _arm(plan.arms[0])
+        place = int(arms[:, 2].argmax())
+        if others:
+            place += _NEXT_SIZES[turn // 2 % len(_NEXT_SIZES)]
+            place = min(max(place, 0), len(arms) - 1)
+        return _arm(arms[place])
+
+
+def _arm(row: Floats) -> tuple[int, int, float, float]:
+    limit, nodes, rate, ms = row.tolist()
+    return int(limit), int(nodes), rate, ms
+
+
+def best(nodes: Nodes, survival: Floats, total: int) -> list[int]:
+    """How many drafts each request keeps if the best ``total`` of all are kept.
+
+    What is kept of each is a prefix; ties go to the first.
+    """
+    kept = np.argsort(-survival, kind="stable")[: max(total, 0)]
+    return np.bincount(nodes.owner[kept], minlength=nodes.requests).tolist()  # type: ignore[no-any-return]

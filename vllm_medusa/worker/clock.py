@@ -1,0 +1,87 @@
+"""When steps begin and end, as a scheduler sees it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Step:
+    """A step in flight."""
+
+    started: float  # seconds
+    rows: int
+    requests: int
+    limit: int  # nodes that heads draft for a request at most, at its end; 0: no head runs
+    prefill: bool  # it does more than decode
+    nodes: dict[str, int] = field(default_factory=dict)  # drafts verified, by request
+    tokens: int = 0  # that came of it
+
+
+class StepClock:
+    """A step takes from its start to the start of the next, which follows at once."""
+
+    def __init__(self) -> None:
+        self._step: Step | None = None  # whose output is not there yet
+        self._last: Step | None = None  # whose time ends when the next one starts
+
+    def begin(self) -> tuple[Step, float] | None:
+        """Say that a step is about to be scheduled; return the one that ended, and its ms."""
+        ended, self._last = self._last, None
+        return None if ended is None else (ended, _ms_since(ended.started))
+
+    def start(self, step: Step) -> None:
+        """Take in the step that was scheduled."""
+        self._step = step
+
+    def output(self) -> Step | None:
+        """Return the step whose output came."""
+        step, self._step = self._step, None
+        return step
+
+    def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
+        """Say that an output is dealt with; return the step if it has ended, and its ms.
+
+        Args:
+            step: whose output it was.
+            more: another step follows at once.
+
+        """
+        if more:
+            self._last = step
+            return None
+        return step, _ms_since(step.started)
+
+
+class PipelinedClock(StepClock):
+    """Steps are scheduled ahead; one takes from the output before to its own.
+
+    An output comes before the heads run, so the time is that of the heads of the step before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_flight: deque[Step] = deque()
+        self._ended_at = 0.0  # seconds, when the last output came
+        self._heads_ran = 0  # `Step.limit` of the step whose output came last
+
+    def start(self, step: Step) -> None:
+        """Take in the step that was scheduled."""
+        self._in_flight.append(step)
+
+    def output(self) -> Step | None:
+        """Return the step whose output came."""
+        return self._in_flight.popleft()
+
+    def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
+        """Say that an output is dealt with; return the step, and its ms."""
+        ms = _ms_since(max(step.started, self._ended_at))
+        self._ended_at = time.perf_counter()
+        step.limit, self._heads_ran = self._heads_ran, step.limit
+        return step, ms
+
+
+def _ms_since(seconds: float) -> float:
+    return 1e3 * (time.perf_counter() - seconds)
