@@ -54,7 +54,7 @@ timeout -s KILL 40 "${run[@]}" || true
 step "convert and inspect"
 vllm-medusa convert heads --to tgi --output tgi --target target
 vllm-medusa convert tgi --to native --output native
-cmp heads/model.safetensors native/model.safetensors || vllm-medusa inspect native --target target
+vllm-medusa inspect native --target target >/dev/null
 vllm-medusa inspect tgi --target target >/dev/null
 
 step "adapt: distill, train, calibrate, tree and compare"

@@ -65,6 +65,7 @@ class Run:
                     before = read_json(begun).get("settings")
                 if before != settings and not restart:
                     refuse_other_settings(of, before or {}, settings, "results", remedy)
+                    raise FileRefused(f"{begun} can't be read. {remedy}")
             self.resumed = before == settings
             if not self.resumed:
                 known = ("lock", begun.name, aside(begun).name)

@@ -165,6 +165,10 @@ def test_a_run_belongs_to_its_settings(tmp_path):
         files.Run(folder, {"a": 2}, of=out)
     assert (folder / "part").exists()
     out.write_text("results")
+    (folder / "run.json").write_text("torn")
+    with pytest.raises(FileRefused, match=r"run\.json can't be read"):
+        files.Run(folder, {}, of=out)
+    assert (folder / "part").exists()
     with files.Run(folder, {"a": 2}, of=out, restart=True, clear=out) as run:
         assert not run.resumed and not (folder / "part").exists() and out.read_text() == ""
         run.remove()

@@ -81,7 +81,7 @@ class Plan:
         lines[0] += str(options.work_folder)
         for name, text in rows.items():
             seconds = self.seconds.get(name)
-            about = "" if seconds is None else f": at most about {duration(seconds)}"
+            about = "" if seconds is None else f": about {duration(seconds)}"
             lines.append(f"  {name:8} {text}{about}")
         return "\n".join(lines)
 

@@ -85,7 +85,8 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
             require_fit(info, sizes["hidden_size"], sizes["vocab_size"])
         made = write_heads(options.to, info, target)
         medusa = dict(info.medusa)
-        known = source if info.includes_base and Path(source).is_dir() else options.target
+        own = info.includes_base and Path(source).expanduser().is_dir()
+        known = source if own else options.target
         if known is not None:
             match = match_target(info, known, heads=source)
             if not match.stored:

@@ -31,7 +31,7 @@ from vllm_medusa.tree.drafts import FROM_BOTH, FROM_LOOKUP, DraftTrees
 
 MAX_MATCH = 32  # tokens that are compared
 MIN_MATCH = 2  # tokens that have to agree
-_PLACES = 2048  # of those, the latest so many are compared further
+_PLACES = 2048  # the latest places, compared further
 
 Array = Any  # a numpy array on the host, a tensor on a device
 
@@ -74,7 +74,7 @@ def longest_match(tokens: np.ndarray) -> tuple[int, int]:
     last = len(tokens) - 1
     if last < MIN_MATCH:
         return 0, 0
-    first = MIN_MATCH - 1  # the first place that has so many tokens
+    first = MIN_MATCH - 1  # the first place with MIN_MATCH tokens
     same = tokens[first:last] == tokens[last]
     for back in range(1, MIN_MATCH):
         same &= tokens[first - back : last - back] == tokens[last - back]
@@ -114,6 +114,8 @@ def join_numpy(
     trees: DraftTrees, chain: np.ndarray, log_survival: np.ndarray, levels: int
 ) -> DraftTrees:
     """`join` on the host."""
+    if not np.isfinite(log_survival[:, 0]).any():  # no chain
+        return trees
     tokens, parents = trees.token_ids.numpy(), trees.parents.numpy()
     values, source = trees.log_survival.numpy().copy(), trees.source.numpy().copy()
     (batch, nodes), size = tokens.shape, chain.shape[1]

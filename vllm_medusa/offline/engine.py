@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.offline.batch import Delta, RequestRefused
+from vllm_medusa.offline.conversations import encode_rendered, render
 from vllm_medusa.offline.machine import available_memory
-from vllm_medusa.offline.prompts import Message
+from vllm_medusa.offline.prompts import Message, PromptError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -204,19 +205,13 @@ class VllmEngine:
 
     def render(self, messages: list[Message]) -> list[int] | None:
         """See `vllm_medusa.offline.batch.Engine`."""
-        from jinja2 import TemplateError
-
-        tokenizer = self.tokenizer
-        if getattr(tokenizer, "chat_template", None) is None:
+        if getattr(self.tokenizer, "chat_template", None) is None:
             return None
         try:
-            return list(
-                tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=True, return_dict=False
-                )
-            )
-        except TemplateError as error:
-            raise RequestRefused(f"the chat template refuses the conversation: {error}") from None
+            text = render(messages, self.tokenizer, for_answer=True)
+            return list(encode_rendered(text, self.tokenizer))
+        except PromptError as error:
+            raise RequestRefused(str(error)) from None
 
     @property
     def tokenizer(self) -> Any:

@@ -69,7 +69,7 @@ def build_tree(
     """A tree for each request, the same on every rank if the drafter's choices are.
 
     With ``limit`` no level deeper than that is drafted and no more nodes of one expanded: the best
-    so many drafts are the same.
+    ``limit`` drafts are the same.
     """
     limit = num_nodes if limit is None else min(limit, num_nodes)
     if isinstance(source, TreeTensors):

@@ -43,7 +43,7 @@ def walk(
     request = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_N)
     drafted = (index > 0) & (index < tl.load(num_nodes_ptr + request).to(tl.int32))
-    # The root and padding get the parent -1, so they are nobody's children.
+    # The root and padding get the parent -1, so they are no node's children.
     parents = tl.load(parents_ptr + request * parents_b + index, mask=drafted, other=-1)
     tokens = tl.load(token_ids_ptr + request * token_ids_b + index, mask=drafted, other=-1)
     node = 0

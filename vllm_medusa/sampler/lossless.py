@@ -36,7 +36,7 @@ def lossless_walk(
     that is free (CPU) or sampling is dear.
     """
     index = torch.arange(tree.max_nodes, device=tree.parents.device)  # [N]
-    children = torch.where(tree.valid, tree.parents, -1)  # [B, N]: padding is nobody's child
+    children = torch.where(tree.valid, tree.parents, -1)  # [B, N]: padding is no node's child
     active = torch.ones_like(tree.num_nodes, dtype=torch.bool)  # [B]
     node = torch.zeros_like(tree.num_nodes, dtype=torch.int64)  # [B]
     num_accepted = torch.zeros_like(node)

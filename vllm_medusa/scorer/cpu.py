@@ -67,7 +67,7 @@ def tree_attention(
     Returns:
         ``out``.
 
-    ALiBi and quantised caches are not supported: whoever builds the layer must refuse them.
+    ALiBi and quantised caches are not supported; the layer refuses them.
 
     """
     if kv_cache.dtype != query.dtype:

@@ -10,7 +10,7 @@ its root may see, so column c of request b is position ``origin[b] + c``; column
 at ``base[b] - origin[b] + i``. Only columns that some row must not see carry a mask: those about
 to leave the sliding window on the left, and own keys with the ragged end on the right.
 
-Memory nobody wrote. Cache slots past the last node, and blocks padded onto shorter requests, may
+Unwritten memory. Cache slots past the last node, and blocks padded onto shorter requests, may
 hold NaN. Their logits are replaced (masked_fill), never added to, and since 0 * NaN is NaN their
 values are never read: such columns gather the value of the request's own root instead.
 """

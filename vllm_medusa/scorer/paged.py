@@ -41,7 +41,7 @@ MAX_HEAD_SIZE = 256
 class SplitWorkspace:
     """Memory for partial results: for every row, head and part one normalised output and its LSE.
 
-    Made once and reused by every layer and step. Whoever runs the context by other means can merge
+    Made once and reused by every layer and step. A context attended by other means can be merged
     in the same way: the LSE are natural logarithms of the sum of exp(logit), sinks left out.
     """
 
@@ -56,7 +56,7 @@ class SplitWorkspace:
             return cls(values, torch.empty(capacity, dtype=torch.float32, device=device))
 
     def max_splits(self, num_rows: int, num_heads: int, head_size: int) -> int:
-        """The most parts that a step of so many rows can be cut into, at least 1."""
+        """The maximal number of parts for a step of ``num_rows`` rows, at least 1."""
         capacity = min(self.lse.numel(), self.values.numel() // head_size)
         return max(1, capacity // max(1, num_rows * num_heads))
 
@@ -102,7 +102,7 @@ class PagedBranches:
 
     @classmethod
     def allocate(cls, requests: int, size: int, device: torch.device | str) -> PagedBranches:
-        """For so many requests and nodes at most."""
+        """For at most ``requests`` requests of ``size`` nodes."""
         with torch.inference_mode(False):  # else only inference mode could write to it
             return cls(
                 torch.zeros(requests, size, num_words(size), dtype=torch.int64, device=device),

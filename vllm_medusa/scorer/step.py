@@ -68,7 +68,7 @@ class TreeStep:
 
     @functools.cached_property
     def branches(self) -> np.ndarray:
-        """Bool [B]: the request's nodes are no chain, so plain causal attention won't do.
+        """Bool [B]: the request's nodes are not a chain, so plain causal attention is not enough.
 
         Reads the trees on the host.
         """

@@ -42,7 +42,7 @@ class Beam:
         return 1 if level == 0 else min(self.width, self.choices * self.width_at(level - 1))
 
     def within(self, num_drafts: int) -> Beam:
-        """What is needed of it for the best so many nodes."""
+        """The part of it that can hold the best ``num_drafts`` drafts."""
         return Beam(*(min(each, num_drafts) for each in (self.width, self.choices, self.depth)))
 
 

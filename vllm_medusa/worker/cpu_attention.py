@@ -150,7 +150,7 @@ def _part(
 
 
 class TreeAttentionBackend(CPUAttentionBackend):
-    """Stands in for ``CPU_ATTN``; without trees in a step it is vLLM's own, to the letter."""
+    """Stands in for ``CPU_ATTN``; a step without trees is exactly vLLM's own."""
 
     @staticmethod
     def get_impl_cls() -> type[TreeAttentionImpl]:

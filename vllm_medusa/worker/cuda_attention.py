@@ -1,6 +1,6 @@
 """vLLM's Triton attention backend with trees: steps that verify some take our kernel whole.
 
-A step without trees runs vLLM's own path, to the letter. In a step with trees our kernel attends
+A step without trees runs exactly vLLM's own path. In a step with trees our kernel attends
 for all requests, since it mixes trees, plain decodes and prefill; keys and values are written by
 vLLM in either case, and the layout of the cache is vLLM's. `cuda_metadata` prepares a step.
 """

@@ -133,8 +133,8 @@ class MedusaDrafter:
     def buffers_for_sleep(self) -> nn.Module:
         """The heads' tensors as buffers, for vLLM's sleep of level 2.
 
-        It drops all weights, and whoever wakes the engine loads the target's again, but not the
-        heads. It keeps buffers, of what the runner calls the draft model too.
+        It drops all weights; the target's are loaded again on waking up, the heads' are not. It
+        keeps buffers, those of what the runner calls the draft model too.
         """
         module = nn.Module()
         heads = None if self.options.heads is None else self.heads

@@ -133,12 +133,7 @@ def _vllms_own(
 def check_checkpoint(
     files: CheckpointFiles, speculative: Any, model_config: Any, tree: DynamicTree
 ) -> None:
-    """Refuse a drafter that was made for another target, or that we have not tried.
-
-    Raises:
-        MedusaConfigError: With the reason.
-
-    """
+    """Refuse a drafter that was made for another target, or that we have not tried."""
     draft, label = speculative.draft_model_config.hf_config, files.label
     if speculative.parallel_drafting:
         raise MedusaConfigError(
@@ -209,9 +204,6 @@ def check_auxiliary_layers(draft: Any, num_layers: int, label: str) -> tuple[int
 
     Layer 0's input are the embeddings; ``num_layers`` names the last layer's output.
 
-    Raises:
-        MedusaConfigError: Too few, too many, out of range or twice the same.
-
     """
     extra = getattr(draft, "eagle_config", None) or {}
     named = named_layers(vars(draft))
@@ -229,12 +221,7 @@ def check_auxiliary_layers(draft: Any, num_layers: int, label: str) -> tuple[int
 
 
 def check_captured_layers(model: Any, speculative: Any) -> None:
-    """Say which hidden states of the loaded target the drafter reads; they must be the right ones.
-
-    Raises:
-        MedusaConfigError: The target shows others than the drafter's config says.
-
-    """
+    """Log which hidden states of the loaded target the drafter reads; refuse wrong ones."""
     while not hasattr(model, "aux_hidden_state_layers"):
         inner = getattr(model, "language_model", None) or getattr(model, "model", None)
         if inner is None:
@@ -259,12 +246,7 @@ def check_captured_layers(model: Any, speculative: Any) -> None:
 
 
 def check_vocabulary(target_ids: Tensor, vocab_size: int) -> None:
-    """Refuse a draft vocabulary that is no part of the target's: int64 [V_draft].
-
-    Raises:
-        MedusaConfigError: An id out of range, or named twice.
-
-    """
+    """Refuse a draft vocabulary that is not part of the target's: int64 [V_draft]."""
     known = int(target_ids.unique().numel())
     low, high = int(target_ids.min()), int(target_ids.max())
     if low < 0 or high >= vocab_size or known != len(target_ids):
@@ -300,15 +282,9 @@ def unsupported_by_eagle(config: Any) -> Iterator[str]:
             f"each has {rows} rows, and a step {most} at most (max_num_batched_tokens). Lower the "
             "first, or the tree's width, or raise the last."
         )
-    if config.num_lookahead_tokens < scratch:
+    if config.num_lookahead_tokens < scratch or scratch >= model.max_model_len:
         yield (
-            f"the branches of a tree of width {beam.width} and depth {beam.depth} take "
-            f"{scratch} cache slots behind a request's tokens, and vLLM reserves "
-            f"{config.num_lookahead_tokens}. Take a narrower or shallower tree."
-        )
-    if scratch >= model.max_model_len:
-        yield (
-            f"the branches of a tree of width {beam.width} and depth {beam.depth} take "
-            f"{scratch} cache slots behind a request's tokens, and max_model_len is "
-            f"{model.max_model_len}. Take a narrower or shallower tree."
+            f"the branches of a tree of width {beam.width} and depth {beam.depth} take {scratch} "
+            f"cache slots behind a request's tokens. vLLM reserves {config.num_lookahead_tokens}, "
+            f"and max_model_len is {model.max_model_len}. Take a narrower or shallower tree."
         )

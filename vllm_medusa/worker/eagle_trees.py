@@ -34,13 +34,13 @@ from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker.eagle import check_vocabulary, scratch_of
 
 NO_SLOT = -1  # of what is not to be kept
-_MAX_PENDING_ROWS = 128  # rows: the step that takes them in is longer by them
+_MAX_PENDING_ROWS = 128  # rows: the step that processes them is longer by them
 _MAX_PENDING_STEPS = 32  # steps
 
 
 @dataclass(frozen=True)
 class AcceptedPaths:
-    """The tokens that the latest step made sure of, T rows of B requests in turn.
+    """The tokens that the latest step accepted, T rows, request by request.
 
     Where it is the device that knows how many they are, each request's rows go on to as many as
     there can be; those behind ``last`` have no slot, and no other row sees them.
@@ -80,7 +80,7 @@ def accepted_paths(
     num_drafts: np.ndarray,  # integer [B], how many of them, at the end, are drafts
     computed: Tensor,  # int64 [B], its tokens before the step
     input_ids: Tensor,  # integer [>= rows]
-    next_tokens: Tensor,  # int64 [B], the token behind what the step made sure of
+    next_tokens: Tensor,  # int64 [B], the token that follows the accepted ones
     features: Sequence[Tensor],  # [rows, H] each, hidden states of the target
     block_table: Tensor,  # int32 [B, blocks]
     longest: int,  # bound of a request's tokens
@@ -242,7 +242,7 @@ class EagleTrees:
 
 
 class PendingTokens:
-    """Tokens of plain steps, which the drafter takes in many at a time, as it does prompts.
+    """Tokens of plain steps, which go through the drafter many at a time, as prompts do.
 
     Plain steps give each request one token. The drafter needs its entries when it drafts next, and
     once other requests run, who may have them in their prefix, or have their slots. That step's own
@@ -257,7 +257,7 @@ class PendingTokens:
     def roots(
         self, requests: Sequence[str], paths: AcceptedPaths, *, plain: bool, drafts: bool
     ) -> Roots | None:
-        """Take in a step's tokens, at once or with those to come.
+        """Add a step's tokens, and process all that are pending if it is time.
 
         Args:
             requests: the B requests of the step.

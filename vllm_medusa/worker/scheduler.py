@@ -386,8 +386,8 @@ class TreeAsyncScheduler(TreeScheduler, AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
         """Take what the step's drafts were worth, which comes with its output."""
-        worth: Any = getattr(model_runner_output, "tree_survival", None) or ([], None)
-        names, log_survival = worth
+        told: Any = getattr(model_runner_output, "tree_survival", None) or ([], [])
+        names, log_survival = told
         copies = getattr(model_runner_output, "tree_copies", None)
         for place, name in enumerate(names):
             (values,) = survival_of(log_survival[place : place + 1])

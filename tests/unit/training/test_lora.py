@@ -68,19 +68,6 @@ def test_off_is_the_original_and_on_again_is_not(model):
     assert changed.requires_grad and lora.adapter_parameters(adapted)
 
 
-def test_merging_gives_the_adapted_model_as_a_plain_one(model):
-    names = set(model.state_dict())
-    head = model.get_output_embeddings().weight.clone()
-    adapted = lora.attach(model, LoraSettings(rank=4), seed=0)
-    disturb(adapted)
-    with torch.no_grad():
-        expected = model(IDS).logits
-    merged = lora.merge(adapted)
-    assert set(merged.state_dict()) == names
-    assert torch.equal(merged.get_output_embeddings().weight, head)
-    torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-3, rtol=1e-3)
-
-
 def test_a_merged_bf16_weight_is_rounded_once(llama):
     """Rounding the product first and the sum again would lose most of a small change."""
     model = llama.to(torch.bfloat16)
@@ -112,13 +99,6 @@ def test_layers_that_are_not_there_are_refused(llama, wanted):
 def test_what_cannot_be_adapted_is_refused(llama):
     lora.attach(llama, LoraSettings(rank=4), seed=0)
     with pytest.raises(LoraError, match="carries an adapter already"):
-        lora.attach(llama, LoraSettings(), seed=0)
-    llama = llama.model  # now without any linear layer
-    for layer in llama.layers:
-        layer.self_attn = layer.mlp = nn.Identity()
-    llama.get_output_embeddings = lambda: None
-    llama.get_decoder = lambda: llama
-    with pytest.raises(LoraError, match=r"no linear layer that LoRA could adapt.*medusa-1"):
         lora.attach(llama, LoraSettings(), seed=0)
 
 

@@ -130,11 +130,6 @@ def test_passes_and_states_that_are_not_kept_change_nothing(trained, monkeypatch
     assert trained("passes")[1] == pytest.approx(losses, rel=1e-4)
 
 
-def test_soft_labels_of_greedy_text_are_its_tokens(trained):
-    found = [trained(labels, labels=labels)[1] for labels in ("tokens", "soft")]
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-
-
 @pytest.mark.parametrize("architecture", ["Phi", "Granite"])  # a bias, a scale
 @pytest.mark.parametrize("lm_heads", ["shared", "own"])
 def test_untrained_heads_give_the_targets_own_logits(lm_heads, architecture, tmp_path):

@@ -59,7 +59,7 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
 
 
 class EagleModelRunner(MedusaModelRunner):
-    """`MedusaModelRunner` with a drafter that has a KV cache: it takes in all accepted paths."""
+    """`MedusaModelRunner` whose drafter has a KV cache, which all accepted paths go through."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)

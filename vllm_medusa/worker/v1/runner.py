@@ -46,7 +46,7 @@ class MedusaModelRunner(CPUModelRunner):
         self._drafts = TreeDrafts([], [])  # on their way to the scheduler
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the target, then the heads (vLLM does both); heads in its checkpoint are no part."""
+        """Load the target without heads in its checkpoint, then the heads (vLLM does both)."""
         with heads_left_out():
             super().load_model(*args, **kwargs)
         self.trees = Trees(self.vllm_config, self.drafter, self.device, on_host=True)

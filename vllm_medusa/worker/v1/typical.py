@@ -122,7 +122,7 @@ class TypicalChoice:
 
         def put(into: Tensor, values: Tensor) -> Tensor:
             short = columns - into.shape[1]
-            if short > 0:  # a lossless walk ended earlier; nobody reads the added columns of it
+            if short > 0:  # a lossless walk ended earlier; its added columns are not read
                 into = torch.cat([into, into[:, -1:].expand(-1, short, *into.shape[2:])], 1)
             values = values.view(len(self.requests), columns, *values.shape[1:])
             return into[:, :columns].index_copy(0, self.requests, values.to(into.dtype))

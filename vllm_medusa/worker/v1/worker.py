@@ -1,4 +1,4 @@
-"""The worker vLLM is told to run: its own CPU worker with our model runner."""
+"""The worker that vLLM runs: its own CPU worker with our model runner."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class EagleTreeDrafter(EagleTrees):
 
 
 class EagleTreeSpeculator(TreeSpeculator):
-    """A speculator whose drafter has a KV cache: in every step it takes in what was accepted."""
+    """A speculator whose drafter has a KV cache, which all accepted paths go through."""
 
     drafter: EagleTreeDrafter
 
@@ -78,7 +78,7 @@ class EagleTreeSpeculator(TreeSpeculator):
     def warm_up(self) -> None:
         """Compile what levels of trees need: into how many parts keys go follows from lengths.
 
-        Nobody's entries are written, and no context is read.
+        No request's entries are written, and no context is read.
         """
         nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
         states = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)

@@ -73,7 +73,7 @@ class TreeSampler(RejectionSampler):
         Args:
             logits: [sum of num_nodes, V], the target's logits at every node.
             input_batch: vLLM's view of the step.
-            draft_logits: of no use: the drafts are no sample of a distribution.
+            draft_logits: not used: the drafts are not samples of a distribution.
             invalid_drafts: bool [sum of num_nodes], drafts that no mask was made for.
 
         Returns:

@@ -148,7 +148,7 @@ class TreeSpeculator(DraftModelSpeculator):
             verdict: of the step; None if it had no drafts.
             last_hidden_states: [T, H], of the target.
             aux_hidden_states: [T, H] each; None unless the drafter asks for them.
-            next_tokens: int64 [B], the token behind what the step made sure of.
+            next_tokens: int64 [B], the token that follows the accepted ones.
             drafts: Whether it is to draft now.
             dummy_run: Nothing of it is to be kept.
 

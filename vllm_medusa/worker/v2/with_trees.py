@@ -46,7 +46,7 @@ class WithTrees(WorkerBase):
         return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the target and the heads; heads in the target's checkpoint are no part of it."""
+        """Load the target without heads in its checkpoint, and the heads."""
         with heads_left_out():
             super().load_model(*args, **kwargs)
 
@@ -61,8 +61,8 @@ class WithTrees(WorkerBase):
             survival, copies = speculator.survival(), speculator.copies()
         output = super().sample_tokens(*args, **kwargs)
         if survival is not None and isinstance(output, AsyncOutput):
-            told: Any = output.model_runner_output
-            told.tree_survival, told.tree_copies = survival, copies
+            of_step: Any = output.model_runner_output
+            of_step.tree_survival, of_step.tree_copies = survival, copies
         return output
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
@@ -94,7 +94,7 @@ class WithTrees(WorkerBase):
         """Tell the scheduler what was drafted; of requests that follow a grammar, as candidates.
 
         vLLM asks where it schedules synchronously, or has a grammar to check drafts against. Drafts
-        of dynamic trees go with what they are worth, if that isn't told with outputs.
+        of dynamic trees go with their survivals, unless these are sent with outputs.
         """
         drafts = super().take_draft_token_ids()
         if drafts is None:

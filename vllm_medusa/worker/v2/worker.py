@@ -1,4 +1,4 @@
-"""The worker vLLM is told to run for V2 on CPU: its own, with trees put into the runner's seams."""
+"""The worker that vLLM runs for V2 on CPU: its own, with trees put into the runner's seams."""
 
 from __future__ import annotations
 
