@@ -25,7 +25,7 @@ train() { # KIND, more options
 }
 for kind in $KINDS; do
     case $kind in
-        hydra) train hydra --num-heads 3 --epochs 2 --learning-rate 7e-4 \
+        hydra) train hydra --num-heads 3 --epochs 2 --batch-tokens 512 --learning-rate 8e-4 \
             --cache "$WORK/states" ;;
         medusa) train medusa --num-heads 4 --learning-rate 7e-4 \
             --cache "$WORK/states" ;;

@@ -422,10 +422,10 @@ def _explained(kind: type[_Options], error: ValidationError) -> str:
             sentence = str(problem["ctx"]["error"])
         elif problem["type"] == "extra_forbidden":
             allowed = tuple(kind.model_fields)
-            sentence = (
-                f"{kind.label} {name!r} is unknown{did_you_mean(name, allowed)}; "
-                f"allowed: {', '.join(allowed)}."
-            )
+            hint = did_you_mean(name, allowed)
+            if name in AcceptanceConfig.model_fields and "acceptance" in allowed:
+                hint = '; it belongs into {"acceptance": {"mode": "typical", "epsilon": 0.1}}'
+            sentence = f"{kind.label} {name!r} is unknown{hint}; allowed: {', '.join(allowed)}."
         else:
             field = kind.model_fields[name]
             given = "missing" if problem["type"] == "missing" else shown(problem["input"])

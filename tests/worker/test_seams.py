@@ -129,13 +129,11 @@ OVERRIDES = {
         "prepare_dummy_inputs", "custom_sampler", "postprocess_state",
     },
     "TreeSampler": {"__init__", "__call__"},
-    "GrammarScheduler": {
-        "schedule", "update_from_output", "update_draft_token_ids", "get_grammar_bitmask",
-    },
     "TreeScheduler": {
         "schedule", "update_from_output", "make_stats", "update_draft_token_ids", "shutdown",
+        "get_grammar_bitmask",
     },
-    "TreeAsyncScheduler": {"schedule", "update_from_output", "_update_after_schedule"},
+    "TreeAsyncScheduler": {"update_from_output", "_update_after_schedule"},
     "WithTrees": {"sample_tokens", "load_model", "compile_or_warm_up_model"},
     "DepthLogging": {"__init__", "observe", "log"},
 }  # fmt: skip

@@ -112,11 +112,6 @@ OVERRIDES = (
         "While the rows of a draft vocabulary are read: a cap is not linear, so not in the rows.",
         "vLLM's models give their LM head's weights whatever their layout.",
     ),
-    Override(
-        "StructuredOutputManager._fill_bitmasks",
-        "While a step's masks are made: masks of roots that are known already are copied.",
-        "vLLM takes masks that a scheduler has made.",
-    ),
 )
 
 

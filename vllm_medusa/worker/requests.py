@@ -65,7 +65,7 @@ def follows_grammar(params: Any) -> bool:
 
     ``params`` are its ``SamplingParams``, or None. vLLM walks a grammar along the drafts as if they
     were a chain, so of its masks only the first, the root's, is right for a tree;
-    `GrammarScheduler` makes the others.
+    `worker.grammar_drafts` makes the others.
     """
     return params is not None and params.structured_outputs is not None
 
