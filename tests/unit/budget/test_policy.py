@@ -33,7 +33,7 @@ def gpu(rows: int, step: int = 0) -> float:
 
 
 def wandering(rows: int, step: int) -> float:
-    """Memory by a third faster and slower; the faster, the dearer are rows beside it."""
+    """Memory one third faster and slower; with faster memory, rows cost relatively more."""
     fast = np.sin(step / 250.0)
     return 18.0 * (1.0 - 0.3 * fast) * float(np.interp(rows, *CPU)) ** (1.0 + 0.4 * fast)
 
@@ -139,7 +139,7 @@ def test_equal_servers_give_equal_decisions():
 
 
 def policy_at(per_row: float) -> Auto:
-    """A machine whose steps get dearer by a share per row; heads are free."""
+    """A machine whose steps take a fixed share longer per row; heads take no time."""
     cost = StepCost(64)
     for _ in range(30):
         for rows in range(1, 65):
