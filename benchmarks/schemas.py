@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-STRING, INTEGER, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+INTEGER, FLAG = {"type": "integer"}, {"type": "boolean"}
 
 
 def _object(**properties: Any) -> dict[str, Any]:

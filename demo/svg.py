@@ -17,7 +17,7 @@ from rich.cells import cell_len, set_cell_size
 from demo.recording import Recording, Run, Take
 
 COLUMNS = 56  # of a panel
-_CHAR, _LINE, _FONT = 7.8, 18, 13  # pixels
+_CHAR, _LINE = 7.8, 18  # pixels
 _MARGIN, _INSIDE = 16, 12
 _PANEL = round(COLUMNS * _CHAR + 2 * _INSIDE)
 _WIDTH = 3 * _MARGIN + 2 * _PANEL

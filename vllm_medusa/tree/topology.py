@@ -168,11 +168,6 @@ class TokenTree:
             widths[len(path) - 1] = max(widths[len(path) - 1], path[-1] + 1)
         return tuple(widths)
 
-    @cached_property
-    def is_chain(self) -> bool:
-        """No node has two children, so plain causal attention would do."""
-        return self.parents == tuple(range(-1, self.num_nodes - 1))
-
 
 def _entries(listed: object, remedy: str) -> tuple[object, ...]:
     if isinstance(listed, str | bytes) or not isinstance(listed, Iterable):

@@ -127,7 +127,10 @@ class Trees:
         return verdict
 
     def write_positions(self, positions: Tensor, base: Tensor) -> None:
-        """RoPE goes by depth, slots stay by index: integer [>= T], ``base`` integer [B]."""
+        """Set each node's position to its context length plus its depth; slots are not changed.
+
+        ``positions`` integer [>= T], ``base`` integer [B].
+        """
         step = self.step
         assert step is not None
         write_node_positions(
@@ -149,10 +152,8 @@ class Trees:
 
     def _with_chosen(self, batch: TreeBatch, req_ids: Sequence[str], counts: Tensor) -> TreeBatch:
         """The same with the trees that the scheduler chose."""
-        device, rows = (
-            counts.device,
-            [i for i, name in enumerate(req_ids) if name in self.chosen_parents],
-        )
+        device = counts.device
+        rows = [row for row, name in enumerate(req_ids) if name in self.chosen_parents]
         if rows:
             parents = np.full((len(rows), batch.max_nodes), -1, dtype=np.int64)
             for place, row in enumerate(rows):

@@ -27,7 +27,6 @@ def test_small_tree_by_hand():
     assert tree.depths == (0, 1, 1, 2, 3, 2)
     assert tree.ranks == (0, 0, 1, 2, 0, 1)
     assert tree.head_widths == (2, 3, 1)
-    assert not tree.is_chain
 
 
 def test_lone_roots_chains_and_dense_trees_best_first():
@@ -35,7 +34,6 @@ def test_lone_roots_chains_and_dense_trees_best_first():
     assert (root.num_nodes, root.num_draft_tokens, root.max_depth) == (1, 0, 0)
     assert (root.parents, root.head_widths) == ((-1,), ())
     assert chain.paths == ((0,), (0, 0), (0, 0, 0))
-    assert root.is_chain and chain.is_chain
     assert dense.paths == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
     assert dense.head_widths == (2, 2)
 
