@@ -115,4 +115,4 @@ def _hook_trees(spans: Spans, runner: Any) -> None:
     spans.hook(runner, "_compact", "compaction")
     spans.hook(module.TreeStep, "build", "tree layout")
     spans.hook(module, "write_node_positions", "tree layout")
-    spans.hook(cpu_attention, "build_metadata", "tree plan")
+    spans.hook(cpu_attention, "plan_trees", "tree plan")

@@ -48,13 +48,13 @@ def no_compaction(patch: Patch) -> None:
 
 def causal_mask(patch: Patch) -> None:
     """Every node attends to all nodes before it."""
-    build = cpu_attention.build_metadata
+    build = cpu_attention.plan_trees
 
-    def build_metadata(tree: Any, *args: Any) -> Any:
+    def plan_trees(tree: Any, *args: Any) -> Any:
         causal = torch.ones_like(tree.ancestors).tril()
         return build(replace(tree, ancestors=causal), *args)
 
-    patch.setattr(cpu_attention, "build_metadata", build_metadata)
+    patch.setattr(cpu_attention, "plan_trees", plan_trees)
 
 
 def positions_by_slot(patch: Patch) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_medusa.scorer.cpu import AttentionPlan, plan_trees
 from vllm_medusa.scorer.layout import CacheLayout, gather_tokens
-from vllm_medusa.scorer.metadata import AttentionPlan, build_metadata
 from vllm_medusa.scorer.reference import attention_reference, visible_keys
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors
@@ -112,7 +112,7 @@ def make_case(
     starts = torch.tensor([sum(sizes[:b]) + gap * (b + 1) for b in range(len(sizes))])
     rows = sum(sizes) + gap * len(sizes)
     query = torch.randn(rows, heads[0], dim, generator=generator).to(dtype)
-    meta = build_metadata(
+    meta = plan_trees(
         tree,
         torch.tensor(bases, dtype=torch.int32),
         table,

@@ -1,47 +1,131 @@
-"""Tree attention over vLLM's paged CPU cache, in about a dozen operators a layer and group.
+"""Tree attention over vLLM's paged CPU cache: the plan of a step, and the kernel that runs it.
 
-Per group: gather the keys [D, L] and values [L, D] of each key head by rows of the flat cache, fold
-the query heads of a key head into its rows, and run two batched products around one softmax, all
-in fp32: what the stock kernel does too. bf16 products are three times faster but return bf16
-logits, whose rounding alone is several times the stock kernel's error; SDPA with a mask was the
-slowest of all.
-
-The products go to oneDNN rather than to the BLAS of torch, twice as fast on the AMD machine
-measured. torch picks oneDNN for fp32 products only where bf16 internals are allowed
-(``torch.backends.mkldnn.matmul.fp32_precision``), so that setting is changed for the duration of a
-call. Where oneDNN makes use of the permission (AMX), it rounds probabilities to bf16. Layers whose
-stock kernel does so too (isa "amx") want that, and of the same numbers: those that are 1 where a
-node attends most (`_weigh`). All other layers go to oneDNN only on machines on which a probe finds
-the products exact. (vLLM: csrc/cpu/cpu_attn_impl.hpp, apply_softmax.)
+`attention.cpp` is compiled for the machine when it is first needed, by torch's own compiler driver
+(the one behind `torch.compile`), which keeps the library in its cache. It takes about five seconds
+and a C++ compiler, as vLLM's default compilation on CPUs does.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.scorer.grouping import TreeGroup
 from vllm_medusa.scorer.layout import CacheLayout
-from vllm_medusa.scorer.metadata import AttentionPlan
-from vllm_medusa.scorer.scratch import Pass, Scratch, Workspace, bind
+from vllm_medusa.tree.batch import TreeBatch
 
-# Multiply-adds of one product from which oneDNN, slower to start, is the quicker.
-ONEDNN_FROM = 768 * 1024
-# torch before 2.9 has no such switch: its BLAS does the work
-HAS_SWITCH = torch.backends.mkldnn.is_available() and hasattr(torch.backends.mkldnn, "matmul")
-_BF16_BITS = -0x10000  # of an fp32 number: the upper half
-_WORKSPACE = Workspace()  # attention layers of a process run one after another
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class AttentionPlan(Structure):
+    """What the layers of one layout and window run in one step; `Plan` of attention.cpp."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("requests", "heads", "kv_heads", "dim", "block_size")),
+        *((name, c_int64) for name in ("block_stride", "window", "max_blocks", "seen_request")),
+        *((name, c_int64) for name in ("seen_row", "depths_request")),
+        *((name, c_void_p) for name in ("row", "rows", "own", "base", "blocks", "seen", "depths")),
+    ]
+    layout: CacheLayout
+    kept: tuple[Tensor, ...]  # what the pointers point to
+
+
+class _Layer(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("query", "cache", "out", "sinks")),
+        *((name, c_int64) for name in ("query_row", "query_head", "out_row", "out_head")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("dtype", "paired", "truncate", "round_weights")),
+    ]
+
+
+def plan_trees(
+    tree: TreeBatch,
+    base: Tensor,  # integer [B], context tokens before the root
+    block_table: Tensor,  # int32 [B, >= ceil((base + num_nodes) / block_size)]
+    layout: CacheLayout,
+    num_heads: int,
+    window: int | None = None,
+    row_starts: Tensor | None = None,  # int64 [B], query row of each root; None: from row 0 on
+) -> AttentionPlan:
+    """Plan the verification of trees: each node sees the context and its ancestors."""
+    starts = tree.cu_num_nodes[:-1] if row_starts is None else row_starts
+    sizes = tree.num_nodes.to(torch.int64)
+    depths = None if window is None else tree.depths.to(torch.int64)
+    return _plan(
+        tree.ancestors, starts, sizes, sizes, base, block_table, layout, num_heads, window, depths
+    )
+
+
+def plan_branches(
+    seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query sees
+    base: Tensor,  # int64 [B], context tokens
+    block_table: Tensor,  # int32 [B, >= ceil((base + S) / block_size)]
+    layout: CacheLayout,
+    num_heads: int,
+) -> AttentionPlan:
+    """Plan one level of a drafter's trees. Query rows follow each other, request by request.
+
+    Behind the context the cache holds the nodes expanded so far, level after level; the queries are
+    the newest level, and each sees its own ancestors.
+    """
+    batch, queries, size = seen.shape
+    starts = queries * torch.arange(batch)
+    rows, own = torch.full((batch,), queries), torch.full((batch,), size)
+    return _plan(seen, starts, rows, own, base, block_table, layout, num_heads, None, None)
+
+
+def _plan(
+    seen: Tensor,  # bool [B, >= rows, >= own keys]
+    starts: Tensor,
+    rows: Tensor,
+    own: Tensor,
+    base: Tensor,
+    block_table: Tensor,
+    layout: CacheLayout,
+    num_heads: int,
+    window: int | None,
+    depths: Tensor | None,
+) -> AttentionPlan:
+    if window is not None and window < 1:
+        raise ValueError(f"sliding window is {window}; it must be at least 1, or None for none")
+    if num_heads % layout.num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads do not fold onto {layout.num_kv_heads} key heads; "
+            "the first number must be a multiple of the second"
+        )
+    if layout.head_size % 16 or layout.block_size % 16:
+        raise ValueError(
+            f"head size {layout.head_size} and block size {layout.block_size} must be multiples of "
+            "16; set --block-size to one"
+        )
+    numbers = torch.stack([t.to(torch.int64) for t in (starts, rows, own, base)])
+    seen, blocks = _inner(seen), _inner(block_table)
+    plan = AttentionPlan(
+        len(base), num_heads, layout.num_kv_heads, layout.head_size, layout.block_size,
+        layout.block_stride, window or 0, blocks.stride(0), seen.stride(0), seen.stride(1),
+        0 if depths is None else depths.stride(0), *(row.data_ptr() for row in numbers),
+        blocks.data_ptr(), seen.data_ptr(), None if depths is None else depths.data_ptr(),
+    )  # fmt: skip
+    assert seen.dtype == torch.bool and blocks.dtype == torch.int32
+    plan.layout, plan.kept = layout, (numbers, blocks, seen, numbers if depths is None else depths)
+    return plan
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    """The same with neighbouring elements of its last dimension side by side."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def tree_attention(
     query: Tensor,  # [rows, num_heads, head_size]
     kv_cache: Tensor,  # [num_blocks, num_kv_heads, block_size, 2 * head_size]
-    meta: AttentionPlan,
+    plan: AttentionPlan,
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -52,15 +136,13 @@ def tree_attention(
     """Attend every node to its context and its ancestors; keys and values are in the cache.
 
     Args:
-        query: fp32, bf16 or fp16; the rows may be strided. Only rows of trees are read.
-        kv_cache: the layer's cache, of the same dtype and of ``meta.layout``.
-        meta: from `build_metadata` or `build_branches`; shared by the layers of one layout and
-            window.
+        query: fp32, bf16 or fp16; the rows may be strided. Only rows of the plan are read.
+        kv_cache: the layer's cache, of the same dtype and of the plan's layout.
+        plan: from `plan_trees` or `plan_branches`; shared by the layers of one layout and window.
         scale: factor on the logits.
         softcap: logits become softcap * tanh(logits / softcap); 0 for none.
         sinks: one more logit a head, [num_heads], with no value behind it.
-        out: like ``query``, contiguous in the head; allocated when None. Only rows of trees are
-            written.
+        out: like ``query``; allocated when None. Only rows of the plan are written.
         truncate: cut results off to bf16 instead of rounding them, as vLLM's kernel for CPUs
             without AVX-512 does.
 
@@ -77,128 +159,39 @@ def tree_attention(
         )
     if out is None:
         out = torch.empty_like(query)
-    dtype, heads = query.dtype, query.shape[1]
-    scratches = meta.scratches.get((dtype, heads))
-    if scratches is None:
-        scratches = [bind(_WORKSPACE, g, meta.layout, heads, dtype) for g in meta.groups]
-        meta.scratches[dtype, heads] = scratches
-    rounds = _stock_rounds(meta.layout, dtype)
-    may_switch = HAS_SWITCH and (rounds or onednn_is_exact())
-    for group, scratch in zip(meta.groups, scratches, strict=True):
-        with _onednn(may_switch and (rounds or scratch.macs >= ONEDNN_FROM)):
-            _attend(query, kv_cache, meta.layout, group, scratch, scale, softcap, sinks)
-        if truncate and dtype == torch.bfloat16:
-            scratch.result.view(torch.int32).bitwise_and_(_BF16_BITS)
-        _write(group, scratch.result, out)
+    assert query.stride(2) == out.stride(2) == 1 and query.shape == out.shape
+    assert query.shape[1:] == (plan.heads, plan.dim), query.shape
+    paired = plan.layout.isa == "amx" and query.dtype == torch.bfloat16
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    layer = _Layer(
+        query.data_ptr(), kv_cache.data_ptr(), out.data_ptr(),
+        None if sinks is None else sinks.data_ptr(), query.stride(0), query.stride(1),
+        out.stride(0), out.stride(1), scale, softcap, DTYPES[query.dtype], paired, truncate, paired,
+    )  # fmt: skip
+    kernel()(byref(plan), byref(layer))
     return out
 
 
-def _attend(
-    query: Tensor,
-    kv_cache: Tensor,
-    layout: CacheLayout,
-    group: TreeGroup,
-    scratch: Scratch,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-) -> None:
-    """One group of one layer, into ``scratch.result``."""
-    requests, nodes = group.num_requests, group.num_nodes
-    rows = query[group.rows]  # a view for a slice
-    scratch.query.copy_(rows.unflatten(0, (requests, nodes)).transpose(1, 2))
-    for target, indices in (
-        (scratch.key_rows, group.key_rows),
-        (scratch.value_rows, group.value_rows),
-    ):
-        torch.index_select(layout.flat(kv_cache, target.shape[1]), 0, indices, out=target)
-    for target, source in scratch.casts:
-        target.copy_(source)
-
-    alpha = scale / softcap if softcap else scale
-    for part in scratch.passes:
-        probabilities = part.logits
-        torch.baddbmm(part.logits, part.query, part.keys, beta=0, alpha=alpha, out=part.logits)
-        if softcap:
-            part.logits.tanh_().mul_(softcap)
-        for logits, hidden in part.hidden:
-            logits.masked_fill_(hidden, float("-inf"))
-        if sinks is None:
-            torch.softmax(part.logits, -1, out=part.logits)
-        else:
-            probabilities = _softmax_with_sinks(part, sinks.view(layout.num_kv_heads, -1))
-        _weigh(probabilities, part, _stock_rounds(layout, query.dtype))
-
-
-def _write(group: TreeGroup, result: Tensor, out: Tensor) -> None:
-    """Round a group's result [requests, nodes, heads, head_size], fp32, into its rows."""
-    if isinstance(group.out_rows, slice):
-        out[group.out_rows].unflatten(0, (group.num_requests, group.num_nodes)).copy_(result)
-        return
-    result = result.flatten(0, 1)
-    if group.kept is not None:
-        result = result.index_select(0, group.kept)
-    out.index_copy_(0, group.out_rows, result.to(out.dtype))
-
-
-def _stock_rounds(layout: CacheLayout, dtype: torch.dtype) -> bool:
-    """Whether vLLM's kernel for such layers rounds probabilities."""
-    return layout.isa == "amx" and dtype == torch.bfloat16
-
-
-def _weigh(probabilities: Tensor, part: Pass, rounded: bool) -> None:
-    """Sum the values by their probabilities, which change.
-
-    ``rounded``: stock AMX attention rounds exp(logit - largest logit) to bf16, divides by the sum
-    of the unrounded ones afterwards. Rounded probabilities would differ in a third of all outputs.
-    """
-    if rounded:
-        best = probabilities.amax(-1, keepdim=True)  # 1 / the sum
-        probabilities.div_(best)
-    torch.bmm(probabilities, part.values, out=part.result)
-    if rounded:
-        part.result.mul_(best)
-
-
-def _softmax_with_sinks(part: Pass, sinks: Tensor) -> Tensor:
-    """Softmax with one extra logit a head, which is then dropped.
-
-    ``sinks`` is [key heads, query heads of each]. Returns the shape of ``part.logits``.
-    """
-    requests, heads, nodes, length = part.by_head.shape
-    column = sinks[part.key_heads].reshape(1, heads, 1, 1).to(part.by_head.dtype)
-    padded = torch.cat((part.by_head, column.expand(requests, -1, nodes, -1)), -1)
-    torch.softmax(padded, -1, out=padded)
-    return padded.view(*part.logits.shape[:2], length + 1)[..., :length]
-
-
-@contextmanager
-def _onednn(wanted: bool) -> Iterator[None]:
-    """Send fp32 products to oneDNN."""
-    if not wanted:
-        yield
-        return
-    switch: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009, as torch 2.6 lacks it
-    before = switch.fp32_precision
-    switch.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        switch.fp32_precision = before
-
-
 @functools.cache
-def onednn_is_exact() -> bool:
-    """Whether fp32 products keep fp32 precision in oneDNN although bf16 internals are allowed."""
-    if not HAS_SWITCH:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    for shape, other in (((2, 112, 64), (2, 64, 640)), ((2, 8, 1024), (2, 1024, 64))):
-        a = torch.randn(shape, generator=generator)
-        b = torch.randn(other, generator=generator)
-        with _onednn(True):
-            product = torch.bmm(a, b)
-        error = (product.double() - torch.bmm(a.double(), b.double())).abs().max()
-        if error > 2e-3:  # rounding to bf16 makes it 0.1
-            return False
-    return True
+def kernel() -> Callable[[Any, Any], None]:
+    """The compiled kernel.
+
+    Raises:
+        RuntimeError: there is no C++ compiler.
+
+    """
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    source = Path(__file__).with_name("attention.cpp").read_text()
+    try:
+        library: Any = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
+    except InvalidCxxCompiler as error:
+        raise RuntimeError(
+            "trees on CPUs are verified by a kernel in C++, which needs a C++ compiler as "
+            "torch.compile does: install g++ (Debian: apt install g++), or set CXX to one"
+        ) from error
+    function = library.tree_attention
+    function.argtypes, function.restype = (POINTER(AttentionPlan), POINTER(_Layer)), None
+    return function  # type: ignore[no-any-return]

@@ -23,9 +23,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_medusa.kv.packed import compact_packed
-from vllm_medusa.scorer.cpu import tree_attention
+from vllm_medusa.scorer.cpu import (
+    AttentionPlan,
+    kernel,
+    plan_branches,
+    plan_trees,
+    tree_attention,
+)
 from vllm_medusa.scorer.layout import CacheLayout
-from vllm_medusa.scorer.metadata import AttentionPlan, build_branches, build_metadata
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree.batch import TreeBatch
 
@@ -53,7 +58,7 @@ class TreeMetadata(CPUAttentionMetadata):
 
     def _plan(self, layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
         assert self.tree is not None and self.base is not None
-        return build_metadata(
+        return plan_trees(
             self.tree, self.base, self.block_table, layout, num_heads, window, self.row_starts
         )
 
@@ -66,7 +71,7 @@ class BranchMetadata(TreeMetadata):
 
     def _plan(self, layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
         assert self.seen is not None and self.base is not None and window is None
-        return build_branches(self.seen, self.base, self.block_table, layout, num_heads)
+        return plan_branches(self.seen, self.base, self.block_table, layout, num_heads)
 
 
 class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -175,6 +180,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
                 "This model uses ALiBi, which tree attention does not support. Leave "
                 "method='medusa' out."
             )
+        kernel()  # without a compiler the engine does not start
 
     def forward(
         self,

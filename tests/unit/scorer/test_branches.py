@@ -8,8 +8,7 @@ from support.paged_batches import make_case as make_paged
 from support.paged_batches import tree
 from support.paged_trees import make_case
 
-from vllm_medusa.scorer.cpu import tree_attention
-from vllm_medusa.scorer.metadata import build_branches
+from vllm_medusa.scorer.cpu import plan_branches, tree_attention
 from vllm_medusa.scorer.paged import PagedBranches
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
 from vllm_medusa.tree.packing import unpack_ancestors
@@ -26,7 +25,7 @@ def test_rows_of_the_newest_level(bases: list[int], dtype: torch.dtype) -> None:
     seen = case.tree.ancestors[:, -queries:]
 
     def attend(seen: torch.Tensor) -> torch.Tensor:
-        plan = build_branches(seen, case.base, case.block_table, case.meta.layout, 4)
+        plan = plan_branches(seen, case.base, case.block_table, case.meta.layout, 4)
         return tree_attention(query, case.kv_cache, plan, case.scale)
 
     torch.testing.assert_close(attend(seen), newest)

@@ -1,0 +1,318 @@
+// Tree attention over vLLM's paged CPU cache; `scorer/cpu.py` compiles and calls it.
+//
+// A work item is a tile of at most 8 query rows of one request and key head, and a part of its
+// keys: logits of all of them in fp32, a softmax, a weighted sum of values. vLLM's own kernel
+// computes in fp32 too. Parts of one tile are merged afterwards by their sums of exponentials.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <immintrin.h>
+#include <omp.h>
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+constexpr int TILE = 8;
+
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+template <class V> V load_as(const void* from) {
+  V found;
+  std::memcpy(&found, from, sizeof(V));
+  return found;
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+inline Floats load(const float* from) { return load_as<Floats>(from); }
+inline Floats load(const BFloat16* from) {
+  return (Floats)(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
+}
+inline Floats load(const Float16* from) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(load_as<__m256i>(from));
+#else
+  return (Floats)_mm256_cvtph_ps(load_as<__m128i>(from));
+#endif
+}
+
+inline void write(float* to, float x, bool) { *to = x; }
+inline void write(Float16* to, float x, bool) { to->bits = _cvtss_sh(x, 0); }
+inline uint16_t rounded_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void write(BFloat16* to, float x, bool truncate) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  to->bits = truncate ? bits >> 16 : rounded_bits(x);
+}
+inline float rounded(float x) {
+  uint32_t bits = uint32_t(rounded_bits(x)) << 16;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Relative error below 2e-7 (Cephes' polynomial); 0 for what would be subnormal, and for -inf.
+inline Floats exponential(Floats x) {
+  const Floats zero = {};
+  Floats y = x < -87.0f ? zero - 87.0f : x;
+  Floats n = y * 1.44269504f + 12582912.0f - 12582912.0f;
+  Floats r = y - n * 0.693359375f - n * -2.12194440e-4f;
+  Floats p = zero + 1.9875691500e-4f;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                  5.0000001201e-1f})
+    p = p * r + c;
+  p = p * r * r + r + 1.0f;
+  Floats power = (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+  return x < -87.0f ? zero : p * power;
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Plan {
+  int64_t requests, heads, kv_heads, dim, block_size, block_stride;  // strides in elements
+  int64_t window;                                                    // 0: none
+  int64_t max_blocks, seen_request, seen_row, depths_request;        // strides
+  const int64_t* row;       // [requests] first query row
+  const int64_t* rows;      // [requests] query rows
+  const int64_t* own;       // [requests] keys behind the context
+  const int64_t* base;      // [requests] keys of the context
+  const int32_t* blocks;    // [requests, max_blocks]
+  const uint8_t* seen;      // [requests, rows, own keys]
+  const int64_t* depths;    // [requests, own keys], for windows
+};
+
+struct Layer {
+  const void *query, *cache;
+  void* out;
+  const float* sinks;  // [heads] or null
+  int64_t query_row, query_head, out_row, out_head;  // strides in elements
+  float scale, softcap;
+  int32_t dtype;             // 0 fp32, 1 bf16, 2 fp16
+  int32_t paired;            // the layout for AMX tiles
+  int32_t truncate;          // cut bf16 results off
+  int32_t round_weights;     // round exp(logit - largest) to bf16, as vLLM's AMX kernel does
+};
+}
+
+namespace {
+
+struct Item {
+  int64_t request, head, tile, part, parts, lo, hi;  // keys [lo, hi)
+};
+
+template <class T, bool paired, int R>
+void attend(const Plan& plan, const Layer& layer, const Item& item, std::vector<float>& memory,
+            float* partial) {  // of several parts: [TILE, dim] sums, [TILE] largest, [TILE] totals
+  const int64_t D = plan.dim, size = plan.block_size, group = plan.heads / plan.kv_heads;
+  const int64_t b = item.request, first = item.tile * TILE;
+  const int64_t count = std::min<int64_t>(R, plan.rows[b] * group - first);
+  const int64_t base = plan.base[b], start = item.lo / W * W, stop = (item.hi + W - 1) / W * W;
+  const int64_t length = std::max<int64_t>(stop - start, W);
+  memory.resize(R * (2 * D + length));
+  float *q = memory.data(), *sums = q + R * D, *weights = sums + R * D;  // [R, D or length]
+  const T* cache = static_cast<const T*>(layer.cache);
+  const int32_t* blocks = plan.blocks + b * plan.max_blocks;
+  const int64_t keys = 2 * item.head * size * D, values = keys + size * D;
+
+  auto node = [&](int64_t r) { return (first + r) / group; };
+  auto head = [&](int64_t r) { return item.head * group + (first + r) % group; };
+  std::fill(q, q + R * D, 0.0f);
+  for (int64_t r = 0; r < count; r++) {
+    const T* from = static_cast<const T*>(layer.query) +
+                    (plan.row[b] + node(r)) * layer.query_row + head(r) * layer.query_head;
+    for (int64_t d = 0; d < D; d += W) store(q + r * D + d, load(from + d));
+  }
+
+  for (int64_t t = start; t < stop; t += W) {
+    const int64_t in = t % size;
+    const T* from = cache + blocks[t / size] * plan.block_stride + keys;
+    Floats logits[R] = {};
+    if constexpr (paired) {
+      from += in / 16 * 16 * D + in % 16 * 2;
+      for (int64_t d = 0; d < D; d += 2) {
+        const Words both = load_as<Words>(from + d * 16);
+        const Floats even = (Floats)(both << 16), odd = (Floats)(both & 0xffff0000u);
+        for (int r = 0; r < R; r++) logits[r] += q[r * D + d] * even;
+        for (int r = 0; r < R; r++) logits[r] += q[r * D + d + 1] * odd;
+      }
+    } else {
+      for (int64_t d = 0; d < D; d++) {
+        const Floats key = load(from + d * size + in);
+        for (int r = 0; r < R; r++) logits[r] += q[r * D + d] * key;
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      Floats x = logits[r] * layer.scale;
+      if (layer.softcap > 0)  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+        x = layer.softcap * (1.0f - 2.0f / (exponential(x * (2 / layer.softcap)) + 1.0f));
+      store(weights + r * length + t - start, x);
+    }
+  }
+
+  const float nothing = -INFINITY;
+  float largest[R], totals[R];
+  for (int64_t r = 0; r < R; r++) {
+    float* row = weights + r * length - start;
+    const int64_t i = std::min(node(r), plan.rows[b] - 1);
+    const uint8_t* seen = plan.seen + b * plan.seen_request + i * plan.seen_row;
+    std::fill(row + start, row + item.lo, nothing);
+    std::fill(row + item.hi, row + start + length, nothing);
+    for (int64_t t = std::max(base, item.lo); t < item.hi; t++)
+      if (!seen[t - base]) row[t] = nothing;
+    if (plan.window) {
+      const int64_t* depths = plan.depths + b * plan.depths_request;
+      const int64_t hidden = base + depths[i] - plan.window;  // positions up to this one
+      for (int64_t t = item.lo; t < std::min({hidden + 1, base, item.hi}); t++) row[t] = nothing;
+      for (int64_t t = std::max(base, item.lo); t < item.hi; t++)
+        if (base + depths[t - base] <= hidden) row[t] = nothing;
+    }
+    const bool sink = layer.sinks && item.part == 0 && r < count;
+    Floats most = load(row + start);
+    for (int64_t t = start + W; t < start + length; t += W) {
+      const Floats x = load(row + t);
+      most = x > most ? x : most;
+    }
+    float best = sink ? layer.sinks[head(r)] : nothing;
+    for (int k = 0; k < W; k++) best = std::max(best, most[k]);
+    largest[r] = best;
+    const float shift = best == nothing ? 0.0f : best;
+    Floats total = {};
+    for (int64_t t = start; t < start + length; t += W) {
+      const Floats x = exponential(load(row + t) - shift);
+      total += x;
+      store(row + t, x);
+    }
+    totals[r] = sink ? std::exp(layer.sinks[head(r)] - shift) : 0.0f;
+    for (int k = 0; k < W; k++) totals[r] += total[k];
+    if (layer.round_weights)
+      for (int64_t t = item.lo; t < item.hi; t++) row[t] = rounded(row[t]);
+  }
+
+  // Unwritten slots may hold NaN: values outside [lo, hi) are never multiplied.
+  for (int64_t d = 0; d < D; d += W) {
+    Floats sum[R] = {};
+    for (int64_t t = item.lo; t < item.hi;) {
+      const int64_t in = t % size, end = std::min(item.hi, t - in + size);
+      const T* from = cache + blocks[t / size] * plan.block_stride + values;
+      const float* row = weights + t - start;
+      if constexpr (paired) {
+        from += d / 16 * 16 * size + d % 16 * 2;
+        for (; t < end; t++, row++) {
+          const Words both = load_as<Words>(from + t % size / 2 * 32);
+          const Floats value = (Floats)(t % 2 ? both & 0xffff0000u : both << 16);
+          for (int r = 0; r < R; r++) sum[r] += row[r * length] * value;
+        }
+      } else {
+        from += in * D + d;
+        for (; t < end; t++, row++, from += D) {
+          const Floats value = load(from);
+          for (int r = 0; r < R; r++) sum[r] += row[r * length] * value;
+        }
+      }
+    }
+    for (int r = 0; r < R; r++) store(sums + r * D + d, sum[r]);
+  }
+
+  if (item.parts > 1) {
+    std::copy(sums, sums + R * D, partial);
+    std::copy(largest, largest + R, partial + TILE * D);
+    std::copy(totals, totals + R, partial + TILE * (D + 1));
+    return;
+  }
+  for (int64_t r = 0; r < count; r++) {
+    T* to = static_cast<T*>(layer.out) + (plan.row[b] + node(r)) * layer.out_row +
+            head(r) * layer.out_head;
+    const float factor = totals[r] > 0 ? 1 / totals[r] : 0.0f;
+    for (int64_t d = 0; d < D; d++) write(to + d, sums[r * D + d] * factor, layer.truncate);
+  }
+}
+
+template <class T>
+void merge(const Plan& plan, const Layer& layer, const Item& item, const float* partial) {
+  const int64_t D = plan.dim, group = plan.heads / plan.kv_heads, size = TILE * (D + 2);
+  const int64_t first = item.tile * TILE;
+  const float *largest = partial + TILE * D, *totals = largest + TILE;
+  for (int64_t r = 0; r < std::min(int64_t(TILE), plan.rows[item.request] * group - first); r++) {
+    float best = -INFINITY, total = 0;
+    for (int64_t s = 0; s < item.parts; s++) best = std::max(best, largest[s * size + r]);
+    std::vector<float> sum(D);
+    for (int64_t s = 0; s < item.parts && best > -INFINITY; s++) {
+      const float factor = std::exp(largest[s * size + r] - best);
+      total += factor * totals[s * size + r];
+      for (int64_t d = 0; d < D; d++) sum[d] += factor * partial[s * size + r * D + d];
+    }
+    T* to = static_cast<T*>(layer.out) +
+            (plan.row[item.request] + (first + r) / group) * layer.out_row +
+            (item.head * group + (first + r) % group) * layer.out_head;
+    for (int64_t d = 0; d < D; d++) write(to + d, total > 0 ? sum[d] / total : 0, layer.truncate);
+  }
+}
+
+template <class T, bool paired>
+void run(const Plan& plan, const Layer& layer) {
+  constexpr int64_t MIN_PART = 512;  // keys of a part, at least
+  const int64_t group = plan.heads / plan.kv_heads, size = TILE * (plan.dim + 2);
+  static std::vector<Item> items;  // layers run one after another
+  static std::vector<float> partials;
+  int64_t tiles = 0;
+  for (int64_t b = 0; b < plan.requests; b++)
+    tiles += plan.kv_heads * ((plan.rows[b] * group + TILE - 1) / TILE);
+  const int64_t wanted = (2 * omp_get_max_threads() + tiles - 1) / tiles;
+  items.clear();
+  for (int64_t b = 0; b < plan.requests; b++) {
+    const int64_t end = plan.base[b] + plan.own[b];
+    const int64_t begin = plan.window ? std::max(int64_t(0), plan.base[b] - plan.window + 1) : 0;
+    const int64_t parts = std::max(int64_t(1), std::min(wanted, (end - begin) / MIN_PART));
+    const int64_t step = (end - begin + parts - 1) / parts;
+    for (int64_t h = 0; h < plan.kv_heads; h++)
+      for (int64_t tile = 0; tile * TILE < plan.rows[b] * group; tile++)
+        for (int64_t s = 0; s < parts; s++)
+          items.push_back({b, h, tile, s, parts, std::min(end, begin + s * step),
+                           std::min(end, begin + (s + 1) * step)});
+  }
+  if (wanted > 1) partials.resize(items.size() * size);
+  const Item* all = items.data();
+  float* partial = partials.data();
+  const int64_t count = items.size();
+#pragma omp parallel
+  {
+    static thread_local std::vector<float> memory;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; i++) {
+      const bool half = plan.rows[all[i].request] * group - all[i].tile * TILE <= TILE / 2;
+      auto* attend_tile = half ? attend<T, paired, TILE / 2> : attend<T, paired, TILE>;
+      attend_tile(plan, layer, all[i], memory, partial + i * size);
+    }
+    if (wanted > 1) {
+#pragma omp for
+      for (int64_t i = 0; i < count; i++)
+        if (all[i].parts > 1 && all[i].part == 0) merge<T>(plan, layer, all[i], partial + i * size);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" void tree_attention(const Plan* plan, const Layer* layer) {
+  if (layer->dtype == 0) run<float, false>(*plan, *layer);
+  else if (layer->dtype == 2) run<Float16, false>(*plan, *layer);
+  else if (layer->paired) run<BFloat16, true>(*plan, *layer);
+  else run<BFloat16, false>(*plan, *layer);
+}
