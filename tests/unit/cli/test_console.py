@@ -20,12 +20,11 @@ class Stopped(JobFailed):
         (KeyboardInterrupt(), 130, "interrupted; go on\n"),
     ],
 )
-@pytest.mark.parametrize("engine", [False, True])
-def test_status_and_words(error, status, text, engine, capfd):
+def test_status_and_words(error, status, text, capfd):
     def job(progress):
         raise error
 
-    assert console.run_job(job, interrupted="go on", engine=engine) == status
+    assert console.run_job(job, interrupted="go on") == status
     assert capfd.readouterr().err == text
 
 
