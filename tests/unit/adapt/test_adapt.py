@@ -181,9 +181,7 @@ def test_a_disk_that_is_too_small(refused, monkeypatch):
     [
         (["--heldout-share", "0.6"], "share: '0.6' is not allowed; use a number above 0 to 0.5"),
         (["--budgets", "8", "256"], "--budgets: '256' is not allowed; use a whole number from 1"),
-        (["--num-draft-tokens", "256"], "--num-draft-tokens: '256' is not allowed"),
         (["--num-heads", "9", "--max-tokens", "10"], "at least 11 tokens"),
-        (["--learning-rate", "nan"], "--learning-rate"),
         (["--train-args=--no-such-option 3"], "--no-such-option"),
         (["--train-args=--draft-vocab 1"], "fewer than 16 tokens drafts nothing"),
         (["--drafter", "eagle3", "--num-draft-tokens", "4"], "--budgets 4 measures trees of that"),

@@ -151,9 +151,7 @@ def test_prompts_of_records_are_what_stands_before_the_answers(tmp_path):
     [
         (["--output", "nowhere/figures.json"], "no folder nowhere"),
         (["--tree", "[[0],[0,0],[0,0,0],[0,0,0,0]]"], "there are 3 heads"),
-        (["--prompts", "nothing.txt"], "no such file"),
         (["--tree", "mc_sim"], "No preset is named 'mc_sim'"),
-        (["--dtype", "fp8"], "invalid choice: 'fp8'"),
     ],
 )
 def test_what_is_wrong_is_said_before_an_engine_starts(arguments, capsys, change, words):

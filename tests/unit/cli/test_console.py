@@ -28,14 +28,6 @@ def test_status_and_words(error, status, text, capfd):
     assert capfd.readouterr().err == text
 
 
-def test_another_total_begins_a_new_count():
-    pace = console.Pace()
-    assert pace.left(100.0, 5, 9) is None
-    assert pace.left(110.0, 7, 9) == 10.0
-    assert pace.left(200.0, 1, 101) is None
-    assert pace.left(201.0, 11, 101) == 9.0
-
-
 def test_plain_progress_is_a_line_now_and_then(monkeypatch, capfd):
     seconds = iter([0.0, 1.0, 11.0, 12.0, 30.0])
     monkeypatch.setattr(console.time, "perf_counter", lambda: next(seconds))

@@ -8,7 +8,6 @@ from support.told import Told
 
 from vllm_medusa.offline import generate as job
 from vllm_medusa.offline import prompts
-from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.options import GenerateOptions, Speculation
 
 
@@ -49,15 +48,6 @@ def test_what_was_done_is_returned_and_told(tmp_path, reads):
     again = Told()
     assert job.generate(options, again).speed is None
     assert again.notes[1:] == ["resuming: 3 of 3 are done", "nothing to do"]
-
-
-def test_words_become_a_configuration():
-    assert medusa_config("h", "mc_sim_7b_63", '{"mode": "typical", "epsilon": 0.1}') == {
-        "method": "medusa",
-        "model": "h",
-        "tree": "mc_sim_7b_63",
-        "acceptance": {"mode": "typical", "epsilon": 0.1},
-    }
 
 
 def test_lookup_goes_with_heads_or_alone():
