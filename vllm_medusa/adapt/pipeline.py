@@ -204,7 +204,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             seconds=options.measure_seconds,
             output=here / FIGURES,
         ),
-        {"heads": (tree or heads).name, "target": trained.name, "texts": split.name},
+        {"heads": heads.name, "target": trained.name, "texts": split.name},
         [FIGURES],
         "compare",
     )

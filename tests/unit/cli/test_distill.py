@@ -37,6 +37,7 @@ def test_records_and_what_they_come_from(prompts, tmp_path, engine, capfd):
     assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices a text"
     ((settings, sampling, extra),) = engine.built
     assert settings.speculative_config is None and extra["seeded"] is True
+    assert sampling.temperature == 1.0, "engines with seeds have to know that any is above 0"
     assert (sampling.max_tokens, sampling.top_p, sampling.ignore_eos) == (50, 0.9, False)
     generated = sum(r.num_generated for r in records)
     total = sum(len(r.token_ids) for r in records)

@@ -62,6 +62,7 @@ def test_options_reach_the_engine(arguments, engine):
         (["--temperature", "0.5"], "sampling.temperature"),
         (["--tree", "mc_sim_7b_63"], "engine.speculative_config.tree"),
         (["--seed", "2"], "sampling.seed"),
+        (["--engine-args", '{"enforce_eager": true}'], "engine.engine_args.enforce_eager"),
         ("target/model.safetensors", "checkpoints.model"),
         ("tree.json", "tree_sha256"),
         ("prompts.jsonl", "prompts_sha256"),
