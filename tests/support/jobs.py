@@ -32,7 +32,7 @@ def fail(options: Exception, progress: Progress = SILENT) -> None:
     raise options
 
 
-def broken(options: object, progress: Progress = SILENT) -> None:
+def broken(options: object, progress: Progress = SILENT, command: Any = ()) -> None:
     raise Broken(str(options))
 
 

@@ -17,7 +17,7 @@ from vllm_medusa.offline.prompts import Prompt
 def test_each_step_has_its_time_and_its_tokens():
     engine = FakeEngine(max_tokens=32, step_sizes=(3, 1), step_seconds=0.02)
     prompt = Prompt(0, 1, "p", turns=("Say something.",))
-    how = {"concurrency": 1, "seed": 3, "session": TimedConversation}
+    how = {"concurrency": 1, "seed": 6, "session": TimedConversation}
     (result,) = run_batch([prompt], engine, **how)
     (answer,) = result.answers
     assert len(answer.token_ids) > 8

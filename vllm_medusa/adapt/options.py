@@ -24,12 +24,11 @@ from vllm_medusa.training.options import (
     TrainOptions,
 )
 
-# What adapt's own options set in train's, and what else it needs as it has it.
-_GIVEN_TO_ADAPT = (
-    *("kind", "method", "seed", "dtype", "heldout_share"),
-    *("num_heads", "num_layers", "epochs", "learning_rate"),
+# Options of train that follow from adapt's own, or that adapt fills in.
+_DECIDED = (
+    *("kind", "method", "seed", "dtype", "heldout_share", "num_heads", "num_layers", "epochs"),
+    *("learning_rate", "data", "heldout", "output", "overwrite"),
 )
-_SET_BY_ADAPT = ("data", "heldout", "output", "overwrite")
 _MIN_VOCABULARY = 16  # tokens; the guesses of a head are about as many
 
 
@@ -84,32 +83,17 @@ class AdaptOptions(EngineOptions, PromptFile):
 
     def check(self) -> None:
         """See `Options.check`."""
-        for name, length in (
-            ("max-tokens", self.max_tokens),
-            ("measure-tokens", self.measure_tokens),
-        ):
-            if length < self.num_heads + 2:
-                raise ValueError(
-                    f"--{name} is {length}; {self.num_heads} heads need answers of at least "
-                    f"{self.num_heads + 2} tokens."
-                )
-        if self.method == "medusa-2" and self.drafter != "medusa":
+        needed = self.num_heads + 2
+        if min(self.max_tokens, self.measure_tokens) < needed:
             raise ValueError(
-                f"--method medusa-2 trains Medusa heads together with their target; --drafter is "
-                f"{self.drafter}. Leave one of them out."
+                f"--max-tokens is {self.max_tokens} and --measure-tokens {self.measure_tokens}; "
+                f"{self.num_heads} heads need answers of at least {needed} tokens."
             )
-        if self.drafter != "eagle3":
-            return
-        if self.num_draft_tokens is not None:
+        if self.drafter == "eagle3" and self.num_draft_tokens is not None:
             raise ValueError(
                 f"--num-draft-tokens {self.num_draft_tokens} is the size of the heads' own tree; "
                 "an EAGLE-3 drafter has none and builds one in each step. Leave it out; --budgets "
                 f"{self.num_draft_tokens} measures trees of that size."
-            )
-        if self.num_layers != 1:
-            raise ValueError(
-                f"--num-layers {self.num_layers} is for Medusa and Hydra heads: EAGLE-3 has one "
-                "decoder layer. Leave it out."
             )
 
 
@@ -135,14 +119,12 @@ def check_training(options: AdaptOptions, training: TrainOptions) -> None:
     Raises ValueError: naming the option.
     """
     own, given = values_of(training_of(options)), values_of(training)
-    for name in (*_GIVEN_TO_ADAPT, *_SET_BY_ADAPT):
-        if given[name] != own[name]:
-            remedy = "give it to adapt itself" if name in _GIVEN_TO_ADAPT else "leave it out"
-            if name == "kind":
-                name, remedy = "heads", "give --drafter to adapt itself"
-            raise ValueError(
-                f"--train-args has --{name.replace('_', '-')}, which adapt decides: {remedy}."
-            )
+    if changed := next((name for name in _DECIDED if given[name] != own[name]), None):
+        name = "heads" if changed == "kind" else changed.replace("_", "-")
+        raise ValueError(
+            f"--train-args has --{name}, which adapt decides: give it to adapt itself (--heads as "
+            "--drafter), or leave it out."
+        )
     if 0 < (size := given["draft_vocab"] or 0) < _MIN_VOCABULARY:
         raise ValueError(
             f"--train-args has --draft-vocab {size}; a drafter that knows fewer than "

@@ -7,30 +7,31 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from vllm_medusa.adapt.checks import REPORT, check, written_by_adapt
 from vllm_medusa.adapt.options import AdaptOptions, check_training, training_of
-from vllm_medusa.adapt.plan import CALIBRATED_TOKENS, ROUNDS, Plan
-from vllm_medusa.adapt.stages import Stage, WorkFolder
+from vllm_medusa.adapt.plan import REPORT, Plan, check, written_by_adapt
+from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
 from vllm_medusa.files import FileRefused, digest, read_json, write_json
 from vllm_medusa.job import SILENT, JobFailed, Progress
+from vllm_medusa.offline.engine import EngineSettings, refuse_unserved
 from vllm_medusa.offline.options import CompareOptions, DistillOptions
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.options import taken
 from vllm_medusa.training.heldout import FILES, split_records
 from vllm_medusa.training.options import MachineOptions, TrainOptions
 
-RECORDS, PICTURE = "records.jsonl", "tree.png"
-FIGURES, COUNTS = "compare.json", "counts.json"
-HEADS = ("config.json", "model.safetensors")
-CALIBRATED = (*HEADS, "calibration.safetensors")
+RECORDS, COUNTS, FIGURES = "records.jsonl", "counts.json", "compare.json"
+TREE, PICTURE = "tree.json", "tree.png"
+HEADS = ("heads/config.json", "heads/model.safetensors")
+CALIBRATED = (*HEADS, "heads/calibration.safetensors")
+_CALIBRATED_TOKENS = 16_384  # generated tokens to calibrate on, about
+_ROUNDS = 3  # of the final measurement, at most
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def adapt(
 
 def count_stages(options: AdaptOptions) -> int:
     """How many there are."""
-    return 5 if options.drafter == "eagle3" else 8
+    return 5 if options.drafter == "eagle3" else 7
 
 
 def run_stages(plan: Plan, work: WorkFolder) -> None:
@@ -91,7 +92,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     from vllm_medusa.offline.comparison import compare
     from vllm_medusa.training.distill import distill
 
-    options, training, run = plan.options, plan.training, work.run
+    options, training = plan.options, plan.training
     joint, weights = options.method == "medusa-2", {"target": plan.target["sha256"]}
     asked = options.num_draft_tokens
     budgets = (asked,) if asked else tuple(sorted(set(options.budgets)))
@@ -101,148 +102,138 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
         "drafter": options.drafter,
         "aux_layers": training.heads.aux_layers,
     }
-    what = "will vLLM serve the target with such heads"
-    run(Stage("check", check_served, lambda here: serving, weights, what=what))
-    written = run(
-        Stage(
-            "distill",
-            distill,
-            lambda here: taken(
-                DistillOptions,
-                options,
-                model=options.target,
-                output=here / RECORDS,
-                overwrite=False,
-                temperature=(options.temperature,),
-                batch=plan.engine.batch,
-                engine_args=plan.engine.arguments | options.engine_args,
-            ),
-            weights | {"prompts": plan.prompts_digest},
-            [RECORDS],
-            "distill",
-        )
+    work.run(
+        "check",
+        check_served,
+        lambda here: serving,
+        weights,
+        command="will vLLM serve the target with such heads",
     )
-    split = run(
-        Stage(
-            "split",
-            split_texts,
-            lambda here: {
-                "data": written / RECORDS,
-                "output": here,
-                "heldout_share": options.heldout_share,
-                "on_bad_line": options.on_bad_line,
-            },
-            {"records": digest(written / RECORDS)},
-            [*FILES, COUNTS],
-            what="which texts are to train, to calibrate and to measure on",
-        )
+    written = work.run(
+        "distill",
+        distill,
+        lambda here: taken(
+            DistillOptions,
+            options,
+            model=options.target,
+            output=here / RECORDS,
+            overwrite=False,
+            temperature=(options.temperature,),
+            batch=plan.engine.batch,
+            engine_args=plan.engine.arguments | options.engine_args,
+        ),
+        weights | {"prompts": plan.prompts_digest},
+        [RECORDS],
+        "distill",
+    )
+    split = work.run(
+        "split",
+        split_texts,
+        lambda here: {
+            "data": written / RECORDS,
+            "output": here,
+            "heldout_share": options.heldout_share,
+            "on_bad_line": options.on_bad_line,
+        },
+        {"records": digest(written / RECORDS)},
+        [*FILES, COUNTS],
+        "which texts are to train, to calibrate and to measure on",
     )
     to_train, to_calibrate, to_measure = (split / name for name in FILES)
-    trained = run(
-        Stage(
-            "train",
-            train_unharmed,
-            lambda here: replace(
-                training,
-                model=options.target,
-                files=replace(
-                    training.files, data=to_train, heldout=to_calibrate, output=here / "heads"
-                ),
+    trained = work.run(
+        "train",
+        train_unharmed,
+        lambda here: replace(
+            training,
+            model=options.target,
+            files=replace(
+                training.files, data=to_train, heldout=to_calibrate, output=here / "heads"
             ),
-            weights | {"texts": split.name},
-            [*_in_heads(HEADS), *(["heads/target/config.json"] if joint else [])],
-            "train",
-        )
+        ),
+        weights | {"texts": split.name},
+        [*HEADS, *(["heads/target/config.json"] if joint else [])],
+        "train",
     )
     target = str(trained / "heads" / "target") if joint else options.target
-
-    def comparison(heads: Path) -> Stage:
-        return Stage(
-            "compare",
-            compare,
-            lambda here: taken(
-                CompareOptions,
-                options,
-                target=target,
-                heads=str(heads / "heads"),
-                prompts=to_measure,
-                budgets=budgets,
-                batch=1,
-                max_tokens=options.measure_tokens,
-                limit=options.measure_prompts,
-                rounds=ROUNDS,
-                seconds=options.measure_seconds,
-                output=here / FIGURES,
-            ),
-            {"heads": heads.name, "target": trained.name, "texts": split.name},
-            [FIGURES],
-            "compare",
-        )
-
-    if options.drafter == "eagle3":
-        run(comparison(trained))
-        return
-    calibrated = run(
-        Stage(
+    heads, tree = trained, None
+    if options.drafter != "eagle3":
+        heads = work.run(
             "calibrate",
             calibrate,
             lambda here: CalibrateOptions(
                 model=target,
                 heads=here / "heads",
                 data=to_calibrate,
-                positions=CALIBRATED_TOKENS,
+                positions=_CALIBRATED_TOKENS,
                 machine=MachineOptions(dtype=options.dtype),
             ),
             {"heads": trained.name, "texts": split.name},
-            _in_heads(CALIBRATED),
+            CALIBRATED,
             "calibrate",
-            partial(_copy, trained, HEADS),
+            lambda here: _copy(trained, here),
         )
-    )
-
-    def tree(name: str, nodes: int) -> Stage:
-        return Stage(
-            name,
+        tree = work.run(
+            "tree",
             choose_tree,
             lambda here: TreeOptions(
-                heads=here / "heads", num_draft_tokens=nodes, draw=here / PICTURE
+                heads=heads / "heads",
+                num_draft_tokens=max(budgets),
+                output=here / TREE,
+                draw=here / PICTURE,
+                dry_run=True,
             ),
-            {"heads": calibrated.name},  # both times: neither search knows of the other
-            [*_in_heads(CALIBRATED), PICTURE],
+            {"heads": heads.name},
+            [TREE, PICTURE],
             "tree",
-            partial(_copy, calibrated, CALIBRATED),
         )
-
-    measured = run(comparison(run(tree("tree", max(budgets)))))
-    run(tree("final-tree", asked or read_json(measured / FIGURES)["fastest"]))
+    work.run(
+        "compare",
+        compare,
+        lambda here: taken(
+            CompareOptions,
+            options,
+            target=target,
+            heads=str(heads / "heads"),
+            tree=None if tree is None else str(tree / TREE),
+            prompts=to_measure,
+            budgets=budgets,
+            batch=1,
+            max_tokens=options.measure_tokens,
+            limit=options.measure_prompts,
+            rounds=_ROUNDS,
+            seconds=options.measure_seconds,
+            output=here / FIGURES,
+        ),
+        {"heads": heads.name, "target": trained.name, "texts": split.name},
+        [FIGURES],
+        "compare",
+    )
 
 
 def check_served(
-    target: str, dtype: str, drafter: str, aux_layers: Sequence[int], progress: Progress = SILENT
+    serving: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Run vLLM's start-up checks on a target with untrained heads, without loading weights.
+    """Have vLLM check its configuration for a target with untrained heads.
 
     The plugin refuses there what it can't serve; finding that out after training takes hours.
 
-    Raises:
-        ValueError: it would be refused, with the reason.
-
+    Raises ValueError: it would be refused, with the reason.
     """
     import torch
     from transformers import AutoConfig
-    from vllm import EngineArgs
 
     from vllm_medusa.heads import HydraHeads, MedusaHeads, save_heads
     from vllm_medusa.heads.checkpoint import save_drafter
     from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, choose_layers
 
+    target, drafter = serving["target"], serving["drafter"]
     config = AutoConfig.from_pretrained(target).get_text_config()
     hidden, vocab, bf16 = config.hidden_size, config.vocab_size, torch.bfloat16
     with TemporaryDirectory(prefix="vllm-medusa-") as temporary:
         folder = Path(temporary) / "heads"
         speculation = {"method": "medusa", "model": str(folder), "tree": [[0]]}
         if drafter == "eagle3":
-            layers = choose_layers(tuple(aux_layers), config.num_hidden_layers)
+            layers = choose_layers(tuple(serving["aux_layers"]), config.num_hidden_layers)
             shape = EagleShape.of(config, layers, hidden, vocab)
             save_drafter(folder, EagleDrafter(shape, 1, torch.arange(min(64, vocab))).to(bf16))
             speculation |= {"method": "eagle3", "tree": "dynamic"}
@@ -250,23 +241,19 @@ def check_served(
             save_heads(folder, HydraHeads(1, 1, hidden, vocab, num_lm_heads=0, dtype=bf16))
         else:
             save_heads(folder, MedusaHeads(1, 1, hidden, vocab, shared_lm_head=True, dtype=bf16))
-        try:
-            EngineArgs(
-                model=target, dtype=dtype, speculative_config=speculation
-            ).create_engine_config()
-        except (ValueError, OSError) as error:
-            raise ValueError(f"vLLM would not serve {target} with heads: {error}") from None
+        refuse_unserved(EngineSettings(target, speculation, serving["dtype"]))
 
 
 def split_texts(
-    data: Path, output: Path, heldout_share: float, on_bad_line: str, progress: Progress = SILENT
+    options: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
     """Write the records to train, to calibrate and to measure on, and counts of them.
 
     Raises ValueError: too few prompts, or a bad line that is not to be skipped.
     """
-    counts, tokens, bad, disjoint = split_records(data, output, heldout_share)
-    settle_bad_lines(data, bad, on_bad_line, progress)
+    data, output = options["data"], options["output"]
+    counts, tokens, bad, disjoint = split_records(data, output, options["heldout_share"])
+    settle_bad_lines(data, bad, options["on_bad_line"], progress)
     document = {"prompts": counts, "tokens": tokens, "left_out": len(bad), "disjoint": disjoint}
     write_json(output / COUNTS, document)
     progress.note("  prompts: {} to train on, {} to calibrate on, {} to measure on".format(*counts))
@@ -283,22 +270,17 @@ def train_unharmed(
         raise JobFailed(f"the new target is degraded: {trained.degradation}")
 
 
-def _in_heads(files: Iterable[str]) -> list[str]:
-    return [f"heads/{name}" for name in files]
+def _copy(trained: Path, here: Path) -> None:
+    """Give calibration, which changes heads in place, a copy of them.
 
-
-def _copy(earlier: Path, files: Iterable[str], here: Path) -> None:
-    """Give a stage that changes heads in place a copy of those of an earlier stage.
-
-    Every attempt starts from the earlier files, so nothing is noted in them twice; what the job
+    Every attempt starts from the trained files, so nothing is noted in them twice; what the job
     keeps beside them to resume stays.
     """
     (here / "heads").mkdir(exist_ok=True)
-    for name in files:
-        place = here / "heads" / name
+    for name in HEADS:
         # not aside and renamed: a rename of one link over another does nothing at all
-        place.unlink(missing_ok=True)
+        (here / name).unlink(missing_ok=True)
         try:  # the same file: all here are replaced as a whole, never written into
-            os.link(earlier / "heads" / name, place)
+            os.link(trained / name, here / name)
         except OSError:  # a file system without links
-            shutil.copyfile(earlier / "heads" / name, place)
+            shutil.copyfile(trained / name, here / name)

@@ -1,26 +1,48 @@
-"""What an adapt takes: tokens, memory, disk and time, in one table before it begins."""
+"""What `adapt` makes sure of before it begins, and what it takes: tokens, memory, disk and time.
+
+Hours later would be too late for a refusal.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.files import digest_json
-from vllm_medusa.job import duration
-from vllm_medusa.offline.defaults import EnginePlan, Length, TargetSizes
+from vllm_medusa.files import (
+    digest,
+    digest_json,
+    free_bytes,
+    read_json,
+    refuse_strangers,
+    require_parent,
+)
+from vllm_medusa.job import Progress, duration, plural
+from vllm_medusa.offline.defaults import EnginePlan, Length, TargetSizes, measure, plan_engine
 from vllm_medusa.offline.engine import start_seconds
-from vllm_medusa.options import values_of
+from vllm_medusa.offline.machine import fast_bfloat16
+from vllm_medusa.offline.options import EngineOptions
+from vllm_medusa.offline.prompts import Prompt, load_prompts, partition, settle_bad_lines
+from vllm_medusa.options import Dtype, values_of
 from vllm_medusa.training.options import TrainOptions
 
-CALIBRATED_TOKENS = 16_384  # generated tokens to calibrate on, about
-ROUNDS = 3  # of the final measurement, at most
+REPORT = "report.json"
+# What adapt writes, so what it may replace.
+OURS = (
+    *("config.json", "model.safetensors", "calibration.safetensors", "target/"),
+    *("budgets.png", "curves.png", "tree.png"),
+    *("report.md", REPORT),
+)
+_NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
+_RESERVE = 1 << 30  # bytes that stay free
 _RECORD_BYTES = 16  # of a token in a file of records: its id in digits, its text
 _SHARE = 0.5  # of a machine's speed in large matrix products that real work reaches
 _JOINT_PASSES = 4  # of the target, of a text in medusa-2's joint stage
-_NAMES = {"medusa": "Medusa heads", "hydra": "Hydra heads", "eagle3": "an EAGLE-3 drafter"}
 
 
 @dataclass(frozen=True)
@@ -50,11 +72,7 @@ class Plan:
     target: dict[str, Any]  # its fingerprint
     different: int  # prompts that differ in more than their names
     prompts_digest: str
-    amounts: Amounts
     engine: EnginePlan  # of the texts
-    why: str = ""  # the dtype is what it is
-    disk: int = 0  # bytes at most
-    seconds: dict[str, float] = field(default_factory=dict)  # of the long stages, about
 
     @property
     def key(self) -> str:
@@ -64,35 +82,190 @@ class Plan:
         asked = [values_of(self.options) | places, trained]
         return digest_json([asked, self.target, self.prompts_digest])[:12]
 
-    def table(self) -> str:
-        """What will be done, and what it takes."""
-        options, amounts, engine = self.options, self.amounts, self.engine
-        memory = "" if engine.memory is None else f", {engine.memory / 1e9:.1f} GB of memory"
-        how = "compiled" if engine.compiled else "eager"
-        why = f" ({self.why})" if self.why else ""
-        epochs = f"{options.epochs} epoch{'s' * (options.epochs > 1)}"
-        rows = {
-            "distill": f"{amounts.texts} texts of up to {options.max_tokens} new tokens (prompts: "
-            f"{amounts.prompt_tokens} tokens), {engine.batch} at a time by vLLM ({how}{memory})",
-            "train": f"{_NAMES[options.drafter]} on them, {epochs}",
-            "compare": "vLLM with it beside plain vLLM",
-        }
-        lines = [f"dtype {options.dtype}{why}; up to {self.disk / 1e9:.2g} GB of disk in "]
-        lines[0] += str(options.work_folder)
-        for name, text in rows.items():
-            seconds = self.seconds.get(name)
-            about = "" if seconds is None else f": about {duration(seconds)}"
-            lines.append(f"  {name:8} {text}{about}")
-        return "\n".join(lines)
+
+def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> Plan:
+    """Look at everything that is cheap to look at, and say what the job takes.
+
+    Raises ValueError: something has to be changed; the message says what.
+    """
+    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+        raise ValueError(
+            f"adapt needs {', '.join(missing)}: pip install 'vllm-medusa[cpu,train]', with a GPU "
+            "'vllm-medusa[cuda,train]'."
+        )
+    _check_output(options)
+    prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
+    different = len({(p.text, p.turns, json.dumps(p.history)) for p in prompts})
+    if different < 2:
+        raise ValueError(
+            f"{options.prompts}: {plural(different, 'different prompt')}; at least 2 are needed, "
+            "one to train on and one held out, and a few hundred for heads worth having."
+        )
+    target = _read_target(options.target)
+    options, training, why = _with_dtype(options, training)
+    sizes = TargetSizes.of(options.target, options.dtype)
+    lengths = _measure(prompts, options, sizes.positions, progress)
+    positions = [length.positions(options.max_tokens) for length in lengths]
+    room = sizes.positions or max(positions)
+    amounts = Amounts.of(lengths, options.samples, options.max_tokens, room)
+    engine = plan_engine(
+        options.target,
+        [n for n in positions for _ in range(options.samples)],
+        options.batch or EngineOptions.batch,
+        options.max_model_len or options.engine_args.get("max_model_len"),
+        dtype=options.dtype,
+        tokens=amounts.written,
+    )
+    files, states = disk_bytes(amounts, training, target, sizes)
+    _check_disk(options, training, files, states)
+    times = expected_seconds(amounts, options, training, target, sizes, engine)
+    about = {name: duration(seconds) for name, seconds in times.items()}
+    memory = "" if engine.memory is None else f", {engine.memory / 1e9:.1f} GB of memory"
+    progress.note(
+        f"dtype {options.dtype}{f' ({why})' * bool(why)}; up to {(files + states) / 1e9:.2g} GB of "
+        f"disk in {options.work_folder}\n"
+        f"  distill  {amounts.texts} texts of up to {options.max_tokens} new tokens (prompts: "
+        f"{amounts.prompt_tokens} tokens), {engine.batch} at a time by vLLM "
+        f"({'compiled' if engine.compiled else 'eager'}{memory}): about {about['distill']}\n"
+        f"  train    {options.drafter}, {plural(options.epochs, 'epoch')}: about {about['train']}\n"
+        f"  compare  vLLM with it beside plain vLLM: about {about['compare']}"
+    )
+    prompts_digest = digest(options.prompts)
+    return Plan(options, training, target, different, prompts_digest, engine)
+
+
+def written_by_adapt(folder: Path) -> str | None:
+    """The key of the adapt whose heads a folder holds, or None."""
+    try:
+        return str(read_json(folder / REPORT)["key"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _check_output(options: AdaptOptions) -> None:
+    """Refuse an output that can't be made, or that others need."""
+    output = options.output
+    place = output.resolve()  # a link stays, and what it leads to is replaced
+    for path in (output, place):
+        require_parent(path)
+    for what, path in (
+        ("the current folder", Path.cwd()),
+        ("--work", options.work_folder),
+        ("the target", Path(options.target)),
+        ("--prompts", options.prompts),
+    ):
+        if path.resolve().is_relative_to(place):
+            raise ValueError(
+                f"{what} ({path}) is in --output {output}, which is replaced as a whole. Name a "
+                f"folder of its own, such as {output / 'heads'}."
+            )
+    empty = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    if not empty and written_by_adapt(output) is None:
+        raise ValueError(
+            f"{output} holds something that adapt did not write. Name another --output, or remove "
+            "it yourself."
+        )
+    if options.overwrite and not empty:
+        refuse_strangers(output, OURS)
+
+
+def _read_target(target: str) -> dict[str, Any]:
+    """Return the target's fingerprint; its config and tokenizer have to be readable too."""
+    from huggingface_hub import snapshot_download
+    from transformers import AutoConfig, AutoTokenizer
+
+    from vllm_medusa.heads.fingerprint import target_fingerprint
+
+    folder = Path(target).expanduser()
+    if folder.is_file():
+        raise ValueError(
+            f"{target} is a file; adapt needs a folder as transformers saves a model, with "
+            "config.json, the tokenizer and safetensors. Of a GGUF file give the model that it was "
+            "made from, or save it as such a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
+            "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
+        )
+    try:
+        if not folder.exists():
+            kinds = ["*.safetensors", "*.json", "*.model", "*.jinja"]
+            snapshot_download(target, allow_patterns=kinds)
+        config = AutoConfig.from_pretrained(target)
+        AutoTokenizer.from_pretrained(target)
+    except Exception as error:  # transformers and its libraries raise anything
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{target} is not a model that can be read: {reason:.300}") from None
+    if config.is_encoder_decoder:
+        raise ValueError(f"{target} is an encoder-decoder; heads need a decoder-only model.")
+    return target_fingerprint(target)
+
+
+def _with_dtype(
+    options: AdaptOptions, training: TrainOptions
+) -> tuple[AdaptOptions, TrainOptions, str]:
+    """On a CPU, one dtype for all stages where a bfloat16 target leaves it open; and why that."""
+    import torch
+    from transformers import AutoConfig
+
+    own = str(getattr(AutoConfig.from_pretrained(options.target).get_text_config(), "dtype", None))
+    on_cpu = not torch.accelerator.is_available() and training.machine.device in ("auto", "cpu")
+    if options.dtype != "auto" or own != "torch.bfloat16" or not on_cpu:
+        return options, training, ""
+    dtype: Dtype = "bfloat16"
+    why = "the target's own, which this CPU multiplies natively"
+    if not fast_bfloat16():
+        dtype, why = "float32", "this CPU has no instructions for the target's bfloat16"
+    machine = replace(training.machine, dtype=dtype)
+    return replace(options, dtype=dtype), replace(training, machine=machine), why
+
+
+def _measure(
+    prompts: Sequence[Prompt], options: AdaptOptions, limit: int | None, progress: Progress
+) -> list[Length]:
+    """How long the prompts are; those that the target can't answer are bad lines."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    conversations = sum(bool(prompt.turns) for prompt in prompts)
+    if conversations and tokenizer.chat_template is None:
+        progress.warn(
+            f"{options.target} has no chat template, so {plural(conversations, 'conversation')} "
+            "among the prompts will be plain text, turn after turn. If the target is served with a "
+            "template, put that into its folder as chat_template.jinja first."
+        )
+    room = None if limit is None else limit - options.num_heads - 2
+    good, bad = partition(measure(prompts, tokenizer, room))
+    settle_bad_lines(options.prompts, bad, options.on_bad_line, progress)
+    if len(good) < 2:
+        raise ValueError(
+            f"{options.prompts}: {plural(len(good), 'prompt')} left; at least 2 are needed. Give "
+            "shorter ones."
+        )
+    return good
+
+
+def _check_disk(options: AdaptOptions, training: TrainOptions, files: int, states: int) -> None:
+    """Refuse a disk on which the longest texts and their hidden states would not fit."""
+    cache, work = training.cache.cache, options.work_folder
+    places = {work: files + states} if cache is None else {work: files, cache: states}
+    for place, needed in places.items():
+        there = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+        free = free_bytes(place)
+        if free + there < needed + _RESERVE:
+            raise ValueError(
+                f"the disk of {place} has {free / 1e9:.1f} GB free, and up to "
+                f"{needed / 1e9:.1f} GB may be needed, {states / 1e9:.1f} GB of them for the "
+                "target's hidden states. Free some, name a --work folder on another disk, lower "
+                "--samples or --max-tokens, or keep fewer states (slower): "
+                "--train-args='--cache-gb GB'."
+            )
 
 
 def disk_bytes(
     amounts: Amounts, training: TrainOptions, target: dict[str, Any], sizes: TargetSizes
 ) -> tuple[int, int]:
     """Bytes of all files but hidden states, and of those."""
-    hidden, vocab = target.get("hidden_size") or 0, target.get("vocab_size") or 0
+    hidden = target.get("hidden_size") or 0
     drafter = training.heads.kind == "eagle3"
-    heads = _head_values(training, hidden, vocab) * 4 * 6  # state, copies, result
+    heads = _head_values(training, target) * 4 * 6  # state, copies, result
     merged = 2 * sizes.weights * (training.method == "medusa-2")
     texts = 2 * (amounts.prompt_tokens + amounts.written) * _RECORD_BYTES
     rows = amounts.written + (amounts.prompt_tokens if drafter else 0)
@@ -115,8 +288,7 @@ def expected_seconds(
     flops, bandwidth = _speeds()
     token = 2 * sizes.values / flops  # seconds of the target, of many tokens at a time
     step = max(sizes.weights / bandwidth, engine.batch * token)
-    draft_vocab = min(target.get("vocab_size") or 0, 16_384)
-    row = 6 * _head_values(training, target.get("hidden_size") or 0, draft_vocab) / flops
+    row = 6 * _head_values(training, target, largest=16_384) / flops
     read = (amounts.prompt_tokens + amounts.written) * token
     epochs = options.epochs
     if training.method == "medusa-2":  # both targets forwards, one of them backwards
@@ -131,8 +303,9 @@ def expected_seconds(
     }
 
 
-def _head_values(training: TrainOptions, hidden: int, vocab: int) -> int:
-    """Weights that a position passes through in training, about."""
+def _head_values(training: TrainOptions, target: dict[str, Any], largest: int = 1 << 31) -> int:
+    """Weights that a position passes through in training, about; ``largest`` vocabulary at most."""
+    hidden, vocab = target.get("hidden_size") or 0, min(target.get("vocab_size") or 0, largest)
     if training.heads.kind == "eagle3":
         return 16 * hidden * hidden + vocab * hidden
     return training.heads.num_heads * (training.heads.num_layers * hidden + vocab) * hidden

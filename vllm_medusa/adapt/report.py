@@ -7,24 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.adapt.checks import REPORT
 from vllm_medusa.adapt.options import AdaptOptions
-from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, PICTURE
-from vllm_medusa.adapt.plan import Plan
+from vllm_medusa.adapt.pipeline import CALIBRATED, COUNTS, FIGURES, HEADS, PICTURE, TREE
+from vllm_medusa.adapt.plan import REPORT, Plan
 from vllm_medusa.adapt.stages import Finished
 from vllm_medusa.files import new_folder, read_json, write_json
 from vllm_medusa.job import plural
 from vllm_medusa.offline import comparison
 from vllm_medusa.offline.machine import format_machine
 
-PAGE = "report.md"
+_PAGE = "report.md"
 _NAMES = {"medusa": "Medusa heads", "hydra": "Hydra heads", "eagle3": "An EAGLE-3 drafter"}
 _WEAK_TAU = 1.5
-_TWO_TARGETS = """\
-The texts to train and calibrate on, from which the tree and the expected tau come, were written \
-by the original target, not by the one trained with these heads, which was measured and is served.
-
-"""
 
 
 def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) -> dict[str, Any]:
@@ -32,10 +26,18 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
     from vllm_medusa.heads.provenance import provenance
 
     options = plan.options
-    medusa = read_json(_final(stages) / "config.json")["medusa"]
+    medusa = read_json(stages["train"].folder / HEADS[0])["medusa"]
     measured = read_json(stages["compare"].folder / FIGURES)
     counts = read_json(stages["split"].folder / COUNTS)
     parts = dict(zip(("trained", "calibrated", "measured"), counts["prompts"], strict=True))
+    tree, expected = None, dict[str, float]()
+    if "tree" in stages:  # best node first, so a prefix is the tree of its size
+        chosen = read_json(stages["tree"].folder / TREE)
+        tree = chosen["tree"][: options.num_draft_tokens or measured["fastest"]]
+        source = chosen["source"]
+        taus = source["tokens_per_step_heldout"] or source["tokens_per_step"]
+        sizes = [row["num_draft_tokens"] for row in measured["rows"]]
+        expected = {str(size): taus[size - 1] for size in sizes}
     return {
         "key": plan.key,
         "target": {"name": options.target, **plan.target},
@@ -51,13 +53,10 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
             **parts,
         },
         "seed": options.seed,
-        "dtype": options.dtype,
-        "temperature": options.temperature,
         "training": medusa.get("training"),
-        "calibration": medusa.get("calibration"),
-        "tree": medusa.get("tree"),
-        "expected": _expected(stages, measured),
-        "num_draft_tokens": len(medusa["tree"]) if "tree" in medusa else measured["fastest"],
+        "tree": tree,
+        "expected": expected,
+        "num_draft_tokens": len(tree) if tree else measured["fastest"],
         "num_draft_tokens_asked": options.num_draft_tokens,
         "measured": measured,
         "stages": [
@@ -72,27 +71,25 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
     """Write the output folder, all of it or nothing."""
     from vllm_medusa.heads.checkpoint import update_config
 
-    final, trained = _final(stages), stages["train"].folder / "heads"
-    figures = document["measured"]
+    trained, figures, tree = stages["train"].folder, document["measured"], document["tree"]
     names = ("dtype", "temperature", "batch", "machine", "fastest", "rows", "automatic")
+    news: dict[str, Any] = {"measured": {name: figures.get(name) for name in names}}
+    copied = [trained / name for name in HEADS]
+    copied.append(trained / "heads" / "training" / "curves.png")
+    if tree is not None:
+        copied = [*(stages["calibrate"].folder / name for name in CALIBRATED), copied[-1]]
+        copied.append(stages["tree"].folder / PICTURE)
+        source = read_json(stages["tree"].folder / TREE)["source"]
+        taus = source["tokens_per_step"][: len(tree)]
+        news |= {"tree": tree, "tree_tokens_per_step": taus, "tree_source": source}
     with new_folder(plan.options.output, overwrite=True) as part:
-        for name in CALIBRATED:
-            if (final / name).is_file():  # drafters are not calibrated
-                shutil.copyfile(final / name, part / name)
-        update_config(
-            part,
-            measured={name: figures.get(name) for name in names},
-            provenance=document["provenance"],
-        )
-        if (trained / "target").is_dir():
-            shutil.copytree(trained / "target", part / "target")
+        for file in copied:
+            shutil.copyfile(file, part / file.name)
+        update_config(part, **news, provenance=document["provenance"])
+        if (trained / "heads" / "target").is_dir():
+            shutil.copytree(trained / "heads" / "target", part / "target")
         draw_budgets(document, part / "budgets.png")
-        pictures = [trained / "training" / "curves.png"]
-        if "calibrate" in stages:
-            pictures.append(final.parent / PICTURE)
-        for picture in pictures:
-            shutil.copyfile(picture, part / picture.name)
-        (part / PAGE).write_text(markdown(plan.options, document), encoding="utf-8")
+        (part / _PAGE).write_text(markdown(plan.options, document), encoding="utf-8")
         write_json(part / REPORT, document)
 
 
@@ -120,22 +117,23 @@ def markdown(options: AdaptOptions, document: dict[str, Any]) -> str:
     """The page."""
     measured, prompts, target = document["measured"], document["prompts"], document["target"]
     provenance, output, kind = document["provenance"], options.output, document["drafter"]
-    joint, grown = document["method"] == "medusa-2", document["tree"] is not None
-    how = document["method"].capitalize() if kind == "medusa" else _NAMES[kind]
-    unseen = (
-        "neither trained nor calibrated on"
-        if prompts["disjoint"]
-        else "not trained on, but calibrated on: there were too few"
-    )
-    eager = bool(measured["engine_args"].get("enforce_eager"))
-    rows = [(s["stage"], s["seconds"], s["command"]) for s in document["stages"]]
-    stages = "\n".join(
-        f"| {name} | {seconds:.0f} | {f'`{did}`' if did.startswith('vllm-medusa ') else did} |"
-        for name, seconds, did in rows
-    )
+    joint = document["method"] == "medusa-2"
+    unseen = "" if prompts["disjoint"] else " (but calibrated on: there were too few)"
+    expected = ", ".join(f"{tau:.2f} with {n}" for n, tau in document["expected"].items())
+    notes = [f"Tau expected from calibration: {expected} draft nodes."] if expected else []
+    if joint:
+        notes.append("All texts were written by the original target, not by the one measured.")
+    if measured["engine_args"].get("enforce_eager"):
+        notes.append("Both engines ran eagerly, without torch.compile.")
+    accuracies = ["| head | token | top 1 | top 5 | top 10 |", "|---|---|---|---|---|"]
+    for head, top in enumerate(document["training"]["heldout"]["top"]):
+        at = [f"{top[min(rank, len(top)) - 1]:.3f}" for rank in (1, 5, 10)]
+        accuracies.append(f"| {head} | t + {head + 2} | {' | '.join(at)} |")
+    rows = [f"| {s['stage']} | {s['seconds']:.0f} | {s['command']} |" for s in document["stages"]]
     versions = [f"{name} {version}" for name, version in provenance["versions"].items()]
     if git := provenance["git"]:
         versions.append(f"commit {git['revision'][:12]}{' with changes' * git['changed']}")
+    newline = "\n"
     return f"""\
 # {_NAMES[kind]} for {target["name"]}
 
@@ -147,33 +145,33 @@ vllm-medusa serve {f"{output}/target" if joint else options.target} --speculativ
 
 ## Beside plain vLLM
 
-{comparison.setting(measured)} These prompts were {unseen}.
+{comparison.setting(measured)} These prompts were used for nothing else{unseen}.
 
-{chr(10).join(comparison.markdown(measured))}
+{newline.join(comparison.markdown(measured))}
 
-{_expectations(document)}\
 tau: tokens per verification step. Ratio: throughput over plain vLLM's, the median of the rounds; \
-both engines took turns on the same machine.{" Both ran eagerly, without torch.compile." * eager}
+both engines took turns on the same machine. {" ".join(notes)}
 
-{_TWO_TARGETS * joint}\
-![ratio and tau by budget](budgets.png){" ![the tree](tree.png)" * grown}
+![ratio and tau by budget](budgets.png){" ![the largest tree measured](tree.png)" * bool(expected)}
 
 ## What the heads know
 
-{_accuracies(document)}
+Shares of {document["training"]["heldout"]["labels"]} generated tokens of the calibration prompts:
+
+{newline.join(accuracies)}
 
 ![training](curves.png)
 
 ## How they were made
 
-{how}, seed {document["seed"]}, {measured["dtype"]}; \
+{document["method"].capitalize()}, seed {document["seed"]}, {measured["dtype"]}; \
 {prompts["trained"]} prompts of {prompts["file"]} (SHA-256 {prompts["sha256"][:12]}) to train on \
 ({prompts["trained_tokens"]} tokens of the target's), {prompts["calibrated"]} to calibrate on, \
 {prompts["measured"]} to measure on. Target weights {target["sha256"][:12]}.
 
 | stage | seconds | command |
 |---|---|---|
-{stages}
+{newline.join(rows)}
 
 {format_machine(measured["machine"])}; {", ".join(versions)}.
 
@@ -181,56 +179,10 @@ Command: `{" ".join(provenance["command"])}`
 """
 
 
-def _expectations(document: dict[str, Any]) -> str:
-    """How far the tau that `tree` expected was off."""
-    found = []
-    for row in document["measured"]["rows"]:
-        expected = document["expected"][str(row["num_draft_tokens"])]
-        if expected is not None and row["tau"]:
-            error = 100 * (expected / row["tau"] - 1)
-            found.append(
-                f"{plural(row['num_draft_tokens'], 'node')} {expected:.2f} "
-                f"({abs(error):.0f} % {'above' if error >= 0 else 'below'} the measured)"
-            )
-    return f"Expected tau, from calibration: {'; '.join(found)}.\n\n" if found else ""
-
-
-def _accuracies(document: dict[str, Any]) -> str:
-    """Held-out accuracy of each head as a table."""
-    heldout = (document["training"] or {}).get("heldout")
-    if not heldout:
-        return "(not measured)"
-    lines = ["| head | token | top 1 | top 5 | top 10 |", "|---|---|---|---|---|"]
-    for head, top in enumerate(heldout["top"]):
-        at = [f"{top[min(rank, len(top)) - 1]:.3f}" for rank in (1, 5, 10)]
-        lines.append(f"| {head} | t + {head + 2} | {' | '.join(at)} |")
-    lines += ["", f"Shares of {heldout['labels']} generated tokens of the calibration prompts."]
-    return "\n".join(lines)
-
-
-def _final(stages: Mapping[str, Finished]) -> Path:
-    """The folder of the heads that are published."""
-    return (stages["final-tree"] if "final-tree" in stages else stages["train"]).folder / "heads"
-
-
-def _expected(stages: Mapping[str, Finished], measured: dict[str, Any]) -> dict[str, float | None]:
-    """What `tree` expected of each measured size: tokens per step, held out where it could be."""
-    source = {}
-    if "tree" in stages:
-        config = read_json(stages["tree"].folder / "heads" / "config.json")
-        source = config["medusa"].get("tree_source", {})
-    walked = source.get("tokens_per_step") or []
-    heldout = source.get("tokens_per_step_heldout") or []
-    found: dict[str, float | None] = {}
-    for row in measured["rows"]:
-        size = row["num_draft_tokens"]
-        of = [taus[size - 1] for taus in (heldout, walked) if len(taus) >= size]
-        found[str(size)] = next((tau for tau in of if tau is not None), None)
-    return found
-
-
 def draw_budgets(document: dict[str, Any], path: Path) -> None:
     """Ratio of throughputs (its bar from the worst to the best round) and tau by tree size."""
+    from matplotlib.figure import Figure  # no pyplot: nothing global, no display
+
     rows = document["measured"]["rows"]
     sizes = [row["num_draft_tokens"] for row in rows]
     ratios = [row["ratio"] for row in rows]
@@ -238,16 +190,11 @@ def draw_budgets(document: dict[str, Any], path: Path) -> None:
         [row["ratio"] - min(row["ratios"]) for row in rows],
         [max(row["ratios"]) - row["ratio"] for row in rows],
     ]
-    from matplotlib.figure import Figure  # no pyplot: nothing global, no display
-
     figure = Figure(figsize=(5.5, 4), layout="constrained")
     axes = figure.subplots()
     axes.grid(alpha=0.3)
     axes.errorbar(sizes, ratios, yerr=errors, fmt="s-", capsize=3, label="throughput / plain's")
     axes.plot(sizes, [row["tau"] or 1 for row in rows], "o-", label="tau, measured")
-    expected = [(size, document["expected"][str(size)]) for size in sizes]
-    if known := [pair for pair in expected if pair[1] is not None]:
-        axes.plot(*zip(*known, strict=True), "x", color="0.3", label="tau, expected")
     axes.axhline(1, color="0.5", linewidth=1)
     if automatic := document["measured"].get("automatic"):
         axes.axhline(automatic["ratio"], color="C3", linestyle="--", label="throughput, automatic")

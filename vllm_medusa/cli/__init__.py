@@ -89,7 +89,6 @@ COMMANDS = {
     ),
 }
 _RESUMABLE = ("generate", "distill", "train", "calibrate", "adapt")
-_IN_PROCESS = ("generate", "distill")  # start vLLM here, whose output is kept off the terminal
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -112,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     resumes = args.command in _RESUMABLE
     interrupted = "the same command resumes" if resumes else "nothing was written"
-    sys.exit(run_job(job, interrupted=interrupted, engine=args.command in _IN_PROCESS))
+    sys.exit(run_job(job, interrupted=interrupted))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import signal
-from collections.abc import Iterator
 
 from vllm_medusa.adapt.options import AdaptOptions, training_of
 from vllm_medusa.cli.console import ConsoleProgress, invocation
@@ -30,8 +27,7 @@ def run(options: AdaptOptions, progress: ConsoleProgress) -> int:
     """Make the heads and print their measurements; 0, or 1 if tokens differ in float32."""
     from vllm_medusa.adapt.pipeline import adapt
 
-    with _ending_on_signals():
-        done = adapt(options, _training(options), progress, invocation())
+    done = adapt(options, _training(options), progress, invocation())
     if not done.made:
         progress.note(f"nothing to do; the heads are in {done.output}")
         return 0
@@ -52,21 +48,3 @@ def _training(options: AdaptOptions) -> TrainOptions:
     add_flags(parser, TrainOptions)
     words = [*command_line(training_of(options)), *shlex.split(options.train_args)]
     return from_flags(TrainOptions, parser.parse_args(words))
-
-
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Within this, SIGTERM and SIGHUP end the command as Ctrl-C does: the stage's processes too."""
-
-    def end(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as `nohup` has it
-            signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

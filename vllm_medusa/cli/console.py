@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -95,18 +93,13 @@ class ConsoleProgress(Progress):
             self._bars.remove_task(self._tasks.pop(what))
 
 
-def run_job(
-    job: Callable[[ConsoleProgress], int], *, interrupted: str, engine: bool = False
-) -> int:
+def run_job(job: Callable[[ConsoleProgress], int], *, interrupted: str) -> int:
     """Run a command's job and return its exit status: its own, 1 or 2 with an error, or 130.
 
-    ``interrupted`` is what Ctrl-C leaves behind, as "the same command resumes". While an
-    ``engine`` starts, standard error may go to a log; this output does not.
+    ``interrupted`` is what Ctrl-C leaves behind, as "the same command resumes".
     """
-    with contextlib.ExitStack() as stack:
-        terminal = stack.enter_context(os.fdopen(os.dup(2), "w")) if engine else sys.stderr
-        console = Console(file=terminal, highlight=False)
-        progress = stack.enter_context(ConsoleProgress(console))
+    console = Console(file=sys.stderr, highlight=False)
+    with ConsoleProgress(console) as progress:
         try:
             return job(progress)
         except (ValueError, OSError) as error:

@@ -39,15 +39,15 @@ class Engine(Protocol):
         key: str,  # names the request in ``step``'s answers
         prompt: str | list[int],  # text, or token ids to be used as they are
         seed: int | None,  # of the request's own random numbers; None for the engine's
-        options: Mapping[str, Any] | None = None,  # sampling parameters, before the engine's
+        options: Mapping[str, Any],  # sampling parameters, before the engine's
     ) -> None:
         """Queue a request."""
 
     def step(self) -> list[Delta]:
         """Run one engine step for the queued requests and return what it delivered."""
 
-    def render(self, messages: list[Message]) -> list[int] | None:
-        """Token ids of a conversation in the model's chat template, or None if it has none."""
+    def render(self, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation up to the model's next answer."""
 
 
 @dataclass
@@ -153,10 +153,7 @@ class Conversation:
         if self.prompt.token_ids:
             return Request(list(self.prompt.token_ids))
         self.messages.append({"role": "user", "content": self.prompt.turns[turn]})
-        tokens = engine.render(self.messages)
-        if tokens is not None:
-            return Request(tokens)
-        return Request("".join(m["content"] for m in self.messages))  # no chat template: plain text
+        return Request(engine.render(self.messages))
 
     @property
     def finished(self) -> bool:
@@ -185,8 +182,7 @@ def run_batch(
         prompt_seed = None if seed is None else seed + state.prompt.index
         try:
             request = state.next_request(engine)
-            options = (dict(request.options),) if request.options else ()
-            engine.submit(key, request.prompt, prompt_seed, *options)
+            engine.submit(key, request.prompt, prompt_seed, request.options)
         except RequestRefused as error:
             return Result(state.prompt, tuple(state.answers[:-1]), error=str(error))
         running[key] = state

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO, Any, TypeAlias, TypeVar
 
 from vllm_medusa.job import SILENT, JobFailed, Progress
-from vllm_medusa.offline.quiet import end_of
 
 Channel: TypeAlias = "Connection[Any, Any]"
 R = TypeVar("R")
@@ -27,6 +26,8 @@ R = TypeVar("R")
 _FAILED = "failed"
 _INTERRUPTED = 130  # the status of a process that SIGINT ended
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SHOWN_LINES = 25
+_SHOWN_BYTES = 1 << 14
 _STOP_SECONDS = 60
 _KINDS = {"ValueError": ValueError, "OSError": OSError, "JobFailed": JobFailed}
 
@@ -120,6 +121,13 @@ def run_in_process(
                     error.status = status
                 raise error
             getattr(progress, kind)(*values)
+
+
+def end_of(log: int) -> str:
+    """The last lines of an open file."""
+    size = os.fstat(log).st_size
+    end = os.pread(log, _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
+    return "\n".join(end.decode(errors="replace").splitlines()[-_SHOWN_LINES:])
 
 
 class _Sent(Progress):

@@ -19,7 +19,7 @@ from vllm_medusa.heads.files import read_json
 from vllm_medusa.heads.fingerprint import config_sizes
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress, plural
-from vllm_medusa.offline.defaults import plan_engine, positions
+from vllm_medusa.offline.defaults import Length, measure, plan_engine
 from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.machine import describe_machine, format_machine
@@ -71,7 +71,7 @@ def compare(
     arms = len(budgets) + (not options.no_automatic)
     engine_args = plan_engine(
         options.target,
-        positions(options.target, prompts, options.max_tokens),
+        positions(options, prompts),
         options.batch,
         options.max_model_len,
         dtype=options.dtype,
@@ -195,6 +195,14 @@ def drafter_budgets(options: CompareOptions) -> list[int]:
     del config["method"]
     most = EagleConfig.from_speculative_config(config).grown.num_draft_tokens
     return sorted({min(budget, most) for budget in options.budgets})
+
+
+def positions(options: CompareOptions, prompts: Sequence[Prompt]) -> list[int]:
+    """How many positions each prompt takes with its answers; refused prompts are left out."""
+    from transformers import AutoTokenizer
+
+    measured = measure(prompts, AutoTokenizer.from_pretrained(options.target))
+    return [each.positions(options.max_tokens) for each in measured if isinstance(each, Length)]
 
 
 def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> list[Prompt]:

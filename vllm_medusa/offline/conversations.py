@@ -120,22 +120,15 @@ def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: An
     ``so_far`` is the conversation up to this turn as the template renders it: what it shares with
     the whole text belongs to this turn and not to the next. Added tokens may end a turn.
     """
-    words = start + len(text[start:]) - len(text[start:].lstrip())
-    forms = (content, content.rstrip(), content.strip())  # templates may trim
-    ends = [at + len(f) for at in (start, words) for f in forms if text.startswith(f, at)]
-    if not ends:
-        raise PromptError(
-            f"the chat template doesn't put the assistant's words {content!r:.40} where its turn "
-            f"begins, but {text[start : start + 40]!r}"
-        )
-    end = ends[0]
-    shared = common_length(text, so_far)
-    if shared < end:
-        raise PromptError(
-            f"the chat template writes the assistant's words {content!r:.40} otherwise when "
-            "something follows them"
-        )
-    return end + len(turn_end(text[end:shared], tokenizer) or "")
+    turn = text[start : common_length(text, so_far)]
+    for words in (content, content.rstrip(), content.strip()):  # templates may trim
+        if turn.lstrip().startswith(words.lstrip()):
+            end = turn.index(words) + len(words)
+            return start + end + len(turn_end(turn[end:], tokenizer) or "")
+    raise PromptError(
+        f"the chat template doesn't put the assistant's words {content!r:.40} where its turn "
+        f"begins, or writes them otherwise when something follows them: {turn[:40]!r}"
+    )
 
 
 def common_length(one: str, other: str) -> int:
@@ -175,4 +168,16 @@ def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False)
 
 def encode_rendered(text: str, tokenizer: Any) -> tuple[int, ...]:
     """Token ids of a rendered conversation, which has all special tokens already."""
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def prompt_ids(messages: list[Message], tokenizer: Any) -> list[int]:
+    """Token ids of what the target continues with its next answer.
+
+    Without a chat template the texts are joined as they are. Raises PromptError: the template
+    refuses them.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        text = "".join(message["content"] for message in messages)
+        return list(tokenizer(text, verbose=False)["input_ids"])  # no warning of long ones
+    return list(encode_rendered(render(messages, tokenizer, for_answer=True), tokenizer))

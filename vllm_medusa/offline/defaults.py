@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import accumulate
 from typing import Any
 
-from vllm_medusa.offline.conversations import render
+from vllm_medusa.offline.conversations import prompt_ids
 from vllm_medusa.offline.machine import available_memory
-from vllm_medusa.offline.prompts import BadLine, Message, Prompt, PromptError
+from vllm_medusa.offline.prompts import BadLine, Prompt, PromptError
 
 COMPILE_FROM = 50_000  # generated tokens; a compiled engine starts about a minute later
 ENGINE_BYTES = 3 << 29  # of vLLM's process, weights and cache aside
@@ -26,7 +26,6 @@ _GPU_SHARE = 0.84  # of its memory, for all engines together
 class Length:
     """Tokens of a prompt, counted by the target's tokenizer."""
 
-    first: int  # before the first answer
     whole: int  # of all its turns, without the answers
     turns: int = 1  # answers
 
@@ -45,7 +44,16 @@ def measure(
     """
     for prompt in prompts:
         try:
-            first, whole = _count(prompt, tokenizer)
+            if prompt.turns:
+                messages = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
+                first = whole = len(prompt_ids(messages, tokenizer))
+                for turn in prompt.turns[1:]:
+                    messages.append({"role": "assistant", "content": "..."})
+                    messages.append({"role": "user", "content": turn})
+                    whole = len(prompt_ids(messages, tokenizer))
+            else:
+                ids = prompt.token_ids or tokenizer(prompt.text, verbose=False)["input_ids"]
+                first = whole = len(ids)
         except PromptError as error:
             yield BadLine(prompt.index, prompt.line, str(error))
             continue
@@ -53,43 +61,7 @@ def measure(
             reason = f"{first} tokens, and the target reads {room} before an answer"
             yield BadLine(prompt.index, prompt.line, reason)
         else:
-            yield Length(first, whole, max(1, len(prompt.turns)))
-
-
-def has_template(tokenizer: Any) -> bool:
-    """Whether conversations are rendered; without a chat template they are plain text."""
-    return getattr(tokenizer, "chat_template", None) is not None
-
-
-def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """Token ids of a prompt up to its first answer."""
-    if prompt.token_ids:
-        return list(prompt.token_ids)
-    if prompt.text is not None:
-        return _encode(prompt.text, tokenizer)
-    return _rendered([*prompt.history, {"role": "user", "content": prompt.turns[0]}], tokenizer)
-
-
-def _count(prompt: Prompt, tokenizer: Any) -> tuple[int, int]:
-    first = len(prompt_ids(prompt, tokenizer))
-    if len(prompt.turns) < 2:
-        return first, first
-    messages: list[Message] = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
-    for turn in prompt.turns[1:]:
-        messages.append({"role": "assistant", "content": "..."})
-        messages.append({"role": "user", "content": turn})
-    return first, len(_rendered(messages, tokenizer))
-
-
-def _rendered(messages: list[Message], tokenizer: Any) -> list[int]:
-    if not has_template(tokenizer):
-        return _encode("".join(message["content"] for message in messages), tokenizer)
-    text = render(messages, tokenizer, for_answer=True)
-    return _encode(text, tokenizer, add_special_tokens=False)
-
-
-def _encode(text: str, tokenizer: Any, **how: bool) -> list[int]:
-    return list(tokenizer(text, verbose=False, **how)["input_ids"])  # no warning of long ones
+            yield Length(whole, max(1, len(prompt.turns)))
 
 
 @dataclass(frozen=True)
@@ -125,13 +97,17 @@ class TargetSizes:
 
 
 @dataclass(frozen=True)
-class Room:
-    """What an engine gets of the memory."""
+class EnginePlan:
+    """How a job's engines are started."""
 
+    arguments: dict[str, Any]  # more of LLM's
     batch: int  # prompts at a time
-    longest: int  # positions of a text
-    cache: int  # bytes of the key-value cache
-    total: int  # bytes of all engines: weights and processes too
+    memory: int | None = None  # bytes of all engines together; None: vLLM takes what it wants
+
+    @property
+    def compiled(self) -> bool:
+        """Whether vLLM compiles the model."""
+        return not self.arguments.get("enforce_eager")
 
 
 def fit(
@@ -140,7 +116,7 @@ def fit(
     batch: int,  # texts at a time that are wanted
     available: int,  # bytes of memory
     engines: int = 1,  # at the same time
-) -> Room:
+) -> EnginePlan:
     """Cache for the longest ``batch`` texts at once, or for as many of them as there is room.
 
     Raises ValueError: there is no room for a single one.
@@ -163,24 +139,13 @@ def fit(
         )
     together = sum(each <= most for each in needed)
     cache = min(most, max(_MIN_CACHE, needed[together - 1]))
+    tokens = longest[0] + _SLACK
+    arguments = {
+        "max_model_len": tokens if limit is None else min(limit, tokens),
+        "kv_cache_memory_bytes": cache,
+    }
     lowered = together if together < len(needed) else batch
-    most_tokens = longest[0] + _SLACK
-    most_tokens = most_tokens if limit is None else min(limit, most_tokens)
-    return Room(lowered, most_tokens, cache, engines * (fixed + cache))
-
-
-@dataclass(frozen=True)
-class EnginePlan:
-    """How a job's engines are started."""
-
-    arguments: dict[str, Any]  # more of LLM's
-    batch: int  # prompts at a time
-    memory: int | None  # bytes of all engines together; None: vLLM takes what it wants
-
-    @property
-    def compiled(self) -> bool:
-        """Whether vLLM compiles the model."""
-        return not self.arguments.get("enforce_eager")
+    return EnginePlan(arguments, lowered, engines * (fixed + cache))
 
 
 def plan_engine(
@@ -209,19 +174,10 @@ def plan_engine(
     if torch.accelerator.is_available():
         if engines > 1:
             arguments["gpu_memory_utilization"] = round(_GPU_SHARE / engines, 2)
-        return EnginePlan(arguments, batch, None)
+        return EnginePlan(arguments, batch)
     if tokens < COMPILE_FROM:
         arguments["enforce_eager"] = True
     if max_model_len is not None:
-        return EnginePlan(arguments, batch, None)
+        return EnginePlan(arguments, batch)
     room = fit(TargetSizes.of(target, dtype), lengths, batch, available_memory(), engines)
-    arguments |= {"max_model_len": room.longest, "kv_cache_memory_bytes": room.cache}
-    return EnginePlan(arguments, room.batch, room.total)
-
-
-def positions(target: str, prompts: Sequence[Prompt], max_tokens: int) -> list[int]:
-    """How many positions each prompt takes with its answers; refused prompts are left out."""
-    from transformers import AutoTokenizer
-
-    measured = measure(prompts, AutoTokenizer.from_pretrained(target))
-    return [each.positions(max_tokens) for each in measured if isinstance(each, Length)]
+    return EnginePlan(arguments | room.arguments, room.batch, room.memory)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_medusa.offline.batch import Delta, RequestRefused
-from vllm_medusa.offline.conversations import encode_rendered, render
+from vllm_medusa.offline.conversations import prompt_ids
 from vllm_medusa.offline.machine import available_memory
 from vllm_medusa.offline.prompts import Message, PromptError
 
@@ -106,6 +106,23 @@ def check_engine_args(names: Iterable[str]) -> None:
             )
 
 
+def refuse_unserved(settings: EngineSettings) -> None:
+    """Have vLLM and the plugin check a configuration, without loading weights.
+
+    Raises EngineRefused: an engine would not start with it, and why.
+    """
+    from vllm import EngineArgs
+
+    try:
+        EngineArgs(
+            model=settings.model,
+            dtype=settings.dtype,
+            speculative_config=settings.speculative_config,
+        ).create_engine_config()
+    except (ValueError, OSError) as error:
+        raise EngineRefused(f"vLLM would not serve {settings.model} so: {error}") from None
+
+
 class VllmEngine:
     """A vLLM engine that reports the tokens of every step of every request."""
 
@@ -165,14 +182,14 @@ class VllmEngine:
         key: str,
         prompt: str | list[int],
         seed: int | None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
     ) -> None:
         """See `vllm_medusa.offline.batch.Engine`."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
-        arguments = asdict(self.sampling) | {"stop": list(self.sampling.stop)} | dict(options or {})
+        arguments = asdict(self.sampling) | {"stop": list(self.sampling.stop), **options}
         try:
             params = SamplingParams(
                 **arguments,
@@ -203,13 +220,10 @@ class VllmEngine:
                 )
         return deltas
 
-    def render(self, messages: list[Message]) -> list[int] | None:
+    def render(self, messages: list[Message]) -> list[int]:
         """See `vllm_medusa.offline.batch.Engine`."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            return None
         try:
-            text = render(messages, self.tokenizer, for_answer=True)
-            return list(encode_rendered(text, self.tokenizer))
+            return prompt_ids(messages, self.tokenizer)
         except PromptError as error:
             raise RequestRefused(str(error)) from None
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_medusa.config import run_engines_in_this_process
 from vllm_medusa.files import digest
 from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.acceptance import Acceptance
-from vllm_medusa.offline.batch import Conversation, Result, Session, run_batch
-from vllm_medusa.offline.engine import Sampling, VllmEngine, start_seconds, without_memory
+from vllm_medusa.offline.batch import Conversation, Result, Session
+from vllm_medusa.offline.engine import Sampling, start_seconds, without_memory
 from vllm_medusa.offline.options import GenerateOptions, PromptJob
+from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, PromptError, load_prompts
-from vllm_medusa.offline.quiet import stderr_to_log
 from vllm_medusa.offline.results import ResultLog, fingerprint
 
 
@@ -65,7 +63,6 @@ def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated
             lambda result: [result.to_dict()],
             total=len(prompts),
             done=len(log.done),
-            seeded=options.seed is not None and sampling.temperature > 0,
             progress=progress,
         )
         return Generated(options.output, log.failed, speed)
@@ -110,13 +107,12 @@ def run_prompts(
     options: PromptJob,
     log: ResultLog,  # where the lines go
     prompts: Iterable[Prompt],  # those that are left to do
-    sampling: Sampling,  # of all requests
+    sampling: Sampling,  # of all requests; the highest temperature of any
     seed: int | None,  # prompt ``index`` uses ``seed + index``
     lines: Callable[[Result], Sequence[Mapping[str, Any]]],  # of a result, as they are written
     *,
     total: int,  # all prompts of the job
     done: int,  # those that were finished before
-    seeded: bool,  # requests bring seeds of their own
     session: Callable[[Prompt], Session] = Conversation,  # begins a prompt
     progress: Progress = SILENT,
 ) -> Speed | None:
@@ -138,11 +134,11 @@ def run_prompts(
         return None
     acceptance, tokens = Acceptance(), 0
     progress.note(f"starting vLLM (about {start_seconds(options.engine_args)} s)")
-    with closing(start_engine(options, sampling, seeded)) as engine:
+    settings = options.engine_settings()
+    with EngineProcess(settings, sampling, seeded=seed is not None) as engine:
+        engine.session = session
         start = time.perf_counter()
-        for result in run_batch(
-            prompts, engine, concurrency=options.batch, seed=seed, session=session
-        ):
+        for result in engine.stream(list(prompts), options.batch, seed):
             written = lines(result)
             if result.error is not None and any("error" in line for line in written):
                 _report_refusal(result, options, progress)
@@ -155,13 +151,6 @@ def run_prompts(
             progress.at("generating", done, total, f"{rate:.0f} tok/s{tau}")
         seconds = time.perf_counter() - start
     return Speed(tokens, seconds, acceptance.tau)
-
-
-def start_engine(options: PromptJob, sampling: Sampling, seeded: bool) -> VllmEngine:
-    """Start the engine in this process, its log hidden unless ``engine_args`` name a level."""
-    run_engines_in_this_process()
-    with stderr_to_log("log_level" not in options.engine_args):
-        return VllmEngine(options.engine_settings(), sampling, seeded=seeded)
 
 
 def _report_refusal(result: Result, options: PromptJob, progress: Progress) -> None:

@@ -12,18 +12,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from vllm_medusa.offline.acceptance import Acceptance
-from vllm_medusa.offline.batch import Engine, Result, run_batch
+from vllm_medusa.offline.batch import Result
 from vllm_medusa.offline.prompts import Prompt
 
 _SHOWN_DIFFERENCES = 5
 
 
-@runtime_checkable
 class Runner(Protocol):
-    """An engine elsewhere, which times itself."""
+    """An engine that times itself, such as `vllm_medusa.offline.process.EngineProcess`."""
 
     def run(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
@@ -40,11 +39,18 @@ class Timed:
     tokens: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     rates: list[float] = field(default_factory=list)  # tokens per second of each round
+    latest: dict[int, Result] = field(default_factory=dict)  # likewise; of the last round
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Throughput over all rounds, prefill included."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+    def add(self, results: Sequence[Result], seconds: float) -> None:
+        """Count a group. Raises ValueError: a prompt was refused."""
+        self.seconds += seconds
+        for result in results:
+            if result.error is not None:
+                raise ValueError(f"prompt {result.prompt.request_id} was refused: {result.error}")
+            self.tokens += result.num_tokens
+            self.acceptance = Acceptance.total((self.acceptance, result.acceptance))
+            self.results.setdefault(result.prompt.index, result)
+            self.latest[result.prompt.index] = result
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,9 @@ class InTurn:
     @property
     def ratio(self) -> float:
         """The candidate's throughput over the baseline's."""
-        base = self.baseline.tokens_per_second
-        return self.candidate.tokens_per_second / base if base else 0.0
+        plain, judged = self.baseline, self.candidate
+        done = judged.seconds * plain.tokens
+        return judged.tokens * plain.seconds / done if done else 0.0
 
     @property
     def ratios(self) -> list[float]:
@@ -115,8 +122,8 @@ class InTurn:
 
 
 def run_in_turn(
-    baseline: Engine | Runner,  # its tokens are right
-    candidate: Engine | Runner,  # is judged
+    baseline: Runner,  # its tokens are right
+    candidate: Runner,  # is judged
     prompts: Sequence[Prompt],  # at least one
     *,
     concurrency: int,  # prompts in an engine at a time
@@ -148,39 +155,18 @@ def run_in_turn(
         for start in range(0, len(prompts), each):
             group = prompts[start : start + each]
             order.reverse()
-            answers = {id(timed): _run(e, timed, group, concurrency, seed) for e, timed in order}
-            right, other = answers[id(plain)], answers[id(judged)]
+            for engine, timed in order:
+                timed.add(*engine.run(group, concurrency, seed))
             comparison.requests += len(group)
-            found = [_difference(right[p.index], other[p.index], number) for p in group]
+            found = [
+                _difference(plain.latest[p.index], judged.latest[p.index], number) for p in group
+            ]
             comparison.differences += filter(None, found)
             progress()
         for timed, (tokens, earlier) in zip((plain, judged), before, strict=True):
             spent = timed.seconds - earlier
             timed.rates.append((timed.tokens - tokens) / spent if spent else 0.0)
     return comparison
-
-
-def _run(
-    engine: Engine | Runner,
-    timed: Timed,
-    prompts: Sequence[Prompt],
-    concurrency: int,
-    seed: int | None,
-) -> dict[int, Result]:
-    if isinstance(engine, Runner):
-        results, seconds = engine.run(prompts, concurrency, seed)
-    else:
-        start = time.perf_counter()
-        results = list(run_batch(prompts, engine, concurrency=concurrency, seed=seed))
-        seconds = time.perf_counter() - start
-    timed.seconds += seconds
-    for result in results:
-        if result.error is not None:
-            raise ValueError(f"prompt {result.prompt.request_id} was refused: {result.error}")
-        timed.tokens += result.num_tokens
-        timed.acceptance = Acceptance.total((timed.acceptance, result.acceptance))
-        timed.results.setdefault(result.prompt.index, result)
-    return {result.prompt.index: result for result in results}
 
 
 def _difference(right: Result, judged: Result, round: int) -> Difference | None:

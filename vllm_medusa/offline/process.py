@@ -1,14 +1,14 @@
 """A vLLM engine in a process of its own that runs groups of prompts and measures their time.
 
 Several engines can then wait beside each other while one is timed, and ending one frees its memory.
-The clock runs in the engine's process.
+The clock runs in the engine's process; what it prints goes to a log that errors quote.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vllm_medusa.offline.batch import Conversation, Result, Session
@@ -20,10 +20,11 @@ from vllm_medusa.offline.prompts import Prompt
 class EngineProcess:
     """A started engine, a `vllm_medusa.offline.in_turn.Runner`; use it as a context manager."""
 
-    def __init__(self, settings: EngineSettings, sampling: Sampling):
+    def __init__(self, settings: EngineSettings, sampling: Sampling, *, seeded: bool = True):
         """Start the engine and wait until it is ready.
 
-        Seeded runs need a temperature above 0 here, on CPUs.
+        ``seeded``: runs will have a seed where their temperature is above 0; on CPUs ``sampling``
+        then needs one above 0 here.
 
         Raises:
             EngineRefused: vLLM or the plugin refuses the settings, or a file is missing.
@@ -34,9 +35,9 @@ class EngineProcess:
         self.session: Callable[[Prompt], Session] = Conversation  # what a prompt is asked; likewise
         self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
         self._child = Child("an engine", serve, self._log)
-        self._child.channel.send((settings, sampling))
+        self._child.channel.send((settings, sampling, seeded and sampling.temperature > 0))
         try:
-            self.dtype: str = self._reply()  # what the target computes in, such as "float32"
+            self.dtype: str = self._receive()[1]  # what the target computes in, such as "float32"
         except BaseException:
             self.close()
             raise
@@ -45,15 +46,22 @@ class EngineProcess:
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> tuple[list[Result], float]:
         """See `vllm_medusa.offline.in_turn.Runner`."""
-        asked = (list(prompts), concurrency, seed, self.sampling, self.session)
-        self._child.channel.send(asked)
-        return self._reply()
+        self._ask(prompts, concurrency, seed, streamed=False)
+        _, found = self._receive()
+        return found
+
+    def stream(
+        self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
+    ) -> Iterator[Result]:
+        """The same results, each when it is finished."""
+        self._ask(prompts, concurrency, seed, streamed=True)
+        while (found := self._receive())[0] == "result":
+            yield found[1]
 
     def count(self, name: str) -> float:
         """A counter of the engine's metrics, by the end of its name; all labels together."""
         self._child.channel.send(name)
-        found: float = self._reply()
-        return found
+        return float(self._receive()[1])
 
     def close(self) -> None:
         """End the process."""
@@ -68,11 +76,17 @@ class EngineProcess:
             self._child.process.kill()  # nobody waits for what it is doing
         self.close()
 
-    def _reply(self) -> Any:
+    def _ask(
+        self, prompts: Sequence[Prompt], concurrency: int, seed: int | None, *, streamed: bool
+    ) -> None:
+        how = {"concurrency": concurrency, "seed": seed, "session": self.session}
+        self._child.channel.send((list(prompts), how, self.sampling, streamed))
+
+    def _receive(self) -> tuple[str, Any]:
         kind, value = self._child.receive()
         if kind == "refused":
             raise EngineRefused(value)
-        return value
+        return kind, value
 
 
 def serve(channel: Channel) -> None:
@@ -83,9 +97,9 @@ def serve(channel: Channel) -> None:
     from vllm_medusa.offline.batch import run_batch
     from vllm_medusa.offline.engine import VllmEngine
 
-    settings, sampling = channel.recv()
+    settings, sampling, seeded = channel.recv()
     try:
-        engine = VllmEngine(settings, sampling, seeded=sampling.temperature > 0)
+        engine = VllmEngine(settings, sampling, seeded=seeded)
     except EngineRefused as error:
         channel.send(("refused", str(error)))
         return
@@ -100,9 +114,11 @@ def serve(channel: Channel) -> None:
             metrics = [m for m in engine.llm.get_metrics() if m.name.endswith(asked)]
             channel.send(("count", float(sum(getattr(m, "value", 0) for m in metrics))))
             continue
-        prompts, concurrency, seed, engine.sampling, session = asked
-        how = {"concurrency": concurrency, "seed": seed, "session": session}
-        start = time.perf_counter()
-        results = list(run_batch(prompts, engine, **how))
-        seconds = time.perf_counter() - start
-        channel.send(("results", (results, seconds)))
+        prompts, how, engine.sampling, streamed = asked
+        results, start = [], time.perf_counter()
+        for result in run_batch(prompts, engine, **how):
+            if streamed:
+                channel.send(("result", result))
+            else:
+                results.append(result)
+        channel.send(("results", (results, time.perf_counter() - start)))

@@ -71,7 +71,7 @@ def distill(
         "turns": plan.turns,
     }
     top_p, top_k, stop = options.top_p, options.top_k, options.stop
-    sampling = Sampling(options.max_tokens, plan.temperatures[0], top_p, top_k, stop)
+    sampling = Sampling(options.max_tokens, max(plan.temperatures), top_p, top_k, stop)
     cut = ({"top_p": top_p} if top_p < 1 else {}) | ({"top_k": top_k} if top_k > 0 else {})
     early, ended = 0, 0
 
@@ -93,7 +93,6 @@ def distill(
             lines,
             total=len(prompts) * plan.samples,
             done=sum(index % plan.stride == 0 for index in log.done),
-            seeded=any(plan.temperatures),
             session=plan.session,
             progress=progress,
         )

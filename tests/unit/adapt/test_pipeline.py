@@ -1,3 +1,5 @@
+"""The stages with jobs that leave what the real ones would, and the report of what they left."""
+
 import json
 import os
 from pathlib import Path
@@ -7,17 +9,10 @@ import pytest
 import torch
 from support.told import Told
 
-from vllm_medusa.adapt import pipeline, stages
+from vllm_medusa.adapt import pipeline, plan, report, stages
 from vllm_medusa.adapt.options import AdaptOptions, training_of
-from vllm_medusa.adapt.pipeline import (
-    CALIBRATED,
-    COUNTS,
-    HEADS,
-    count_stages,
-    run_stages,
-    split_texts,
-)
-from vllm_medusa.adapt.plan import Amounts, Plan
+from vllm_medusa.adapt.pipeline import count_stages, run_stages, split_texts
+from vllm_medusa.adapt.plan import Plan, written_by_adapt
 from vllm_medusa.adapt.stages import StageFailed, WorkFolder
 from vllm_medusa.files import digest, read_json, write_json
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
@@ -25,34 +20,41 @@ from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.defaults import EnginePlan
 from vllm_medusa.training.train import Trained
 
+TREE = [[0], [1], [0, 0], [2]]
+
 
 def records(count: int) -> str:
-    lines = [
-        json.dumps({"index": i, "token_ids": [i, 8, 9], "generated": [[1, 3]]})
-        for i in range(count)
-    ]
-    return "\n".join(lines) + "\n"
+    lines = ({"index": i, "token_ids": [i, 8, 9], "generated": [[1, 3]]} for i in range(count))
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def row(nodes: int, ratio: float, tau: float) -> dict[str, Any]:
+    return {
+        "num_draft_tokens": nodes, "tau": tau, "steps": 10, "plain_steps": 15, "ratio": ratio,
+        "ratios": [ratio - 0.1, ratio, ratio + 0.1], "requests": 4, "identical": True,
+        "differing_requests": 0, "differences": [],
+    }  # fmt: skip
 
 
 class Run:
-    """An adapt whose jobs leave what the real ones would; any may fail once."""
+    """An adapt without models; any job may fail."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        self.failing = []
-        self.called = []
-        self.asked = {}
-        self.cache, self.batch = 1 << 30, 64
-        self.told = Told()
+        self.folder, self.told = folder, Told()
+        self.failing: list[str] = []
+        self.called: list[str] = []
+        self.asked: dict[str, Any] = {}
+        self.cache, self.batch, self.fastest = 1 << 30, 64, 3
+        self.rows = [row(1, 1.2, 1.25), row(3, 1.4, 1.5)]
+        (folder / "prompts.jsonl").touch()
 
     def plan(self, **more: Any) -> Plan:
-        files = {"prompts": Path("prompts.jsonl"), "output": self.folder / "heads"}
+        files = {"prompts": self.folder / "prompts.jsonl", "output": self.folder / "heads"}
         options = AdaptOptions(target="target", **files, **more)
-        engine = EnginePlan({"kv_cache_memory_bytes": self.cache}, self.batch, None)
-        amounts = Amounts(6, 6, 12)
-        return Plan(options, training_of(options), {"sha256": "f"}, 9, "a", amounts, engine)
+        engine = EnginePlan({"kv_cache_memory_bytes": self.cache}, self.batch)
+        return Plan(options, training_of(options), {"sha256": "f" * 64}, 9, "a" * 64, engine)
 
-    def run(self, **more: Any) -> dict[str, Path]:
+    def run(self, *, publish: bool = False, **more: Any) -> dict[str, Path]:
         """Run all stages; the folder of each."""
         self.called.clear()
         plan = self.plan(**more)
@@ -60,45 +62,58 @@ class Run:
         with WorkFolder(plan.options.work_folder, count, self.told) as work:
             run_stages(plan, work)
         assert len(work.finished) == count
+        if publish:
+            self.document = report.collect(plan, work.finished, ["vllm-medusa", "adapt"])
+            report.publish(plan, self.document, work.finished)
         return {name: stage.folder for name, stage in work.finished.items()}
 
-    def job(self, job, options, progress, *, log, command=()):
+    def job(self, run, asked, progress, *, log):
         """Stands in for `run_in_process`."""
-        _, options = options
+        _, options, _ = asked
         here = log.parent
         name = here.name.rpartition("-")[0]
         self.called.append(name)
         self.asked[name] = options
-        if name == "split":
-            split_texts(**options)
-        elif name != "check":
-            getattr(self, f"_{name.replace('-', '_')}")(here)
+        getattr(self, f"_{name}")(here)
         if name in self.failing:
             self.failing.remove(name)
             raise JobFailed("killed")
 
+    def _check(self, here: Path) -> None: ...
+
     def _distill(self, here: Path) -> None:
-        with (here / "records.jsonl").open("a") as file:
-            file.write(records(6) if "distill" not in self.failing else "{")
-        if "distill" not in self.failing:
-            (here / "records.jsonl").write_text(records(6))
+        (here / "records.jsonl").write_text(records(6) if "distill" not in self.failing else "{")
+
+    def _split(self, here: Path) -> None:
+        split_texts(self.asked["split"])
 
     def _train(self, here: Path) -> None:
-        heads = MedusaHeads(1, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
-        save_heads(here / "heads", heads, {"tree": [[0]]})
+        heads = MedusaHeads(2, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
+        training = {"heldout": {"top": [[0.5, 0.7], [0.25, 0.4]], "labels": 90}}
+        save_heads(here / "heads", heads, {"training": training})
+        (here / "heads" / "training").mkdir(exist_ok=True)
+        (here / "heads" / "training" / "curves.png").write_bytes(b"picture")
+        if self.asked["train"].method == "medusa-2":
+            (here / "heads" / "target").mkdir(exist_ok=True)
+            (here / "heads" / "target" / "config.json").touch()
 
     def _calibrate(self, here: Path) -> None:
         update_config(here / "heads", provenance={"by": "calibrate"})
         (here / "heads" / "calibration.safetensors").write_text("observations")
 
     def _tree(self, here: Path) -> None:
-        update_config(here / "heads", tree=[[0], [1]], provenance={"by": "tree"})
-        (here / "tree.png").touch()
+        source = {"tokens_per_step": [1.3, 1.5, 1.6, 1.7], "tokens_per_step_heldout": None}
+        write_json(here / "tree.json", {"tree": TREE, "source": source})
+        (here / "tree.png").write_bytes(b"picture")
 
     def _compare(self, here: Path) -> None:
-        write_json(here / "compare.json", {"fastest": 8})
-
-    _final_tree = _tree
+        machine = {"cpu": "c", "cores": 2, "memory_gb": 8, "load_average_at_start": 0, "gpus": []}
+        measured = {
+            "dtype": "float32", "temperature": 0.7, "batch": 1, "rounds": 3, "prompts": 4,
+            "data": "measurement.jsonl", "max_tokens": 9, "machine": machine, "rows": self.rows,
+            "engine_args": {"enforce_eager": True}, "fastest": self.fastest,
+        }  # fmt: skip
+        write_json(here / "compare.json", measured)
 
 
 @pytest.fixture
@@ -108,7 +123,7 @@ def adapt(tmp_path, monkeypatch):
     return run
 
 
-ALL = ["check", "distill", "split", "train", "calibrate", "tree", "compare", "final-tree"]
+ALL = ["check", "distill", "split", "train", "calibrate", "tree", "compare"]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -118,28 +133,18 @@ def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
         with pytest.raises(StageFailed, match=f"^{name}: killed"):
             adapt.run()
         assert adapt.called == begun
-    assert list(adapt.run()) == ALL
-    assert adapt.called == ALL[ALL.index(name) :]
-    adapt.run()
-    assert adapt.called == []
-
-
-@pytest.mark.parametrize(("name", "source"), [("calibrate", "train"), ("tree", "calibrate")])
-def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(adapt, name, source):
-    adapt.failing = [name] * 2
-    for _ in range(2):
-        with pytest.raises(StageFailed, match="killed"):
-            adapt.run()
     folders = adapt.run()
-    noted = read_json(folders[source] / "done.json")["outputs"]
-    assert {file: digest(folders[source] / file) for file in noted} == noted
-    heads = folders[name] / "heads"
-    medusa = peek_heads(heads).config["medusa"]
-    assert medusa["tree"] == ([[0]] if name == "calibrate" else [[0], [1]])
-    noted = {"calibrate": ["calibrate"], "tree": ["calibrate", "tree"]}
-    assert [entry["by"] for entry in medusa["provenance"]] == noted[name]
-    assert sorted(os.listdir(heads)) == sorted(CALIBRATED)
-    assert set(HEADS) < set(CALIBRATED)
+    assert list(folders) == ALL
+    assert adapt.called == ALL[ALL.index(name) :]
+    adapt.cache, adapt.batch = 1 << 28, 3  # other memory is no other stage
+    assert adapt.run() == folders
+    assert adapt.called == []
+    noted = read_json(folders["train"] / "done.json")["outputs"]
+    assert {file: digest(folders["train"] / file) for file in noted} == noted
+    calibrated = folders["calibrate"] / "heads"
+    by = [entry["by"] for entry in peek_heads(calibrated).config["medusa"]["provenance"]]
+    assert by == ["calibrate"], "once, and in a copy of its own"
+    assert len(os.listdir(calibrated)) == 3
 
 
 @pytest.mark.parametrize(
@@ -147,11 +152,11 @@ def test_a_stage_killed_and_resumed_leaves_the_heads_before_it_alone(adapt, name
     [
         ({"samples": 2}, ALL[1:2]),  # which here writes the same records
         ({"heldout_share": 0.5}, ALL[2:]),
-        ({"seed": 1}, ["distill", "train", "calibrate", "tree", "compare", "final-tree"]),
+        ({"seed": 1}, ["distill", "train", "calibrate", "tree", "compare"]),
         ({"measure_prompts": 1}, ["compare"]),
-        ({"budgets": (8, 16)}, ["compare"]),
-        ({"budgets": (4, 32)}, ["tree", "compare"]),
-        ({"num_draft_tokens": 3}, ALL[5:]),
+        ({"budgets": (1, 16)}, ["compare"]),
+        ({"budgets": (1, 32)}, ["tree", "compare"]),
+        ({"num_draft_tokens": 3}, ["tree", "compare"]),
     ],
 )
 def test_other_options_run_the_stages_again_that_they_concern(adapt, more, again):
@@ -159,9 +164,8 @@ def test_other_options_run_the_stages_again_that_they_concern(adapt, more, again
     other = adapt.run(**more)
     assert adapt.called == again
     assert adapt.plan().key != adapt.plan(**more).key
-    assert adapt.run() == first
+    assert adapt.run() == first != other
     assert adapt.called == []
-    assert other != first
 
 
 def test_later_stages_get_what_earlier_ones_left(adapt):
@@ -171,27 +175,23 @@ def test_later_stages_get_what_earlier_ones_left(adapt):
     assert asked["train"].files.heldout == folders["split"] / "calibration.jsonl"
     assert asked["calibrate"].data == folders["split"] / "calibration.jsonl"
     assert asked["compare"].prompts == folders["split"] / "measurement.jsonl"
-    assert asked["compare"].heads == str(folders["tree"] / "heads")
-    assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets)
-    assert asked["final-tree"].num_draft_tokens == 8
+    assert asked["compare"].heads == str(folders["calibrate"] / "heads")
+    assert asked["compare"].tree == str(folders["tree"] / "tree.json")
+    assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets) == 16
     assert asked["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
     assert asked["distill"].batch == 64
 
 
-def test_other_memory_is_no_other_stage(adapt):
-    adapt.run()
-    adapt.cache, adapt.batch = 1 << 28, 3
-    adapt.run()
-    assert adapt.called == []
-
-
-def test_a_drafter_is_compared_as_it_was_trained(adapt):
-    folders = adapt.run(drafter="eagle3")
-    assert list(folders) == ["check", "distill", "split", "train", "compare"]
-    assert adapt.asked["check"]["drafter"] == adapt.asked["train"].heads.kind == "eagle3"
-    assert adapt.asked["compare"].heads == str(folders["train"] / "heads")
-    assert list(adapt.run(drafter="hydra")) == ALL
-    assert adapt.asked["train"].heads.kind == "hydra"
+@pytest.mark.parametrize(("drafter", "stages"), [("hydra", ALL), ("eagle3", [*ALL[:4], ALL[6]])])
+def test_a_drafter_of_another_kind(adapt, drafter, stages):
+    folders = adapt.run(drafter=drafter, publish=True)
+    assert list(folders) == stages
+    assert adapt.asked["check"]["drafter"] == adapt.asked["train"].heads.kind == drafter
+    page = (adapt.folder / "heads" / "report.md").read_text()
+    assert ("builds its trees itself" in page) == (drafter == "eagle3")
+    if drafter == "eagle3":
+        assert adapt.asked["compare"].heads == str(folders["train"] / "heads")
+        assert adapt.asked["compare"].tree is None
 
 
 def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, monkeypatch):
@@ -202,19 +202,68 @@ def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, mon
         pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
 
 
-def test_a_bad_record_is_refused_unless_it_is_to_be_skipped(tmp_path):
-    (tmp_path / "records.jsonl").write_text(records(6) + "{\n")
-    options = {"data": tmp_path / "records.jsonl", "output": tmp_path, "heldout_share": 0.1}
-    with pytest.raises(ValueError, match="line 7"):
-        split_texts(**options, on_bad_line="refuse")
-    split_texts(**options, on_bad_line="skip")
-    assert read_json(tmp_path / COUNTS)["left_out"] == 1
-
-
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
-def test_the_split_notes_whether_its_halves_share_a_prompt(tmp_path, prompts, disjoint):
-    (tmp_path / "records.jsonl").write_text(records(prompts))
-    split_texts(tmp_path / "records.jsonl", tmp_path, 0.1, "refuse")
-    counts = read_json(tmp_path / COUNTS)
-    assert counts["prompts"][1:] == [1, 1]
+def test_the_split_counts_what_it_leaves_out_and_whether_its_halves_share_a_prompt(
+    tmp_path, prompts, disjoint
+):
+    (tmp_path / "records.jsonl").write_text(records(prompts) + "{\n")
+    options = {"data": tmp_path / "records.jsonl", "output": tmp_path, "heldout_share": 0.1}
+    with pytest.raises(ValueError, match=f"line {prompts + 1}"):
+        split_texts(options | {"on_bad_line": "refuse"})
+    split_texts(options | {"on_bad_line": "skip"})
+    counts = read_json(tmp_path / "counts.json")
+    assert (counts["left_out"], counts["prompts"][1:]) == (1, [1, 1])
     assert counts["disjoint"] == disjoint
+
+
+def test_the_output_is_heads_that_know_how_they_fared(adapt):
+    adapt.run(publish=True, seed=3, budgets=(1, 3))
+    output = adapt.folder / "heads"
+    info = peek_heads(output)
+    assert info.tree == TREE[:3] and len(info.taus) == 3
+    medusa = info.config["medusa"]
+    assert medusa["measured"]["fastest"] == 3
+    assert [entry.get("by") for entry in medusa["provenance"]] == ["calibrate", None]
+    assert (output / "calibration.safetensors").read_bytes() == b"observations"
+    assert written_by_adapt(output) == adapt.plan(seed=3, budgets=(1, 3)).key
+    page = (output / "report.md").read_text()
+    for words in (
+        "Fastest on this machine: 3 draft nodes, 1.40 times plain vLLM.",
+        "The heads' own tree has 3 draft nodes; ",
+        "| **3** | **1.50** |",
+        "| 1 | t + 3 | 0.250 | 0.400 | 0.400 |",
+        "Tau expected from calibration: 1.30 with 1, 1.60 with 3 draft nodes.",
+        f"vllm-medusa serve target --speculative-model {output}",
+        "seed 3, float32",
+        "Shares of 90 generated tokens",
+        "Command: `vllm-medusa adapt`",
+    ):
+        assert words in page, words
+
+
+def test_little_gain_is_said_and_the_size_asked_for_is_kept(adapt):
+    adapt.rows, adapt.fastest = [row(4, 0.8, 1.1)], 4
+    adapt.run(publish=True, num_draft_tokens=16)
+    said = report.conclusion(adapt.document)
+    assert "No tree is faster than plain vLLM on this machine" in said and "0.80 times" in said
+    assert "has 4 draft nodes (16 were asked for: it can have no more)" in said
+    assert "1.10 tokens per step is little: more text to train on than" in said
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_all_that_is_written_may_be_overwritten_also_through_a_link(adapt, tmp_path, there):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if there:
+        (disk / "heads").mkdir()
+    output = tmp_path / "heads"
+    output.symlink_to(disk / "heads")
+    for seed in (1, 2):
+        adapt.run(publish=True, method="medusa-2", seed=seed)
+        assert output.is_symlink()
+        assert written_by_adapt(disk / "heads") == adapt.plan(method="medusa-2", seed=seed).key
+    assert {path.name for path in output.iterdir()} == {name.rstrip("/") for name in plan.OURS}
+    assert [path.name for path in disk.iterdir()] == ["heads"]
+    page = (output / "report.md").read_text()
+    assert f"serve {output}/target --speculative-model {output}" in page
+    assert "written by the original target" in page

@@ -6,99 +6,74 @@ from support import jobs
 from support.jobs import CopyOptions
 from support.told import Told
 
-from vllm_medusa.adapt.stages import Stage, StageFailed, WorkFolder
+from vllm_medusa.adapt.stages import StageFailed, WorkFolder
 from vllm_medusa.files import FileRefused
 from vllm_medusa.job import SILENT
 
 
 class Work:
-    """A work folder whose stages copy a file of JSON."""
+    """A work folder whose stage copies a file of JSON, in this process unless ``real``."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder / "work"
-        self.data = folder / "data.json"
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
+        self.folder, self.data, self.patch = folder / "work", folder / "data.json", patch
         self.data.write_text('{"a": 1}')
         self.said = ""
 
-    def copy(self, name: str = "copy", compact: bool = False, **inputs: str) -> Stage:
-        data = self.data
-        return Stage(
-            name,
-            jobs.copy,
-            lambda here: CopyOptions(data=data, output=here / "out.json", compact=compact),
-            inputs,
-            ["out.json"],
-            "copy-json",
-        )
+    def copy(self, *, job=jobs.copy, to: Path | None = None, compact=False, real=False, **inputs):
+        def options(here: Path) -> CopyOptions:
+            return CopyOptions(data=self.data, output=to or here / "out.json", compact=compact)
 
-    def run(self, *stages: Stage) -> list[Path]:
         told = Told()
-        try:
-            with WorkFolder(self.folder, len(stages), told) as work:
-                return [work.run(stage) for stage in stages]
-        finally:
-            self.said = "".join(f"{note}\n" for note in told.notes)
+        with self.patch.context() as patch:
+            if not real:
+                here = lambda run, asked, progress, log: run(asked, progress)  # noqa: E731
+                patch.setattr("vllm_medusa.adapt.stages.run_in_process", here)
+            try:
+                with WorkFolder(self.folder, 1, told) as work:
+                    return work.run("copy", job, options, inputs, ["out.json"], "copy-json")
+            finally:
+                self.said = "".join(f"{note}\n" for note in told.notes)
 
 
 @pytest.fixture
-def work(tmp_path):
-    return Work(tmp_path)
-
-
-@pytest.fixture
-def here(monkeypatch):
-    """Jobs run in this process, which is quicker."""
-
-    def run(job, options, progress, *, log, **more):
-        return job(options, progress, **more)
-
-    monkeypatch.setattr("vllm_medusa.adapt.stages.run_in_process", run)
+def work(tmp_path, monkeypatch):
+    return Work(tmp_path, monkeypatch)
 
 
 def test_a_stage_runs_once_and_is_announced(work):
-    (folder,) = work.run(work.copy())
+    folder = work.copy(real=True)
     assert json.loads((folder / "out.json").read_text()) == {"a": 1}
     command = f"vllm-medusa copy-json --data {work.data} --output {folder}/out.json"
     assert f"1/1 copy: {command}\ncopied\n" in work.said
     assert (folder / "log.txt").read_text() == "copied\n"
     done = (folder / "done.json").stat().st_mtime_ns
-    assert work.run(work.copy()) == [folder]
+    assert work.copy(real=True) == folder
     assert "1/1 copy: done before" in work.said
     assert (folder / "done.json").stat().st_mtime_ns == done
 
 
-@pytest.mark.usefixtures("here")
-def test_other_inputs_or_options_are_another_stage_and_nothing_is_lost(work):
-    (first,) = work.run(work.copy(data="one"))
-    (second,) = work.run(work.copy(data="two"))
-    (third,) = work.run(work.copy(compact=True, data="one"))
-    assert len({first, second, third}) == 3
-    assert work.run(work.copy(data="one")) == [first]
-    assert "done before" in work.said
-
-
-@pytest.mark.usefixtures("here")
-def test_a_path_alone_is_no_difference(work, tmp_path, monkeypatch):
-    (first,) = work.run(work.copy())
+def test_other_inputs_or_options_are_another_stage_and_another_path_is_none(
+    work, tmp_path, monkeypatch
+):
+    first = work.copy(data="one")
+    assert len({first, work.copy(data="two"), work.copy(compact=True, data="one")}) == 3
     work.data = work.data.rename(tmp_path / "elsewhere.json")
     monkeypatch.chdir(tmp_path)
     work.folder = Path("work")
-    (second,) = work.run(work.copy())
-    assert second.resolve() == first
+    assert work.copy(data="one").resolve() == first
     assert "done before" in work.said
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("name", "left"),
     [("out.json", "[]"), ("out.json", None), ("done.json", '{"outputs": {'), ("done.json", None)],
 )
 def test_a_stage_whose_result_is_not_as_noted_runs_again(work, name, left):
-    (folder,) = work.run(work.copy())
+    folder = work.copy()
     (folder / name).unlink()
     if left is not None:
         (folder / name).write_text(left)
-    work.run(work.copy())
+    work.copy()
     assert "done before" not in work.said
     assert json.loads((folder / "out.json").read_text()) == {"a": 1}
 
@@ -106,23 +81,19 @@ def test_a_stage_whose_result_is_not_as_noted_runs_again(work, name, left):
 def test_a_refusal_names_the_log_and_is_no_result(work, tmp_path):
     moved = work.data.rename(tmp_path / "elsewhere.json")
     with pytest.raises(StageFailed, match=r"copy: .*data\.json(.|\n)*log\.txt") as failure:
-        work.run(work.copy())
+        work.copy(real=True)
     assert failure.value.status == 2
-    (log,) = work.folder.glob("copy-*/log.txt")
-    assert "data.json" in log.read_text()
     moved.rename(work.data)
-    work.run(work.copy())
+    work.copy()
     assert "done before" not in work.said
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("job", "message", "status"), [(jobs.broken, "copy: ", 3), (jobs.copy, r"left no out\.json", 1)]
 )
-def test_a_job_that_fails_or_leaves_nothing(work, job, message, status):
-    options = CopyOptions(data=work.data, output=work.data.parent / "lost.json")
+def test_a_job_that_fails_or_leaves_nothing(work, tmp_path, job, message, status):
     with pytest.raises(StageFailed, match=message) as failure:
-        work.run(Stage("copy", job, lambda here: options, {}, ["out.json"]))
+        work.copy(job=job, to=tmp_path / "lost.json")
     assert failure.value.status == status
 
 
@@ -133,5 +104,3 @@ def test_two_at_once_are_refused(work):
         WorkFolder(work.folder, 1, SILENT),
     ):
         pass
-    with pytest.raises(OSError, match="data"):
-        WorkFolder(work.data / "work", 1, SILENT)

@@ -59,8 +59,3 @@ def test_a_token_never_written_is_a_miss_for_every_rank():
     assert walk_taus(texts, walked_tree(texts, 9, 3), [1, 9]) == [2.0, 2.0]
     walks = Walks(texts)
     assert walks.tau_with([(0,)]) == [2.0]
-
-
-def test_only_so_many_heads_are_used():
-    paths = walked_tree([np.zeros((20, 3), int)], 30, 2, max_depth=2)
-    assert max(map(len, paths)) == 2 and len(paths) == 2 + 4

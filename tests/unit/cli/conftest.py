@@ -1,14 +1,13 @@
-import os
 from dataclasses import replace
 
 import pytest
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeProcess
 
 from vllm_medusa.offline import generate
 
 
-class Engine(FakeEngine):
-    """Stands in for `VllmEngine`; remembers what it was built from, and may be interrupted."""
+class Engine(FakeProcess):
+    """Stands in for `EngineProcess`; remembers what it was built from, and may be interrupted."""
 
     def __init__(self, settings, sampling, **options):
         super().__init__(max_tokens=6, step_sizes=self.sizes, longest_prompt=self.limit)
@@ -22,8 +21,6 @@ class Engine(FakeEngine):
         deltas = super().step()
         return [replace(d, finish_reason=d.finish_reason and self.ends_by) for d in deltas]
 
-    def close(self): ...
-
 
 @pytest.fixture(autouse=True)
 def no_hub(monkeypatch):
@@ -34,9 +31,7 @@ def no_hub(monkeypatch):
 @pytest.fixture
 def engine(monkeypatch):
     """The class of all engines; what a test sets on it goes for those that are built then."""
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"  # the commands set it
-    monkeypatch.setenv(name, os.environ.get(name, "0"))
     more = {"built": [], "limit": 10_000, "sizes": (2, 1), "steps_left": None, "ends_by": "stop"}
     made = type("Engine", (Engine,), more)
-    monkeypatch.setattr(generate, "VllmEngine", made)
+    monkeypatch.setattr(generate, "EngineProcess", made)
     return made

@@ -118,8 +118,6 @@ def test_no_more_choices_than_the_heads_have(heads, records, capsys):
     ("arguments", "message"),
     [
         (["--temperature", "0.3"], "it has 0.8"),
-        (["--top-k", "256"], "from 1 to 255"),
-        (["--dtype", "half"], "invalid choice: 'half'"),
         (["--max-text-tokens", "7"], "4 bad lines"),
     ],
 )

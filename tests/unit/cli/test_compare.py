@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 from support.commands import run
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeProcess
 
 from vllm_medusa.heads import MedusaHeads, save_heads
 from vllm_medusa.offline import comparison
-from vllm_medusa.offline.batch import run_batch
 from vllm_medusa.offline.defaults import TargetSizes
 from vllm_medusa.offline.options import CompareOptions
 
@@ -17,11 +16,10 @@ AUTOMATIC = 0  # stands for no budget, and no tree
 SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0, AUTOMATIC: 0.4}  # of a group, by budget
 
 
-class Engine(FakeEngine):
+class Engine(FakeProcess):
     """Stands in for `EngineProcess`, whose time is as `SECONDS` has it."""
 
     wrong: int | None = None  # budget whose tokens are wrong
-    dtype = "float32"
     started: list[Any] = []  # noqa: RUF012
 
     def __init__(self, settings: Any, sampling: Any):
@@ -33,15 +31,7 @@ class Engine(FakeEngine):
         Engine.started.append((settings, sampling))
 
     def run(self, prompts, concurrency, seed):
-        self.prompts.clear()
-        results = list(run_batch(prompts, self, concurrency=concurrency, seed=seed))
-        return results, SECONDS[self.budget]
-
-    def __enter__(self) -> "Engine":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        return super().run(prompts, concurrency, seed)[0], SECONDS[self.budget]
 
 
 @pytest.fixture
@@ -161,9 +151,7 @@ def test_prompts_of_records_are_what_stands_before_the_answers(tmp_path):
     [
         (["--output", "nowhere/figures.json"], "no folder nowhere"),
         (["--tree", "[[0],[0,0],[0,0,0],[0,0,0,0]]"], "there are 3 heads"),
-        (["--prompts", "nothing.txt"], "no such file"),
         (["--tree", "mc_sim"], "No preset is named 'mc_sim'"),
-        (["--dtype", "fp8"], "invalid choice: 'fp8'"),
     ],
 )
 def test_what_is_wrong_is_said_before_an_engine_starts(arguments, capsys, change, words):

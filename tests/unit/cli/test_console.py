@@ -20,21 +20,12 @@ class Stopped(JobFailed):
         (KeyboardInterrupt(), 130, "interrupted; go on\n"),
     ],
 )
-@pytest.mark.parametrize("engine", [False, True])
-def test_status_and_words(error, status, text, engine, capfd):
+def test_status_and_words(error, status, text, capfd):
     def job(progress):
         raise error
 
-    assert console.run_job(job, interrupted="go on", engine=engine) == status
+    assert console.run_job(job, interrupted="go on") == status
     assert capfd.readouterr().err == text
-
-
-def test_another_total_begins_a_new_count():
-    pace = console.Pace()
-    assert pace.left(100.0, 5, 9) is None
-    assert pace.left(110.0, 7, 9) == 10.0
-    assert pace.left(200.0, 1, 101) is None
-    assert pace.left(201.0, 11, 101) == 9.0
 
 
 def test_plain_progress_is_a_line_now_and_then(monkeypatch, capfd):

@@ -43,13 +43,6 @@ def test_there_and_back(command, tmp_path):
     assert [entry["command"][1] for entry in config["medusa"]["provenance"]] == ["convert"] * 2
 
 
-def test_what_can_not_be_converted_ends_with_2(command, tmp_path):
-    status, out, err = command("convert", HEADS, "--to", "v1", "-o", tmp_path / "a")
-    assert (status, out) == (2, "")
-    assert "--target" in err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_inspect_says_what_it_is_and_that_it_fits(command, tmp_path):
     command("convert", HEADS, "--to", "native", "-o", tmp_path / "a", "--target", TARGET)
     status, out, err = command("inspect", tmp_path / "a", "--target", TARGET)
@@ -92,28 +85,6 @@ def test_a_model_is_not_overwritten(command, tmp_path):
     assert status == 2
     assert "model.safetensors is, or holds, something else than heads" in err
     assert target_fingerprint(out) == target_fingerprint(TARGET)
-
-
-@pytest.mark.parametrize("option", ["--output", "--base"])
-def test_an_empty_name_of_a_folder(command, option):
-    options = ["--output", "somewhere", option, ""]
-    status, _, err = command("convert", HEADS, "--to", "v1", *options, "--overwrite")
-    assert status == 2
-    assert f"{option}" in err and "the name is empty" in " ".join(err.split())
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("inspect", ""),
-        ("inspect", HEADS, "--target", " "),
-        ("convert", "", "--to", "v1", "-o", "a"),
-    ],
-)
-def test_an_empty_name_of_heads_or_a_target(command, words):
-    status, _, err = command(*words)
-    assert status == 2
-    assert "' is not allowed; use the name of a folder" in " ".join(err.split())
 
 
 @pytest.mark.parametrize("form", ["native", "vllm", "v1", "tensorrt-llm"])

@@ -57,7 +57,6 @@ def test_a_dry_run_changes_nothing(heads, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-n", "256"], "from 1 to 255"),
         (["--max-depth", "6"], "there are 5 heads"),
         (["--draw", "tree.txt"], "not a kind of picture"),
         (["--output", "nowhere/tree.json"], "no folder nowhere"),

@@ -116,19 +116,6 @@ def test_bad_share_gpt(talk, reason):
     assert reason in str(error.value)
 
 
-def test_a_mask_by_speaker_or_place_would_be_noticed():
-    """The reference joins its two conditions by `or`, which trains prompts too."""
-    tokenizer = chat.tokenizer(chat.CHATML)
-    ids, spans = encode_conversation(TALK, "messages", tokenizer)
-    trained = {t for start, end in spans for t in range(start, end)}
-    prompts = [t for t in range(len(ids)) if t not in trained]
-    assert tokenizer.decode([ids[t] for t in prompts]) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is assistant?<|im_end|>\n"
-        "<|im_start|>assistant\n\n<|im_start|>user\nassistant\nIs it? <|im_end|>\n"
-        "<|im_start|>assistant\n\n"
-    )
-
-
 def test_plain_text_is_trained_from_its_second_token():
     tokenizer = chat.tokenizer(None)
     ids, spans = encode_text("<s>import os\n", tokenizer)

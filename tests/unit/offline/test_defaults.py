@@ -15,17 +15,17 @@ CHATS = [600] * 339 + [1900]  # one article among short prompts
 def test_one_long_prompt_does_not_make_all_others_long() -> None:
     room = fit(SMOL, CHATS, 64, 20 * GB)
     assert room.batch == 64
-    assert 1900 < room.longest < 2000
-    assert 63 * 600 + 1900 < room.cache / SMOL.per_token < 64 * 1100
-    assert room.total < 4 * GB
+    assert 1900 < room.arguments["max_model_len"] < 2000
+    assert 63 * 600 + 1900 < room.arguments["kv_cache_memory_bytes"] / SMOL.per_token < 64 * 1100
+    assert room.memory < 4 * GB
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("available", [5 * GB, 8 * GB, 24 * GB])
 def test_never_more_than_is_available(available: int, engines: int) -> None:
     room = fit(SMOL, [8192] * 100, 64, available, engines)
-    assert room.total <= available
-    assert room.cache >= 8192 * SMOL.per_token
+    assert room.memory <= available
+    assert room.arguments["kv_cache_memory_bytes"] >= 8192 * SMOL.per_token
     assert room.batch <= 64
 
 
@@ -33,7 +33,7 @@ def test_the_batch_is_lowered_and_the_cache_is_enough_for_it() -> None:
     large = fit(SMOL, [8192] * 100, 64, 24 * GB)
     small = fit(SMOL, [8192] * 100, 64, 4 * GB)
     assert 1 <= small.batch < large.batch <= 64
-    assert small.cache >= small.batch * 8192 * SMOL.per_token
+    assert small.arguments["kv_cache_memory_bytes"] >= small.batch * 8192 * SMOL.per_token
 
 
 def test_no_room_for_a_single_text_is_refused_with_the_figures() -> None:

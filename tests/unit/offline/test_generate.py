@@ -1,25 +1,19 @@
 """The job without a command around it: what it returns, tells and reads."""
 
-import os
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeProcess
 from support.told import Told
 
 from vllm_medusa.offline import generate as job
 from vllm_medusa.offline import prompts
-from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.options import GenerateOptions, Speculation
-from vllm_medusa.offline.prompts import PromptError
 
 
-class Engine(FakeEngine):
+class Engine(FakeProcess):
     def __init__(self, *_: Any, **__: Any):
         super().__init__(max_tokens=6, step_sizes=(2, 1), longest_prompt=20)
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -30,9 +24,7 @@ def reads(monkeypatch):
     monkeypatch.setattr(
         prompts, "read_prompts", lambda path, *rest: read.append(path) or real(path, *rest)
     )
-    monkeypatch.setattr(job, "VllmEngine", Engine)
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    monkeypatch.setenv(name, os.environ.get(name, "0"))
+    monkeypatch.setattr(job, "EngineProcess", Engine)
     return read
 
 
@@ -56,26 +48,6 @@ def test_what_was_done_is_returned_and_told(tmp_path, reads):
     again = Told()
     assert job.generate(options, again).speed is None
     assert again.notes[1:] == ["resuming: 3 of 3 are done", "nothing to do"]
-
-
-@pytest.mark.parametrize("prompt", ["one", "x" * 30])
-def test_the_engine_is_closed_however_it_ends(prompt, tmp_path, reads, monkeypatch):
-    closed = []
-    monkeypatch.setattr(Engine, "close", lambda self: closed.append(self))
-    (tmp_path / "p.txt").write_text(f"{prompt}\n")
-    files = {"prompts": tmp_path / "p.txt", "output": tmp_path / "o.jsonl"}
-    with pytest.raises(PromptError) if len(prompt) > 20 else nullcontext():
-        job.generate(GenerateOptions(model="target", **files))
-    assert len(closed) == 1
-
-
-def test_words_become_a_configuration():
-    assert medusa_config("h", "mc_sim_7b_63", '{"mode": "typical", "epsilon": 0.1}') == {
-        "method": "medusa",
-        "model": "h",
-        "tree": "mc_sim_7b_63",
-        "acceptance": {"mode": "typical", "epsilon": 0.1},
-    }
 
 
 def test_lookup_goes_with_heads_or_alone():

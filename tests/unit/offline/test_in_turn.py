@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from support.fake_engine import FakeEngine
+from support.fake_engine import FakeProcess
 
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.prompts import Prompt
@@ -9,20 +9,12 @@ from vllm_medusa.offline.prompts import Prompt
 PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(10)]
 
 
-class Repeating(FakeEngine):
-    """Forgets which requests it had, since rounds repeat their keys."""
-
-    def submit(self, key: str, prompt: str | list[int], seed: int | None) -> None:
-        self.prompts.pop(key, None)
-        super().submit(key, prompt, seed)
-
-
 @pytest.mark.parametrize("concurrency", [1, 4])
 def test_equal_tokens_are_identical_however_many_come_in_a_step(concurrency):
     calls = []
     comparison = run_in_turn(
-        Repeating(),
-        Repeating(step_sizes=(3, 1)),
+        FakeProcess(),
+        FakeProcess(step_sizes=(3, 1)),
         PROMPTS,
         concurrency=concurrency,
         seed=3,
@@ -40,7 +32,7 @@ def test_equal_tokens_are_identical_however_many_come_in_a_step(concurrency):
 
 def test_one_wrong_token_is_found_and_named():
     comparison = run_in_turn(
-        Repeating(), Repeating(wrong_at=2), PROMPTS, concurrency=4, seed=3, rounds=1
+        FakeProcess(), FakeProcess(wrong_at=2), PROMPTS, concurrency=4, seed=3, rounds=1
     )
     assert not comparison.identical
     difference = comparison.differences[0]
@@ -50,18 +42,18 @@ def test_one_wrong_token_is_found_and_named():
 
 def test_a_shorter_answer_differs():
     comparison = run_in_turn(
-        Repeating(max_tokens=50), Repeating(max_tokens=2), PROMPTS, concurrency=4, seed=3
+        FakeProcess(max_tokens=50), FakeProcess(max_tokens=2), PROMPTS, concurrency=4, seed=3
     )
     assert comparison.differences
     assert any(d.candidate is None and d.baseline is not None for d in comparison.differences)
 
 
 def test_another_reason_to_end_differs():
-    class Stopping(Repeating):
+    class Stopping(FakeProcess):
         def step(self):
             return [replace(d, finish_reason=d.finish_reason and "stop") for d in super().step()]
 
-    comparison = run_in_turn(Repeating(), Stopping(), PROMPTS, concurrency=4, seed=3)
+    comparison = run_in_turn(FakeProcess(), Stopping(), PROMPTS, concurrency=4, seed=3)
     assert len(comparison.differences) == 10
     assert {difference.reason for difference in comparison.differences} == {"finish reason"}
 
@@ -73,13 +65,13 @@ def test_another_reason_to_end_differs():
 def test_the_engines_take_turns_to_be_first(turn, orders):
     begun = ""
 
-    class Noting(Repeating):
+    class Noting(FakeProcess):
         name = "a"
 
-        def submit(self, key, prompt, seed):
+        def submit(self, *asked):
             nonlocal begun
             begun += self.name
-            super().submit(key, prompt, seed)
+            super().submit(*asked)
 
     class Other(Noting):
         name = "b"
@@ -92,7 +84,7 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch):
     now = 0.0
     monkeypatch.setattr("vllm_medusa.offline.in_turn.time.perf_counter", lambda: now)
 
-    class Slow(Repeating):
+    class Slow(FakeProcess):
         def submit(self, *args):
             nonlocal now
             now += 1.0
@@ -109,6 +101,6 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch):
 
 def test_nothing_compared_is_not_identical():
     with pytest.raises(ValueError, match="no prompts"):
-        run_in_turn(Repeating(), Repeating(), [], concurrency=1, seed=0)
+        run_in_turn(FakeProcess(), FakeProcess(), [], concurrency=1, seed=0)
     with pytest.raises(ValueError, match="r0 was refused"):
-        run_in_turn(Repeating(longest_prompt=1), Repeating(), PROMPTS, concurrency=1, seed=0)
+        run_in_turn(FakeProcess(longest_prompt=1), FakeProcess(), PROMPTS, concurrency=1, seed=0)

@@ -7,7 +7,7 @@ from support.assets import TARGET
 from transformers import AutoTokenizer
 
 from vllm_medusa.offline import defaults
-from vllm_medusa.offline.defaults import Length, has_template
+from vllm_medusa.offline.defaults import Length
 from vllm_medusa.offline.prompts import BadLine, Prompt
 
 DEMO = Path(TARGET)
@@ -31,19 +31,21 @@ def measure(tokenizer, *prompts: Prompt) -> list[Length | BadLine]:
 def test_tokens_are_the_tokenizers_not_bytes(tokenizer) -> None:
     text = "def add(one, two):\n    return one + two\n" * 20
     (length,) = measure(tokenizer, Prompt(0, 1, "0", text=text))
-    assert length.first == length.whole == len(tokenizer(text)["input_ids"]) < len(text) / 2
+    assert length.whole == len(tokenizer(text)["input_ids"]) < len(text) / 2
     assert length.positions(10) == length.whole + 10
 
 
 def test_a_conversation_is_rendered_and_each_turn_is_answered(tokenizer) -> None:
-    (length,) = measure(tokenizer, Prompt(0, 1, "0", turns=("def f():", "def g():")))
-    first = tokenizer("<user>def f():\n<a>", add_special_tokens=False)["input_ids"]
-    assert length.first == len(first) < length.whole
+    one, two = Prompt(0, 1, "0", turns=("def f():",)), Prompt(1, 2, "1", turns=("def f():", "x"))
+    first, length = measure(tokenizer, one, two)
+    rendered = tokenizer("<user>def f():\n<a>", add_special_tokens=False)["input_ids"]
+    assert first.whole == len(rendered) < length.whole
     assert length.positions(100) == length.whole + 200
+    (bad,) = defaults.measure([two], tokenizer, room=first.whole - 1)
+    assert f"{first.whole} tokens, and the target reads" in bad.reason
     tokenizer.chat_template = None
-    assert not has_template(tokenizer)
-    (plain,) = measure(tokenizer, Prompt(0, 1, "0", turns=("def f():", "def g():")))
-    assert plain.first == len(tokenizer("def f():")["input_ids"])
+    (plain,) = measure(tokenizer, one)
+    assert plain.whole == len(tokenizer("def f():")["input_ids"])
 
 
 def test_what_the_template_refuses_is_a_bad_line(tokenizer) -> None:
