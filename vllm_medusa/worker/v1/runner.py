@@ -182,7 +182,7 @@ class MedusaModelRunner(CPUModelRunner):
         self._had_grammar = self._had_grammar or bool(structured.any())
         if limit < 1 and trees.lookup is None and not self._had_grammar:
             self._drafts = TreeDrafts([], [])
-            return []
+            return [[] for _ in slots]
         num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
         num_new = np.array([len(tokens) for tokens in sampled_token_ids])
         root = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids])
