@@ -44,6 +44,8 @@ class MedusaModelRunner(CPUModelRunner):
         self._slots: dict[str, int] = {}  # of running requests; vLLM moves the rows of its batch
         self._free = list(range(vllm_config.scheduler_config.max_num_seqs))
         self._drafts = TreeDrafts([], [])  # on their way to the scheduler
+        # some request followed a grammar: the scheduler forces drafts, and counts steps without
+        self._had_grammar = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target without heads in its checkpoint, then the heads (vLLM does both)."""
@@ -83,6 +85,9 @@ class MedusaModelRunner(CPUModelRunner):
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: np.ndarray) -> Any:
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         logits_indices, spec_metadata, _ = prepared
+        if not scheduler_output.scheduled_spec_decode_tokens:
+            self.trees.end()
+            return prepared
         self.trees.chosen_parents = tree_parents(scheduler_output)
         num_nodes = np.asarray(spec_metadata.num_draft_tokens, dtype=np.int64) + 1
         step = self.trees.begin(
@@ -172,12 +177,16 @@ class MedusaModelRunner(CPUModelRunner):
             *args,
         )
         slots = self._slots_of_batch()
+        limit = scheduler_output.num_spec_tokens_to_schedule
+        structured = trees.requests.follows_grammar(slots)
+        self._had_grammar = self._had_grammar or bool(structured.any())
+        if limit < 1 and trees.lookup is None and not self._had_grammar:
+            self._drafts = TreeDrafts([], [])
+            return [[] for _ in slots]
         num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
         num_new = np.array([len(tokens) for tokens in sampled_token_ids])
         root = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids])
         depth = trees.useful_depth(slots, torch.from_numpy(num_tokens), torch.from_numpy(num_new))
-        structured = trees.requests.follows_grammar(slots)
-        limit = scheduler_output.num_spec_tokens_to_schedule
         drafts = self._draft(states, root, depth, limit, structured)
         if trees.lookup is not None:
             texts, rows = batch.token_ids_cpu[:, : num_tokens.max()], np.arange(len(slots))
@@ -225,6 +234,8 @@ class MedusaModelRunner(CPUModelRunner):
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """The drafts for the scheduler, with what it needs to know of them."""
+        if not self._drafts.req_ids:
+            return None  # nothing was to be drafted
         drafts = super().take_draft_token_ids()
         if drafts is None:
             return None
@@ -252,6 +263,10 @@ class MedusaModelRunner(CPUModelRunner):
     def _compact(self, step: TreeStep, verdict: Verdict) -> None:
         """Move the accepted path to contiguous slots, in every KV cache group and layer."""
         path, layers = verdict.path, self.compilation_config.static_forward_context
+        depth = np.arange(path.nodes.shape[1])
+        ends = path.num_accepted.numpy()[:, None]
+        if np.array_equal(path.nodes.numpy(), np.minimum(depth, ends)):
+            return  # every accepted node lies in the slot of its depth
         for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
             names = self._targets_layers(group.layer_names)
             compact_group(layers, names, step.slots(gid), path.nodes, path.num_accepted)
@@ -261,5 +276,8 @@ class MedusaModelRunner(CPUModelRunner):
         return names
 
     def _discarded(self) -> list[int]:
+        """Requests whose token is thrown away, if any request has a generator to be spared."""
+        if not self.input_batch.generators:
+            return []
         mask = self.discard_request_mask.np[: self.input_batch.num_reqs]
         return np.nonzero(mask)[0].tolist()
