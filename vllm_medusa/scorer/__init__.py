@@ -4,6 +4,6 @@ A tree of n nodes verified behind a context of c tokens occupies the cache slots
 node order, while node i stands at *position* c + depth(i): siblings share a position, not a slot.
 `positions` computes the positions, `layout` knows how vLLM packs keys and values into its CPU
 blocks, `cpu` plans one step and runs each layer by a kernel in C++ (`attention.cpp`); `paged` and
-`dispatch` are attention over the paged cache of GPUs. `reference` is the computation in plain torch,
-of plain arguments, that all of them are tested against.
+`dispatch` are attention over the paged cache of GPUs. `reference` is the computation in torch, of
+plain arguments, that all of them are tested against.
 """
