@@ -233,9 +233,9 @@ def entries_kept(patch: Patch, llm: LLM) -> None:
 
 def siblings_seen(patch: Patch, llm: LLM) -> None:
     """A branch attends to all that was expanded."""
-    build = cpu_attention.build_branches
+    build = cpu_attention.plan_branches
     patch.setattr(
-        cpu_attention, "build_branches", lambda seen, *args: build(torch.ones_like(seen), *args)
+        cpu_attention, "plan_branches", lambda seen, *args: build(torch.ones_like(seen), *args)
     )
 
 
