@@ -3,7 +3,7 @@
 An arm is one way to decode. Every arm takes turns with plain vLLM (A B A B), so that what disturbs
 the machine disturbs both; a ratio is the median over rounds of throughputs, prefills included. In
 float32 all tokens have to be plain vLLM's, in every round and at every temperature (requests are
-seeded); in other dtypes near-ties fall otherwise with the number of rows, in plain vLLM too, and the
+seeded). In other dtypes near-ties fall otherwise with the number of rows, in plain vLLM too; the
 answers that differ are counted.
 """
 
