@@ -1,9 +1,39 @@
-"""Where this package's Triton kernels run; elsewhere their twins in torch do the same."""
+"""Where this package's Triton kernels run, and its kernels in C++ for CPUs."""
 
 from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the C++ kernels know them
+
+
+@functools.cache
+def cpu_library() -> Any:
+    """The C++ kernels, compiled for this machine (about six seconds) and kept in torch's cache.
+
+    torch's own compiler driver does it, the one behind `torch.compile`.
+
+    Raises:
+        RuntimeError: There is no C++ compiler.
+
+    """
+    from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    parts = "vectors.h", "scorer/attention.cpp", "proposer/choices.cpp"
+    source = "\n".join((Path(__file__).parent / part).read_text() for part in parts)
+    try:
+        return CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
+    except InvalidCxxCompiler as error:
+        raise RuntimeError(
+            "trees on CPUs are drafted and verified by kernels in C++, which need a C++ compiler "
+            "as torch.compile does: install g++ (Debian: apt install g++), or set CXX to one"
+        ) from error
 
 
 @functools.cache

@@ -8,7 +8,8 @@ A drafter knows one of two things, and is asked for no more:
   each level the k nodes of the highest value are expanded, K choices each; all are candidates.
 
 Either way the best N of all candidates are the tree (`DraftTrees.best`). A static tree of ranks is
-filled level by level (`fill_tree`). Nothing here waits for the device.
+filled level by level (`fill_tree`). Nothing here waits for a device; on the host, where values can
+be read at once, only nodes whose children can be among the best N are expanded.
 
     level 0      expand(0, root)               -> K choices below the root
     level 1      expand(1, the k best of them) -> k * K choices, each below one of the k
@@ -18,6 +19,7 @@ filled level by level (`fill_tree`). Nothing here waits for the device.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -74,13 +76,10 @@ def build_tree(
     limit = num_nodes if limit is None else min(limit, num_nodes)
     if isinstance(source, TreeTensors):
         choices = drafter.marginals(min(source.max_depth, limit), source.width)  # type: ignore[union-attr]
-        found, depths = of_pool(choices, source), source.depths
-    else:
-        source = source.within(limit)
-        found = of_beam(drafter, source, root)  # type: ignore[arg-type]
-        depths = _depths(source, root.device)
-    value = found.log_survival.masked_fill(depths > max_depth[:, None], IMPOSSIBLE)
-    return DraftTrees(found.token_ids, found.parents, value, found.source).best(num_nodes)
+        found = of_pool(choices, source)
+        value = found.log_survival.masked_fill(source.depths > max_depth[:, None], IMPOSSIBLE)
+        return replace(found, log_survival=value).best(num_nodes)
+    return of_beam(drafter, source.within(limit), root, max_depth, limit).best(num_nodes)  # type: ignore[arg-type]
 
 
 def of_pool(choices: Choices, pool: TreeTensors) -> DraftTrees:
@@ -95,8 +94,13 @@ def of_pool(choices: Choices, pool: TreeTensors) -> DraftTrees:
     )
 
 
-def of_beam(drafter: Branching, beam: Beam, root: Tensor) -> DraftTrees:
-    """The root and all choices of all levels of a branching drafter: M = `beam.num_nodes`."""
+def of_beam(
+    drafter: Branching, beam: Beam, root: Tensor, max_depth: Tensor, limit: int
+) -> DraftTrees:
+    """The root and the choices of the levels of a branching drafter: M <= `beam.num_nodes`.
+
+    Those deeper than ``max_depth`` can't survive. Off the host M is `beam.num_nodes`.
+    """
     batch, width = len(root), beam.choices
     tokens, values = [root[:, None]], [root.new_zeros((batch, 1), dtype=torch.float32)]
     parents = [root.new_full((batch, 1), -1)]
@@ -108,11 +112,32 @@ def of_beam(drafter: Branching, beam: Beam, root: Tensor) -> DraftTrees:
         value = values[-1].gather(1, expanded - first).unsqueeze(-1) + choices.log_confidence
         first += tokens[-1].shape[1]
         tokens.append(choices.token_ids.flatten(1))  # [B, k * K]
-        values.append(value.flatten(1))
+        values.append(value.flatten(1).masked_fill(max_depth[:, None] <= level, IMPOSSIBLE))
         parents.append(expanded.repeat_interleave(width, 1))
-        order = values[-1].sort(dim=-1, descending=True, stable=True).indices[:, : beam.width]
+        if level + 1 == beam.depth:
+            break
+        best, order = values[-1].sort(dim=-1, descending=True, stable=True)
+        order = order[:, : beam.width]
+        if root.device.type == "cpu":
+            best = best.masked_fill(max_depth[:, None] <= level + 1, IMPOSSIBLE)
+            order = order[:, : _num_useful(best, torch.cat(values, 1), limit)]
+            if not order.shape[1]:
+                break
         expanded, slots = order + first, order // width
     return DraftTrees.of(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(values, 1))
+
+
+def _num_useful(level: Tensor, candidates: Tensor, limit: int) -> int:
+    """How many nodes of a level, best first, can have a child among the best ``limit`` drafts.
+
+    No child is above its parent, nor above what was created before and has its value. Values:
+    ``level`` [B, k], ``candidates`` [B, M], the root among them.
+    """
+    if candidates.shape[1] > limit:
+        last = candidates.topk(limit + 1).values[:, -1:]  # of the best so far
+    else:
+        last = level.new_tensor(IMPOSSIBLE)
+    return int((level > last).sum(1).max())
 
 
 def fill_tree(drafter: Branching, tree: TokenTree, root: Tensor) -> Tensor:
@@ -155,10 +180,3 @@ def _levels(tree: TokenTree, device: torch.device) -> list[_Level]:
         on_device = [torch.tensor(each, device=device) for each in (nodes, slots, below, places)]
         levels.append(_Level(on_device[0], on_device[1], width, on_device[2], on_device[3]))
     return levels
-
-
-@functools.lru_cache(maxsize=64)
-def _depths(beam: Beam, device: torch.device) -> Tensor:
-    """int64 [M]: the depth of each candidate."""
-    counts = [1, *(beam.width_at(level) * beam.choices for level in range(beam.depth))]
-    return torch.repeat_interleave(torch.arange(beam.depth + 1), torch.tensor(counts)).to(device)

@@ -7,12 +7,15 @@ parent.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from vllm_medusa.kernels import CPU_DTYPES, cpu_library
 from vllm_medusa.proposer.sharded import (
     AllGather,
     VocabShard,
@@ -23,6 +26,8 @@ from vllm_medusa.proposer.sharded import (
 )
 from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.tree.drafts import IMPOSSIBLE
+
+MAX_WIDTH = 64  # choices that the kernel for CPUs keeps
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +48,52 @@ def read_choices(
     sharpness: Tensor | None = None,  # float32 [>= k], factors on the logits; None: 1
     token_map: Tensor | None = None,  # int64 [V_draft] target ids
 ) -> Choices:
-    """The best tokens and their probabilities. No host sync."""
+    """The best tokens and their probabilities. No host sync; on CPUs by `choices.cpp`."""
+    if logits.device.type == "cpu":
+        found = _read_on_cpu(logits, width, sharpness)
+        if found is not None:
+            ids, log_confidence = found
+            return Choices(ids if token_map is None else token_map.take(ids), log_confidence)
+    return read_choices_in_torch(logits, width, sharpness, token_map)
+
+
+def read_choices_in_torch(
+    logits: Tensor, width: int, sharpness: Tensor | None = None, token_map: Tensor | None = None
+) -> Choices:
+    """`read_choices` for any device and any logits."""
     scaled, ids = _scaled(logits, sharpness), stable_topk(logits, width)
     log_confidence = scaled.gather(-1, ids) - scaled.logsumexp(-1, keepdim=True)
     return _choices(ids, log_confidence, token_map)
+
+
+def _read_on_cpu(
+    logits: Tensor, width: int, sharpness: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Ids and log-probabilities [B, k, K]; None where the kernel serves no such logits."""
+    batch, nodes, vocab = logits.shape
+    if width > min(MAX_WIDTH, vocab) or logits.dtype not in CPU_DTYPES:
+        return None
+    rows = logits.flatten(0, 1)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    factors = logits.new_ones(nodes, dtype=torch.float32) if sharpness is None else sharpness
+    factors = factors[:nodes].contiguous()
+    ids = torch.empty((batch, nodes, width), dtype=torch.int64)
+    log_confidence = torch.empty((batch, nodes, width), dtype=torch.float32)
+    finite = _kernel()(
+        rows.data_ptr(), CPU_DTYPES[logits.dtype], batch * nodes, vocab, rows.stride(0),
+        factors.data_ptr(), nodes, width, ids.data_ptr(), log_confidence.data_ptr(),
+    )  # fmt: skip
+    return (ids, log_confidence) if finite else None
+
+
+@functools.cache
+def _kernel() -> Callable[..., int]:
+    function = cpu_library().best_choices
+    function.argtypes = (
+        c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p
+    )  # fmt: skip
+    function.restype = c_int32
+    return function  # type: ignore[no-any-return]
 
 
 def read_choices_sharded(

@@ -1,25 +1,18 @@
-"""Tree attention over vLLM's paged CPU cache: the plan of a step, and the kernel that runs it.
-
-`attention.cpp` is compiled for the machine when it is first needed, by torch's own compiler driver
-(the one behind `torch.compile`), which keeps the library in its cache. It takes about five seconds
-and a C++ compiler, as vLLM's default compilation on CPUs does.
-"""
+"""Tree attention over vLLM's paged CPU cache: the plan of a step, and the kernel that runs it."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm_medusa.kernels import CPU_DTYPES, cpu_library
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree.batch import TreeBatch
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class AttentionPlan(Structure):
@@ -167,7 +160,8 @@ def tree_attention(
     layer = _Layer(
         query.data_ptr(), kv_cache.data_ptr(), out.data_ptr(),
         None if sinks is None else sinks.data_ptr(), query.stride(0), query.stride(1),
-        out.stride(0), out.stride(1), scale, softcap, DTYPES[query.dtype], paired, truncate, paired,
+        out.stride(0), out.stride(1), scale, softcap, CPU_DTYPES[query.dtype], paired, truncate,
+        paired,
     )  # fmt: skip
     kernel()(byref(plan), byref(layer))
     return out
@@ -175,23 +169,7 @@ def tree_attention(
 
 @functools.cache
 def kernel() -> Callable[[Any, Any], None]:
-    """The compiled kernel.
-
-    Raises:
-        RuntimeError: there is no C++ compiler.
-
-    """
-    from torch._inductor.codecache import CppCodeCache
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    source = Path(__file__).with_name("attention.cpp").read_text()
-    try:
-        library: Any = CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
-    except InvalidCxxCompiler as error:
-        raise RuntimeError(
-            "trees on CPUs are verified by a kernel in C++, which needs a C++ compiler as "
-            "torch.compile does: install g++ (Debian: apt install g++), or set CXX to one"
-        ) from error
-    function = library.tree_attention
+    """The compiled kernel; RuntimeError if there is no C++ compiler."""
+    function = cpu_library().tree_attention
     function.argtypes, function.restype = (POINTER(AttentionPlan), POINTER(_Layer)), None
     return function  # type: ignore[no-any-return]

@@ -348,7 +348,7 @@ class _Branches:
             slot_mapping=torch.where(self.used[:, None], slots, NO_SLOT).flatten(),
         )
         positions = (self.ends - 1 + level).repeat_interleave(width)
-        branches = None if width == 1 else (self.seen, self.ends)  # a chain sees all of it
+        branches = None if size == level else (self.seen, self.ends)  # a chain sees all of it
         states = self.drafter._forward(
             common, token_ids.flatten(), positions, hidden.flatten(0, 1), branches
         )

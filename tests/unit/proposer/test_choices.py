@@ -5,7 +5,11 @@ import torch
 
 from vllm_medusa.proposer import stable_topk
 from vllm_medusa.proposer.build import build_tree
-from vllm_medusa.proposer.choices import read_choices, read_choices_sharded
+from vllm_medusa.proposer.choices import (
+    read_choices,
+    read_choices_in_torch,
+    read_choices_sharded,
+)
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.dynamic import widest_pool
@@ -53,6 +57,23 @@ def test_confidence_is_the_probability(logits, sharpness):
     expected = scaled.log_softmax(-1).gather(-1, got.token_ids)
     assert torch.equal(got.token_ids, stable_topk(logits[:, :HEADS], 7))
     torch.testing.assert_close(got.log_confidence.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("vocab", "width"), [(5, 5), (37, 1), (VOCAB, 7), (49_152, 64)])
+def test_the_kernel_reads_what_torch_reads(dtype, vocab, width):
+    logits = torch.randn(2, 3, vocab, generator=torch.Generator().manual_seed(2)).mul(4).to(dtype)
+    logits[0, 1] = 1.5  # ties
+    logits[0, 2, ::2] = logits[0, 2].max()
+    logits[1, 0, 1:] = -torch.inf
+    logits[1, 1, ::3] = -torch.inf
+    for given in (logits, logits[:, 1:], logits.repeat(1, 1, 2)[..., 1 : 1 + vocab]):
+        factors = torch.tensor([0.5, 1.0, 1.7])[: given.shape[1]]
+        got, expected = (
+            read(given, width, factors) for read in (read_choices, read_choices_in_torch)
+        )
+        assert torch.equal(got.token_ids, expected.token_ids)
+        torch.testing.assert_close(got.log_confidence, expected.log_confidence)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

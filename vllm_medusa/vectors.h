@@ -1,0 +1,79 @@
+// Vectors of W floats, loaded from fp32, bf16 and fp16: the head of this package's C++ kernels.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <immintrin.h>
+#include <omp.h>
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+template <class V> V load_as(const void* from) {
+  V found;
+  std::memcpy(&found, from, sizeof(V));
+  return found;
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+inline Floats load(const float* from) { return load_as<Floats>(from); }
+inline Floats load(const BFloat16* from) {
+  return (Floats)(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
+}
+inline Floats load(const Float16* from) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(load_as<__m256i>(from));
+#else
+  return (Floats)_mm256_cvtph_ps(load_as<__m128i>(from));
+#endif
+}
+
+inline void write(float* to, float x, bool) { *to = x; }
+inline void write(Float16* to, float x, bool) { to->bits = _cvtss_sh(x, 0); }
+inline uint16_t rounded_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline void write(BFloat16* to, float x, bool truncate) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  to->bits = truncate ? bits >> 16 : rounded_bits(x);
+}
+inline float rounded(float x) {
+  uint32_t bits = uint32_t(rounded_bits(x)) << 16;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Relative error below 2e-7 (Cephes' polynomial); 0 for what would be subnormal, and for -inf.
+inline Floats exponential(Floats x) {
+  const Floats zero = {};
+  Floats y = x < -87.0f ? zero - 87.0f : x;
+  Floats n = y * 1.44269504f + 12582912.0f - 12582912.0f;
+  Floats r = y - n * 0.693359375f - n * -2.12194440e-4f;
+  Floats p = zero + 1.9875691500e-4f;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                  5.0000001201e-1f})
+    p = p * r + c;
+  p = p * r * r + r + 1.0f;
+  Floats power = (Floats)((__builtin_convertvector(n, Ints) + 127) << 23);
+  return x < -87.0f ? zero : p * power;
+}
+
+}  // namespace
