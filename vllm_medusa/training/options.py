@@ -214,7 +214,6 @@ class JointOptions(Options):
     backbone_rate: Above = option("learning rate's peak", default=5e-4)
     heads_rate: Above = option("times that, for the heads", default=4.0)
     joint_epochs: Positive = option(default=1)
-    joint_steps: Positive | None = option("at most", default=None, metavar="N")
     joint_tokens: Positive = option("of text per step", default=8192, metavar="N")
     pass_tokens: Positive = option(
         "of one pass of the target; fewer take less memory", default=4096, metavar="N"
