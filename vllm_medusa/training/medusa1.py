@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.losses import LMHead
-from vllm_medusa.training.method import Batch, Inputs, Method, Texts
+from vllm_medusa.training.method import Batch, Method, Texts
 from vllm_medusa.training.options import StepOptions
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
@@ -46,13 +46,12 @@ class Medusa1(Method):
         if self.soft and heads.token_map is not None:
             self.teacher = target.lm_head_of(dtype=dtype)
 
-    def inputs(self, batch: Batch) -> Inputs:
-        """See `Method`."""
-        inputs = super().inputs(batch)
+    def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Method`; Hydra heads see the tokens before their own."""
         if not isinstance(self.heads, HydraHeads):
-            return inputs
-        path = torch.cat(batch.tokens_after(self.heads.num_heads))
-        return inputs._replace(path=path.to(self.workers.device))
+            return super().outputs(batch)
+        last, path = self.states(batch), torch.cat(batch.tokens_after(self.heads.num_heads))
+        return last, self.heads(last, path=path.to(self.workers.device))
 
 
 def new_heads(

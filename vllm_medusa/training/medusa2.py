@@ -123,15 +123,16 @@ class Medusa2(Method):
         states = self.target.hidden_states(ids, mask)[mask.bool()]  # [N, H]
         labels = batch.labels
         own = lm_loss(states, labels[:, 0], self.target.lm_head, teacher if distill else None)
+        soft = None
+        if self.soft and teacher is not None:
+            soft = self.teacher_of(batch, teacher.float())
         found = head_losses(  # the heads are fp32, and compute so unless autocast is on
             self.heads,
-            states.float(),
+            self.heads(states.float()),
             labels[:, 1:],
             weights[1:],
             self.lm_head,
-            temperatures=batch.temperatures if self.soft else None,
-            teacher_states=None if teacher is None else teacher.float(),
-            teacher_lm_head=self.teacher,
+            teacher=soft,
         )
         return weights[0] * own + found.loss, torch.cat([own.detach().view(1), found.sums])
 
@@ -213,7 +214,7 @@ def measure_joint(
         ).to(target.device)
         before, after = (s.read(wanted).to(target.device) for s in (original, now))  # [n, H]
         meter.add(labels[:, 0], before, after)
-        total.measure(heads, after, labels[:, 1:], draft_head)
+        total.measure(heads, heads(after), labels[:, 1:], draft_head)
     if workers is not None:
         for each in (total, meter):
             each.sums = workers.add_up(each.sums).cpu()

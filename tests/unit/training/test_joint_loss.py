@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora, losses, medusa2
-from vllm_medusa.training.losses import IGNORED, head_losses, head_weights
+from vllm_medusa.training.losses import IGNORED, Teacher, head_losses, head_weights
 from vllm_medusa.training.medusa2 import Medusa2, lm_loss
 from vllm_medusa.training.method import Texts
 from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
@@ -201,8 +201,9 @@ def test_what_is_counted_is_what_has_a_loss(llama, monkeypatch):
     counts = []
     for soft in (False, True):
         batch = llama.method(soft).collate(range(3))
-        options = {"teacher_lm_head": whole, "temperatures": batch.temperatures if soft else None}
-        found = head_losses(heads, states, batch.labels[:, 1:], torch.ones(K), drafted, **options)
+        teacher = Teacher(states, whole, batch.temperatures, token_map) if soft else None
+        parts = (heads, heads(states), batch.labels[:, 1:], torch.ones(K), drafted)
+        found = head_losses(*parts, teacher=teacher)
         assert torch.equal(batch.counts[1:], found.counts)
         counts.append(found.counts)
     assert bool((counts[0] < counts[1]).all()) and bool((counts[0] > 0).all())
