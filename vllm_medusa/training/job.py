@@ -269,10 +269,7 @@ class Job:
             save_heads(self.options.files.output, heads, config)
 
     def _build(self, states: HiddenStates) -> None:
-        """Compute the missing states, after a check of the disk."""
-        if self.workers.main:
-            states.check_space()
-        self.workers.wait()
+        """Compute the missing states."""
         states.build(
             lambda ready, total: self.progress.at("hidden states", ready, total),
             rank=self.workers.rank,

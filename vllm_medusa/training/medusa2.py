@@ -191,11 +191,11 @@ def measure_joint(
     """Measure heads (`Measurement.summary`) and target on the generated tokens.
 
     Raises:
-        QualityError: the texts hold no generated token.
+        ValueError: the texts hold no generated token.
         CacheError: the target's states aren't finite.
 
     """
-    total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head, target.lm_head)
+    total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head)
     original, lengths = heldout.states, [piece.num_rows for piece in heldout.pieces]
     assert original is not None
     now = HiddenStates(
