@@ -221,6 +221,7 @@ COLUMNS = {
     "steps": ("steps", "d"),
     "requests": ("answers compared with plain's", "d"),
     "differing": ("that differ (not float32)", "d"),
+    "gap": ("their largest gap in logits", ".3f"),
 }
 QUICK = {"prompts": 2, "max_tokens": 32, "rounds": 2}
 LOAD_DEFAULTS: dict[str, Any] = {"forms": ("automatic", "dynamic"), "nodes": (2, 4, 7)}

@@ -3,12 +3,14 @@
 An arm is one way to decode. Every arm takes turns with plain vLLM (A B A B), so that what disturbs
 the machine disturbs both; a ratio is the median over rounds of throughputs, prefills included. In
 float32 all tokens have to be plain vLLM's, in every round and at every temperature (requests are
-seeded). In other dtypes near-ties fall otherwise with the number of rows, in plain vLLM too; the
-answers that differ are counted.
+seeded). In other dtypes near-ties are decided differently depending on the number of rows, in plain
+vLLM too: answers that differ are counted, and at temperature 0 the largest difference of the two
+tokens' logits in float32 is reported.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -30,7 +32,7 @@ from demo import packed, smollm2
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Conversation, Result
 from vllm_medusa.offline.engine import EngineSettings, Sampling
-from vllm_medusa.offline.in_turn import InTurn, Timed, run_in_turn
+from vllm_medusa.offline.in_turn import Difference, InTurn, Timed, run_in_turn
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, load_prompts
 from vllm_medusa.options import Above, AtLeastZero, Dtype, FromZero, Options, Positive, option
@@ -250,7 +252,10 @@ class Point:
             numbers |= judge(results)
         wrong = found.differences if arm.exact or not self.temperature else []
         if options.dtype != "float32":
-            numbers["differing"], wrong = len(wrong), []
+            numbers["differing"] = len(wrong)
+            if wrong and not self.temperature:
+                numbers["gap"] = largest_gap(str(options.target), wrong)
+            wrong = []
         reason = ""
         if wrong:
             where = f"{wrong[0].prompt.request_id} at token {wrong[0].position}"
@@ -300,6 +305,29 @@ def with_error(counts: Counts, base: Counts | None = None) -> tuple[float, float
     without, count = found[1:], len(counts)
     spread = ((without - without.mean()) ** 2).sum()
     return float(found[0]), math.sqrt((count - 1) / count * spread) if count > 1 else 0.0
+
+
+def largest_gap(target: str, differences: Sequence[Difference]) -> float:
+    """Between the logits of plain vLLM's token and of the arm's, where greedy answers first differ.
+
+    They are the target's in float32, by transformers. A step of bfloat16 is 1/8 at a logit of 16.
+    """
+    import torch
+
+    gaps = []
+    for each in differences:
+        if each.baseline is not None and each.candidate is not None:
+            with torch.inference_mode():
+                logits = _in_float32(target)(torch.tensor([each.context])).logits[0, -1]
+            gaps.append(abs(float(logits[each.baseline] - logits[each.candidate])))
+    return max(gaps, default=0.0)  # 0: answers only end elsewhere
+
+
+@functools.lru_cache(maxsize=1)
+def _in_float32(target: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target, dtype="float32")
 
 
 def time_numbers(found: InTurn, batch: int) -> dict[str, Any]:

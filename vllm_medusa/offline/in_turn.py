@@ -63,6 +63,7 @@ class Difference:
     baseline: int | None  # token id, or None past the end
     candidate: int | None
     reason: str = "token"  # or "finish reason"
+    context: tuple[int, ...] = ()  # token ids before it, prompt included
 
 
 @dataclass
@@ -173,7 +174,8 @@ def _difference(right: Result, judged: Result, round: int) -> Difference | None:
     for a, b in zip(right.answers, judged.answers, strict=True):
         for position, (x, y) in enumerate(zip_longest(a.token_ids, b.token_ids)):
             if x != y:
-                return Difference(right.prompt, round, position, x, y)
+                context = (*a.prompt_token_ids, *a.token_ids[:position])
+                return Difference(right.prompt, round, position, x, y, context=context)
         if (a.finish_reason, a.stop_reason) != (b.finish_reason, b.stop_reason):
             end = len(a.token_ids)
             return Difference(right.prompt, round, end, None, None, "finish reason")
