@@ -51,8 +51,9 @@ class Measurement:
         drafts = draft_labels(labels, heads, IGNORED)
         size = max(1, CHUNK // labels.shape[1])  # positions whose logits exist at a time
         for states, own, wanted in zip(*(t.split(size) for t in (x, drafts, labels)), strict=True):
-            own_lm_head = lm_head is None or heads.lm_head_weight is not None
-            logits = (heads.compute_logits(states) if own_lm_head else lm_head(states)).float()
+            shared = heads.lm_head_weight is None
+            logits = lm_head(states) if lm_head and shared else heads.compute_logits(states)
+            logits = logits.float()
             losses = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="none")
             ranks, drafted = token_ranks(logits, own.clamp_min(0)), own != IGNORED
             hits = ranks[..., None] == torch.arange(TOP, device=ranks.device)  # [C, K, TOP]
