@@ -255,8 +255,8 @@ def _empty_heads(
         return (shape[dim] if shape else 0) or 1
 
     lm_heads = 1 if single else num_heads
-    return _new_heads(
-        is_hydra=is_hydra,
+    return new_heads(
+        is_hydra,
         num_heads=num_heads,
         num_layers=num_layers,
         hidden_size=size(Slot("layer")) if num_layers else size(lm_head, -1),
@@ -268,22 +268,9 @@ def _empty_heads(
     )
 
 
-def _new_heads(
-    *,
-    is_hydra: bool,
-    num_heads: int,
-    num_layers: int,
-    hidden_size: int,
-    vocab_size: int,
-    bias: bool,
-    num_lm_heads: int,
-    **options: Any,
-) -> MedusaHeads:
-    shape = (num_heads, num_layers, hidden_size, vocab_size)
-    options["num_lm_heads"] = num_lm_heads
-    if is_hydra:
-        return HydraHeads(*shape, **options)
-    return MedusaHeads(*shape, bias=bias, shared_lm_head=not num_lm_heads, **options)
+def new_heads(is_hydra: bool, *, bias: bool = True, **sizes: Any) -> MedusaHeads:
+    """Medusa or Hydra heads of these ``sizes``; the layers of Hydra heads always have biases."""
+    return HydraHeads(**sizes) if is_hydra else MedusaHeads(bias=bias, **sizes)
 
 
 @dataclass(frozen=True)
@@ -375,8 +362,8 @@ def load_heads(
         )
     count = info.num_heads if max_heads is None else min(info.num_heads, max_heads)
     token_map = info.read_token_map()
-    heads = _new_heads(
-        is_hydra=info.is_hydra,
+    heads = new_heads(
+        info.is_hydra,
         num_heads=count,
         num_layers=info.num_layers,
         hidden_size=hidden_size,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_medusa.heads.checkpoint import new_heads as make_heads
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.losses import LMHead
@@ -70,17 +71,17 @@ def new_heads(
     copies: it changes no ranking.
     """
     own, weight, bias = lm_heads == "own", target.lm_head_weight, target.lm_head_bias
-    heads = (HydraHeads if kind == "hydra" else MedusaHeads)(
-        num_heads,
-        num_layers,
-        target.hidden_size,
-        target.vocab_size,
+    heads = make_heads(
+        kind == "hydra",
+        num_heads=num_heads,
+        num_layers=num_layers,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
         num_lm_heads=num_heads if own else 0,
         lm_head_bias=own and bias is not None,
         token_map=token_map,
         device=weight.device,
         dtype=torch.float32,
-        **({} if kind == "hydra" else {"shared_lm_head": not own}),
     )
     if isinstance(heads, HydraHeads):
         heads.use_target_embedding(target.embedding_weight)

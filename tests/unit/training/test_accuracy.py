@@ -13,7 +13,7 @@ V, H, K = 30, 8, 2
 
 def make_heads(token_map: torch.Tensor | None) -> MedusaHeads:
     torch.manual_seed(0)
-    heads = MedusaHeads(K, 1, H, V, shared_lm_head=True, token_map=token_map)
+    heads = MedusaHeads(K, 1, H, V, num_lm_heads=0, token_map=token_map)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_()

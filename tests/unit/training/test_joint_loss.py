@@ -45,7 +45,7 @@ class Joint:
         path = save_model(folder, architecture, initializer_range=0.1, **changes)
         self.target = Target.load(path, dtype=dtype)
         self.adapted = lora.attach(self.target.model, LoraSettings(rank=4), seed=0)
-        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
+        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0)
         torch.manual_seed(3)
         with torch.no_grad():
             for parameter in (*self.adapter.values(), *self.heads.parameters()):
@@ -194,7 +194,7 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tm
 def test_what_is_counted_is_what_has_a_loss(llama, monkeypatch):
     """With a draft vocabulary and tokens as labels; soft labels all have one."""
     token_map = torch.arange(0, VOCAB, 2)
-    heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
+    heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
     monkeypatch.setattr(llama, "heads", heads)
     states, whole = torch.randn(37, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB)
     drafted = torch.nn.Linear(HIDDEN, len(token_map))

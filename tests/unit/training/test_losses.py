@@ -39,7 +39,7 @@ def make_heads(kind: str) -> MedusaHeads:
     token_map = torch.randperm(V)[:25] if "map" in kind else None
     stored = {"own": K, "single": 1}.get(kind.split("+")[0], 0)
     more = {"num_lm_heads": stored, "lm_head_bias": bool(stored), "token_map": token_map}
-    heads = MedusaHeads(K, 2, H, V, shared_lm_head=not stored, **more)
+    heads = MedusaHeads(K, 2, H, V, **more)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.4)

@@ -81,7 +81,7 @@ class Job:
         states = HiddenStates(self.target, kept, ranges, dtype=torch.float32)
         states.build()
         self.adapted = lora.attach(self.target.model, joint.lora, seed=steps.seed)
-        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
+        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
         texts = texts or records(16)
         train = Texts(texts, cut_pieces(texts, 1 << 31, whole=True))
         parts = (self.target, self.adapted, self.heads, train)
