@@ -131,15 +131,7 @@ class Job:
 
     def new_heads(self, target: Target) -> MedusaHeads:
         """Untrained Medusa or Hydra heads."""
-        options = self.options.heads
-        return medusa1.new_heads(
-            target,
-            options.num_heads,
-            options.num_layers,
-            lm_heads=options.lm_heads or "shared",
-            token_map=self.token_map(target),
-            kind=options.kind,
-        )
+        return medusa1.new_heads(target, self.options.heads, self.token_map(target))
 
     def heads_alone(self, target: Target, run: TrainingRun) -> Method:
         """Medusa-1 or EAGLE-3 with new heads, on built states."""

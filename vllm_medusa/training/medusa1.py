@@ -17,7 +17,7 @@ from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.losses import LMHead
 from vllm_medusa.training.method import Batch, Method, Texts
-from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.options import HeadOptions, StepOptions
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -57,35 +57,31 @@ class Medusa1(Method):
 
 def new_heads(
     target: Target,
-    num_heads: int,
-    num_layers: int,
-    *,
-    lm_heads: str = "shared",
+    options: HeadOptions,
     token_map: Tensor | None = None,  # int64 [V_draft], the token ids that are scored; None: all
-    kind: str = "medusa",  # or "hydra"
 ) -> MedusaHeads:
     """Make fp32 heads, on the LM head's device, each of which gives the target's own logits.
 
-    ``lm_heads`` "shared" uses the target's; "own" gives every head a copy of it to train (paper,
-    section 2.1.1), bias included and the logits' scale multiplied in. A soft cap stays out of
-    copies: it changes no ranking.
+    ``lm_heads`` "own" gives every head a copy of the target's to train (paper, section 2.1.1), bias
+    included and the logits' scale multiplied in. A soft cap stays out of copies: it changes no
+    ranking.
     """
-    own, weight, bias = lm_heads == "own", target.lm_head_weight, target.lm_head_bias
+    own, bias = options.lm_heads == "own", target.lm_head_bias
     heads = make_heads(
-        kind == "hydra",
-        num_heads=num_heads,
-        num_layers=num_layers,
+        options.kind == "hydra",
+        num_heads=options.num_heads,
+        num_layers=options.num_layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
-        num_lm_heads=num_heads if own else 0,
+        num_lm_heads=options.num_heads if own else 0,
         lm_head_bias=own and bias is not None,
         token_map=token_map,
-        device=weight.device,
+        device=target.lm_head_weight.device,
         dtype=torch.float32,
     )
     if isinstance(heads, HydraHeads):
         heads.use_target_embedding(target.embedding_weight)
     if own:
-        scale = target.logit_scale
-        heads.init_lm_heads(weight.float() * scale, None if bias is None else bias.float() * scale)
+        weight, scale = target.lm_head_weight.float(), target.logit_scale
+        heads.init_lm_heads(weight * scale, None if bias is None else bias.float() * scale)
     return heads
