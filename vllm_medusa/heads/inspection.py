@@ -31,45 +31,30 @@ class Inspection:
     checks: list[Check]
 
     @property
-    def files(self) -> dict[str, int]:
-        """Names of the files -> bytes."""
-        paths = {self.info.files.files[name] for name in self.info.names.values()}
-        return {path.name: path.stat().st_size for path in sorted(paths)}
-
-    @property
-    def bytes(self) -> int:
-        """Size of the heads' tensors."""
-        return sum(spec.bytes for spec in self.info.specs.values())
-
-    @property
-    def parameters(self) -> int:
-        """Values of the heads' weights."""
-        return sum(s.num_values for slot, s in self.info.specs.items() if slot != TOKEN_MAP)
-
-    @property
-    def dtypes(self) -> dict[str, int]:
-        """Numbers of tensors of each dtype."""
-        specs = self.info.specs.values()
-        return dict(Counter(str(spec.dtype).removeprefix("torch.") for spec in specs))
-
-    @property
     def fits(self) -> bool:
         """Whether nothing is known to be wrong."""
         return not self.damage and all(check.verdict != NO for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON of everything."""
+        """Plain JSON of everything; ``bytes`` and ``parameters`` are the heads' alone."""
+        info, specs = self.info, self.info.specs
         of_info = [
             *("format", "num_heads", "num_layers", "hidden_size", "vocab_size"),
             *("draft_vocab_size", "token_map", "bias", "num_lm_heads", "lm_head_bias"),
             *("lm_head_rows", "base_model", "includes_base"),
         ]
-        own = ["source", "files", "dtypes", "bytes", "parameters", "damage", "fits"]
+        paths = sorted({info.files.files[name] for name in info.names.values()})
         return {
-            **{key: getattr(self.info, key) for key in of_info},
-            **{key: getattr(self, key) for key in own},
+            **{key: getattr(info, key) for key in of_info},
+            "source": self.source,
+            "files": {path.name: path.stat().st_size for path in paths},
+            "dtypes": Counter(str(s.dtype).removeprefix("torch.") for s in specs.values()),
+            "bytes": sum(spec.bytes for spec in specs.values()),
+            "parameters": sum(s.num_values for slot, s in specs.items() if slot != TOKEN_MAP),
+            "damage": self.damage,
+            "fits": self.fits,
             "tree": None if self.tree is None else self.tree.to_lists(),
-            "medusa": {key: value for key, value in self.info.medusa.items() if key != "tree"},
+            "medusa": {key: value for key, value in info.medusa.items() if key != "tree"},
             "checks": [vars(check) for check in self.checks],
         }
 
