@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
-from vllm_medusa.training.method import Batch, Inputs, Method, Texts
+from vllm_medusa.training.method import Batch, Method, Texts
 from vllm_medusa.training.options import StepOptions
 from vllm_medusa.training.target import Target, TargetError
 from vllm_medusa.training.workers import Workers
@@ -48,10 +48,9 @@ class Eagle3(Method):
         self.width = target.hidden_size
         self.read_on = True
 
-    def inputs(self, batch: Batch) -> Inputs:
+    def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Method`."""
-        device = self.workers.device
-        states = super().inputs(batch).last
+        device, states = self.workers.device, self.states(batch)
         features, last = states.split([states.shape[1] - self.width, self.width], 1)
         sizes = [stop - start for _, start, stop in batch.wanted]
         there = pad_sequence([torch.ones(n, dtype=torch.bool) for n in sizes], batch_first=True)
@@ -60,7 +59,7 @@ class Eagle3(Method):
             pad_sequence(batch.tokens_after(self.heads.num_heads), batch_first=True).to(device),
             torch.tensor([start for _, start, _ in batch.wanted], device=device),
         )
-        return Inputs(last, x=x[there.to(device)])
+        return last, x[there.to(device)]
 
 
 def new_drafter(

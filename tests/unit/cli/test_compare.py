@@ -40,7 +40,7 @@ def arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "started", [])
     monkeypatch.setattr(comparison, "positions", lambda *_: [99])
     monkeypatch.setattr(TargetSizes, "of", lambda *_: TargetSizes(250, 1000, 10, None))
-    heads = MedusaHeads(3, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
+    heads = MedusaHeads(3, 1, 8, 16, num_lm_heads=0, dtype=torch.float32)
     tree = [[0], [1], [0, 0], [2], [0, 1], [0, 0, 0]]
     save_heads(tmp_path / "heads", heads, {"tree": tree})
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n' * 5)

@@ -185,7 +185,7 @@ def test_refused_before_anything_is_made(data, tmp_path, capsys):
         (full, (), f"{full}: a folder, not a file"),
         (tmp_path / "bad", (), "line 25: token_ids[1] is 600"),
         (tmp_path / "bad", (), "line 26: not JSON"),
-        (tmp_path / "short", whole, "2 tokens or more"),
+        (tmp_path / "short", whole, "has labels for 0 heads, and 2 are wanted"),
         (tmp_path / "brief", whole, "Train --num-heads 1"),
         (tmp_path / "short", (), "--heldout-share 0"),
         (tmp_path / "empty", whole, "no usable records"),

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -159,7 +160,7 @@ def test_a_target_that_diverged_is_kept_as_degraded(
 
         monkeypatch.setattr(Target, "load", loaded)
     output = tmp_path / "heads"
-    options = (*LOOSE, "--start-heads", str(done), "--joint-steps", "1")
+    options = (*LOOSE, "--start-heads", str(done), "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 1
     text = said(capsys)
     training = told(output)["training"]
@@ -176,7 +177,7 @@ def test_a_target_that_diverged_is_kept_as_degraded(
 
 def test_given_heads_need_no_warm_up(source, data, done, tmp_path):
     output = tmp_path / "heads"
-    options = (*LOOSE, "--start-heads", str(done), "--joint-steps", "3")
+    options = (*LOOSE, "--start-heads", str(done), "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 0
     assert (output / MODEL).exists() and not (output / "training" / "warm-up.jsonl").exists()
 
@@ -196,11 +197,21 @@ def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
         assert not (tmp_path / "heads").exists()
 
 
+def test_a_target_that_is_stored_quantised_is_refused(source, data, tmp_path, capsys):
+    folder = tmp_path / "quantised"
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert train(str(folder), data, tmp_path / "heads") == 2
+    assert "stored quantised" in said(capsys) and not (tmp_path / "heads").exists()
+
+
 def test_options_of_the_warm_up_reach_where_they_are_said_to(source, data, tmp_path):
     output, cache = tmp_path / "heads", tmp_path / "cache"
     options = (*LOOSE, "--cache", str(cache))
     options += ("--cache-dtype", "bfloat16", "--cache-gb", "0.00002", "--warmup-steps", "1")
-    options += ("--epochs", "1", "--joint-steps", "1")
+    options += ("--epochs", "1", "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 0
     (key,) = cache.glob("hidden-*/key.json")
     assert json.loads(key.read_text())["dtype"] == "torch.bfloat16"

@@ -139,7 +139,7 @@ def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
 def test_only_the_draft_vocabularys_rows_are_read(kind, alone, tmp_path):
     known = torch.tensor([7, 11, 9, 13, 5])
     heads = {
-        "medusa": MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=known),
+        "medusa": MedusaHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known),
         "hydra": HydraHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known),
     }[kind].requires_grad_(False)
     for parameter in heads.parameters():
@@ -164,7 +164,7 @@ def test_only_the_draft_vocabularys_rows_are_read(kind, alone, tmp_path):
 def test_stored_rows_give_the_targets_logits(soft_cap, scale, bias, alone):
     torch.manual_seed(0)
     known = torch.tensor([7, 11, 9, 13, 5])
-    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=known)
+    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known)
     target = CappedTarget(soft_cap, scale, bias)
     cap = store_target_rows(heads, target, torch.device("cpu"), torch.float32)
     states = torch.randn(6, HIDDEN)

@@ -169,7 +169,7 @@ def test_a_tree_of_a_file_is_capped(config, heads, tmp_path):
 
 
 def test_the_heads_own_tree(config, tmp_path):
-    heads = MedusaHeads(3, 1, 64, 512, shared_lm_head=True)
+    heads = MedusaHeads(3, 1, 64, 512, num_lm_heads=0)
     save_heads(tmp_path, heads.to(torch.float32), {"tree": TREE})
     asked = {"method": "medusa", "model": str(tmp_path)}
     own = asked | {"tree": "heads"}
