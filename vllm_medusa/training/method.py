@@ -54,6 +54,10 @@ class Batch(NamedTuple):
 class Method:
     """What a method of training defines; the rest is `loop.Loop`'s.
 
+    To add one: a subclass, like `Medusa1`, `Medusa2` and `Eagle3`, created in `job.Job.heads_alone`
+    or by a driver of its own that `train.train` selects; its name and what it refuses in
+    `options.TrainOptions`; its defaults in `recipe.complete`; its option in `adapt.options`.
+
     Attributes:
         heads: what is trained, fp32, in place.
         lengths: rows of each piece that is trained on.
