@@ -1,15 +1,15 @@
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from support import commands
+from support.assets import ASSETS
 
 from vllm_medusa import cli
 from vllm_medusa.adapt import pipeline, plan
 from vllm_medusa.offline import defaults
 
-TARGET = Path(__file__).parents[3] / "tests" / "assets" / "target"
+TARGET = ASSETS / "target"
 
 
 @pytest.fixture

@@ -44,6 +44,14 @@ def schema(compiler):
     return compiler.compile_json_schema(json.dumps(SCHEMA))
 
 
+@pytest.fixture(params=range(4))
+def drafted(request):
+    """The tokens of an answer so far, and drafts of 40 nodes behind them."""
+    rng, text = random.Random(request.param), tokenizer().encode(TEXT, add_special_tokens=False)
+    begun = text[: request.param * 3]
+    return begun, random_drafts(rng, 40, text[len(begun) :])
+
+
 @pytest.fixture
 def spelling():
     return Spelling(tokenizer().convert_ids_to_tokens)
@@ -87,13 +95,11 @@ def random_drafts(rng, num_nodes, text):
     return Candidates(tokens, parents)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_mask_is_that_of_the_path(schema, seed):
-    rng, text = random.Random(seed), tokenizer().encode(TEXT, add_special_tokens=False)
-    begun = text[: seed * 3]
-    drafts = random_drafts(rng, 40, text[len(begun) :])
+def test_every_mask_is_that_of_the_path(schema, drafted):
+    begun, drafts = drafted
     grammar, masks = at(schema, begun), xgr.allocate_token_bitmask(50, VOCAB)
     root = masks[5] = mask_of(grammar)
+    masks[6:46] = 7  # of an earlier step
     fill_masks(grammar, masks, 5, drafts.token_ids, drafts.parents)
     live = 0
     for node in range(1, 41):
@@ -106,11 +112,8 @@ def test_every_mask_is_that_of_the_path(schema, seed):
     assert (masks[46:] == -1).all() and (masks[:5] == -1).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_only_allowed_drafts_are_chosen(schema, row, spelling, seed):
-    rng, text = random.Random(seed), tokenizer().encode(TEXT, add_special_tokens=False)
-    begun = text[: seed * 3]
-    drafts = random_drafts(rng, 40, text[len(begun) :])
+def test_only_allowed_drafts_are_chosen(schema, drafted, row, spelling):
+    begun, drafts = drafted
     grammar = at(schema, begun)
     chosen = choose(grammar, drafts, 5, row, VOCAB, spelling, 0.85)
     found = {tuple(chosen.path(node)) for node in range(1, 1 + len(chosen.parents))}
