@@ -4,9 +4,9 @@ import json
 import math
 import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -118,17 +118,14 @@ def test_what_is_stated_is_measured_on_the_merged_files(source, data, done):
                 if t + head + 2 < end:
                     right[head].append(float(guesses[t, head] == ids[0, t + head + 2]))
 
-    def mean(values):
-        return sum(values) / len(values)
-
     quality = training["quality"]
     assert quality["num_tokens"] == len(kl)
-    assert quality["kl"] == pytest.approx(mean(kl), rel=1e-3, abs=1e-6)
+    assert quality["kl"] == pytest.approx(fmean(kl), rel=1e-3, abs=1e-6)
     for name, values in zip(("before", "after"), nats, strict=True):
-        expected = float(torch.tensor(mean(values)).exp())
+        expected = float(torch.tensor(fmean(values)).exp())
         assert quality[f"perplexity_{name}"] == pytest.approx(expected, rel=1e-4)
     top1 = [top[0] for top in training["heldout"]["top"]]
-    assert top1 == pytest.approx([mean(head) for head in right], abs=1e-3)
+    assert top1 == pytest.approx([fmean(head) for head in right], abs=1e-3)
     assert max(training["heldout"]["loss"]) < 5.5  # untrained heads: about log(512) = 6.2
 
 
@@ -232,18 +229,8 @@ class Syncs:
     def __call__(self, descriptor: int) -> None:
         self.count += 1
         if self.count == self.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kills.die()
         self.sync(descriptor)
-
-
-def killed(work: Callable[[], object], die_at: int) -> bool:
-    """Run ``work`` in a process of its own; whether it died at that write."""
-
-    def dying() -> None:
-        os.fsync = Syncs(die_at)
-        work()
-
-    return kills.killed(dying)
 
 
 def files(output: Path) -> dict[str, Any]:
@@ -262,6 +249,11 @@ def test_killed_at_any_write_it_ends_with_the_same_files(source, data, done, tmp
     assert whole.count >= 12
     for share in (0.1, 0.4, 0.65, 0.95):
         output = tmp_path / str(share)
-        assert killed(lambda at=output: train(source, data, at, *LOOSE), int(share * whole.count))
+
+        def dying(die_at=int(share * whole.count), output=output):
+            os.fsync = Syncs(die_at)
+            train(source, data, output, *LOOSE)
+
+        assert kills.killed(dying)
         assert train(source, data, output, *LOOSE) == 0
         assert files(output) == files(done)
