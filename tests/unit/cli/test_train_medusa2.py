@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
