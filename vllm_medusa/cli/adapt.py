@@ -1,4 +1,4 @@
-"""`vllm-medusa adapt`: a target and prompts in; heads out that are trained, measured and ready."""
+"""`vllm-medusa adapt`: train, tune and measure heads for a target from prompts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_medusa.options import command_line
 from vllm_medusa.training.options import TrainOptions
 
 TEXT = """\
-Make heads for a target, from prompts like those it will be used with: the target writes texts for
+Make heads for a target, from prompts that resemble its workload: the target generates texts for
 the prompts (distill), heads are trained on them (train), their accuracy is measured on texts held
 out (calibrate), the tree that suits them is built (tree), and vLLM with these heads runs beside
 plain vLLM on prompts that nothing was trained or calibrated on (compare). The tree size that is

@@ -1,4 +1,4 @@
-"""`vllm-medusa compare`: heads on a target, measured beside plain vLLM for several tree sizes."""
+"""`vllm-medusa compare`: heads against plain vLLM for several tree sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(options: CompareOptions, progress: ConsoleProgress) -> int:
 
 
 def table(document: dict[str, Any]) -> Table:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     from vllm_medusa.offline import comparison
 
     result = Table(title=f"beside plain vLLM, {document['dtype']}", title_justify="left")

@@ -11,7 +11,7 @@ tensors tell which. Tensors are copied bit by bit, each in its own dtype; what a
 is refused, and what it needs besides is added and reported.
 ---
 formats:
-  native        what this package saves; vLLM's layout with everything it has no field for
+  native        this package's format: vLLM's layout with additional fields
   vllm          for vLLM without this plugin: with a copy of the target's LM head if it is shared
   v1            the reference's medusa_lm_head.pt: biases, an LM head for each head
   v2            the residual blocks alone; the target's LM head is used
@@ -19,12 +19,12 @@ formats:
   tensorrt-llm  TensorRT-LLM
 of EAGLE-3 drafters (also native):
   safeailab     the reference's pytorch_model.bin
-  specforge     SpecForge and SGLang; --target helps with the layers' numbers
+  specforge     SpecForge and SGLang; --target determines layer indices
   speculators   vLLM's speculators library"""
 
 
 def run(options: ConvertOptions, progress: ConsoleProgress) -> int:
-    """Convert, and say what was written."""
+    """Convert, and print the result."""
     from vllm_medusa.convert.job import convert
     from vllm_medusa.heads.provenance import provenance
 

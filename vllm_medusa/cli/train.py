@@ -29,7 +29,7 @@ _RANKS = (1, 2, 3, 5, 10)
 
 
 def run(options: TrainOptions, progress: ConsoleProgress) -> int:
-    """Train, and say how the heads and the target fare; 1 if the target lost too much."""
+    """Train, and print quality figures; returns 1 if the target degraded too much."""
     from vllm_medusa.training.train import train
 
     hide_loading_bars()
@@ -69,7 +69,7 @@ def _quality(quality: dict[str, Any], bounds: dict[str, Any]) -> Table:
     for name in ("", "value", "allowed"):
         table.add_column(name, justify="left" if not name else "right")
     for words, name, form, bound in (
-        ("KL(original || new), nats a token", "kl", ".4g", "max_kl"),
+        ("KL(original || new), nats per token", "kl", ".4g", "max_kl"),
         ("KL(new || original)", "reverse_kl", ".4g", ""),
         ("same likeliest token", "top1_agreement", ".2%", ""),
         ("perplexity before", "perplexity_before", ".4f", ""),
