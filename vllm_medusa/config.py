@@ -2,9 +2,9 @@
 
 The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `EagleConfig`), a request may
 override the acceptance rule in ``SamplingParams.extra_args["medusa"]``
-(`AcceptanceConfig.from_extra_args`), and `resolve_tree` turns whatever describes a tree into a
-checked `TokenTree`. Anything wrong raises `MedusaConfigError` with the value, what is allowed and
-the remedy.
+(`AcceptanceConfig.from_extra_args`), and `resolve_tree` returns a validated `TokenTree` from any
+form of a tree. Invalid options raise `MedusaConfigError` with the value, the allowed values and the
+remedy.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class AcceptanceConfig(_Options):
     """When a drafted token is accepted.
 
     ``lossless`` keeps the target's distribution exactly. ``typical`` accepts a token whose target
-    probability exceeds ``min(epsilon, delta * exp(-entropy))``: more tokens a step, another
-    distribution. With ``greedy_root`` the token that a typical step adds by itself is the likeliest
-    one instead of a sample.
+    probability exceeds ``min(epsilon, delta * exp(-entropy))``: more tokens per step, but another
+    distribution. With ``greedy_root`` the final token of a typical step is the argmax instead of a
+    sample.
     """
 
     label: ClassVar[str] = "Medusa acceptance"
@@ -104,9 +104,9 @@ class AcceptanceConfig(_Options):
     ) -> AcceptanceConfig:
         """Apply a request's ``extra_args={"medusa": {"acceptance": "typical", ...}}``.
 
-        What the request leaves out comes from ``default``, unless it changes the mode: then the
-        other options start from their own defaults. A text will do too, for servers whose extra
-        arguments can't be nested: the mode, or the JSON of the dict.
+        Missing options come from ``default``, unless the request changes the mode: then they have
+        their own defaults. A string is accepted too, because servers do not allow nested extra
+        arguments: the mode, or the JSON of the dict.
 
         Raises:
             MedusaConfigError: As for `parse`.
@@ -320,17 +320,16 @@ def resolve_tree(
     """Find, cap and check the static tree to use.
 
     Args:
-        value: What the user asked for, any of `tree.forms.FORMS`; None or `OWN_TREE`: the heads
-            decide.
-        heads_default: The tree in the heads' own config; None if it has none. Without either it
-            is `DEFAULT_TREE`, cut to what the heads can fill.
-        num_heads: How deep a tree can be; None skips the check.
-        vocab_size: How many tokens the heads propose from; None skips the check.
-        max_draft_tokens: Keep only the first so many draft nodes.
+        value: The user's option, any of `tree.forms.FORMS`; None or `OWN_TREE`: from the heads.
+        heads_default: The tree in the heads' own config; None if it has none. Without either,
+            `DEFAULT_TREE` is used, cut to the depth and width of the heads.
+        num_heads: Max depth of a tree; None skips the check.
+        vocab_size: Draft vocabulary size of the heads; None skips the check.
+        max_draft_tokens: Keep only this number of draft nodes.
 
     Raises:
-        MedusaConfigError: The tree is malformed, or what is kept of it is deeper than there are
-            heads or takes a rank that the vocabulary doesn't have.
+        MedusaConfigError: The tree is malformed, or its kept part is deeper than the number of
+            heads or has a rank beyond the vocabulary.
 
     """
     if max_draft_tokens is not None and max_draft_tokens < 1:

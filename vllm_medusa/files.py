@@ -1,7 +1,7 @@
 """Atomic files and folders, locks, digests, resumable runs, overwrite and settings checks.
 
-What is written here is the old or the whole new one for every reader, after a crash too: it is
-written aside, synced, and then renamed.
+Writes are atomic for readers, also after a crash: a temporary file is written, synced, and then
+renamed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FileRefused(ValueError):
 class Run:
     """A locked folder of resumable work, bound to the settings it was started with.
 
-    ``run.json`` in it is written first and holds ``settings``, all that the result depends on.
-    ``resumed`` says whether the folder was begun before with the same settings.
+    ``run.json`` in it is written first and holds ``settings``, everything the result depends on.
+    ``resumed`` is true if the folder was started before with the same settings.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ def aside(path: Path, tag: str = "part") -> Path:
 def new_path(path: Path, tag: str = "part") -> Iterator[Path]:
     """A path to write, renamed to ``path`` if the block succeeds; its folder must exist.
 
-    The file gets the permissions of any new file, not its writer's own. Processes that may write
-    one path at a time need tags of their own.
+    The file gets the default permissions of new files. Processes that write the same path
+    concurrently need different tags.
     """
     part = aside(path, tag)
     part.unlink(missing_ok=True)  # it may be a link to another file

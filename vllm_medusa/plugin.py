@@ -1,9 +1,8 @@
 """The entry point vLLM calls in every process (group ``vllm.general_plugins``).
 
-It costs people who do not use Medusa next to nothing: neither torch nor any vLLM module is
-imported here, and the hooks on vLLM's argument classes pass everything through that does not ask
-for ``method="medusa"``. An error raised here would only be logged by vLLM, so a version that does
-not fit is remembered and raised when Medusa is asked for.
+Its overhead without Medusa is negligible: neither torch nor any vLLM module is imported here, and
+the hooks on vLLM's argument classes do nothing without ``method="medusa"``. vLLM only logs errors
+raised here, so an unsupported version is stored and raised when Medusa is requested.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from vllm_medusa.training.distill import Distilled
 
 GENERATE = """\
-Generate for every prompt of a file and write one JSON line per prompt, in the order in which they
-finish. Killed or interrupted, the same command resumes: no line is written twice and none is lost.
+Generate for every prompt of a file and write one JSON line per prompt, in the order of completion.
+If killed or interrupted, the same command resumes: no line is duplicated or lost.
 ---
 Prompts: a text file (one per line), JSON lines or Parquet. A row has "prompt" (continued as it
 is), "messages" or "turns" (a conversation: the model's chat template is used if it has one,

@@ -16,8 +16,7 @@ def find_models(options: Options, progress: Progress) -> None:
     If the hub can't be reached, its local cache is used.
 
     Raises:
-        ValueError: a name is neither a folder nor cached, and the hub doesn't have it or doesn't
-            answer.
+        ValueError: a name is not a folder and not cached, and the hub lookup failed.
 
     """
     for each in described(type(options)):

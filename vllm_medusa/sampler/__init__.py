@@ -1,6 +1,6 @@
 """Acceptance: logits at the nodes -> verdict (accepted path, emitted tokens).
 
-Batched tensors in and out; knows neither how the tree was proposed nor where its KV lies.
+Batched tensors in and out; independent of the proposal and the KV cache.
 """
 
 from vllm_medusa.sampler.draw import Draw, draw_exponential, draw_splitmix, truncate_logits

@@ -158,8 +158,8 @@ class TreeAttentionImpl(TritonAttentionImpl):
 def warm_up(layers: Mapping[str, Any], groups: Iterable[Any]) -> None:
     """Compile all kernels that steps of these attention groups may need.
 
-    vLLM's own warm-up and its captures come by some of them only: contexts are short there, and no
-    tree meets a prefill.
+    vLLM's own warm-up and captures cover only some of them: contexts are short there, and no batch
+    has both trees and prefill.
     """
     for group in groups:
         builder = group.get_metadata_builder()

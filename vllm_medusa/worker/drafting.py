@@ -133,8 +133,8 @@ class MedusaDrafter:
     def buffers_for_sleep(self) -> nn.Module:
         """The heads' tensors as buffers, for vLLM's sleep level 2.
 
-        It drops all weights; the target's are loaded again on waking up, the heads' are not. It
-        keeps buffers, those of what the runner calls the draft model too.
+        It drops all weights; on wake-up the target's are reloaded, the heads' are not. It keeps
+        buffers, including those of the runner's draft model.
         """
         module = nn.Module()
         heads = None if self.options.heads is None else self.heads

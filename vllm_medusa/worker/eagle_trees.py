@@ -42,8 +42,8 @@ _MAX_PENDING_STEPS = 32  # steps
 class AcceptedPaths:
     """The tokens that the latest step accepted, T rows, request by request.
 
-    Where it is the device that knows how many they are, each request's rows go on to as many as
-    there can be; those behind ``last`` have no slot, and no other row sees them.
+    If the counts are only on the device, each request has the max number of rows; rows after
+    ``last`` have no slot, and no other row attends to them.
     """
 
     starts: Tensor  # int32 [B + 1], first row of each request

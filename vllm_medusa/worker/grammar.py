@@ -1,7 +1,7 @@
 """Grammars along the branches of a draft tree: allowed nodes and node masks.
 
-A grammar is vLLM's: it has one state, which moves down a path by accepted tokens and back up by
-rolling back. Nodes of a tree are parents first; the root is node 0, draft i is node i + 1.
+Grammars are vLLM's: they have one state, which advances along a path by accepting tokens and
+returns by rollback. Nodes are parents first; the root is node 0, draft i is node i + 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Resolves the user's speculative config to engine options.
 
-Everything is resolved in the process that builds the engine's config: the heads are looked at (not
-loaded), the tree is chosen and checked. The result travels as plain JSON in
+Everything is resolved in the process that builds the engine's config: the heads are inspected (not
+loaded), the tree is chosen and checked. The result is passed as plain JSON in
 ``vllm_config.additional_config["medusa"]`` to every worker, which unpickles the config before any
 plugin is loaded.
 """

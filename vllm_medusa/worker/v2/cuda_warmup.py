@@ -1,7 +1,7 @@
 """Compiles all our kernels before the first request.
 
-vLLM's warm-up runs whole trees, plain decodes and both together over short contexts. Trees beside
-prefill, long contexts (split over parts), typical acceptance and trees cut short come in here.
+vLLM's warm-up runs whole trees, plain decodes and both together over short contexts. This adds
+trees with prefill, long contexts (split in parts), typical acceptance and truncated trees.
 """
 
 from __future__ import annotations

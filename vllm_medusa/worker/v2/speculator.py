@@ -273,8 +273,8 @@ class TreeSpeculator(DraftModelSpeculator):
     def _claim_memory(self, hidden_states: Tensor) -> None:
         """Allocate the logits of the max number of nodes of a step once.
 
-        vLLM's memory profiling samples one row a request; trees need one for each node, and it is
-        start-up that has to find out if they don't fit.
+        vLLM's memory profiling samples one row per request; trees need one per node. If they don't
+        fit, the error is raised at start-up.
         """
         rows = min(self.max_num_reqs * self.trees.num_nodes, len(hidden_states))
         with adapters_left_out(adapted_heads(self._target)):
