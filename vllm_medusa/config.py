@@ -1,10 +1,10 @@
-"""What a user may set, validated once from plain dicts; the only module that may read environ.
+"""User options, validated once from plain dicts; the only module that reads os.environ.
 
 The options arrive in vLLM's ``speculative_config`` (`MedusaConfig`, `EagleConfig`), a request may
 override the acceptance rule in ``SamplingParams.extra_args["medusa"]``
-(`AcceptanceConfig.from_extra_args`), and `resolve_tree` turns whatever describes a tree into a
-checked `TokenTree`. Anything wrong raises `MedusaConfigError` with the value, what is allowed and
-the remedy.
+(`AcceptanceConfig.from_extra_args`), and `resolve_tree` returns a validated `TokenTree` from any
+form of a tree. Invalid options raise `MedusaConfigError` with the value, the allowed values and the
+remedy.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
 
 
 class MedusaConfigError(ValueError):
-    """An option that can't be used; the message says what is allowed and what to do."""
+    """An invalid option; the message has the allowed values and the remedy."""
 
 
 class _Options(BaseModel):
-    """A frozen model whose constructor raises `MedusaConfigError` in plain words."""
+    """A frozen model whose constructor raises `MedusaConfigError` with a readable message."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     label: ClassVar[str]
@@ -44,9 +44,9 @@ class AcceptanceConfig(_Options):
     """When a drafted token is accepted.
 
     ``lossless`` keeps the target's distribution exactly. ``typical`` accepts a token whose target
-    probability exceeds ``min(epsilon, delta * exp(-entropy))``: more tokens a step, another
-    distribution. With ``greedy_root`` the token that a typical step adds by itself is the likeliest
-    one instead of a sample.
+    probability exceeds ``min(epsilon, delta * exp(-entropy))``: more tokens per step, but another
+    distribution. With ``greedy_root`` the final token of a typical step is the argmax instead of a
+    sample.
     """
 
     label: ClassVar[str] = "Medusa acceptance"
@@ -104,9 +104,9 @@ class AcceptanceConfig(_Options):
     ) -> AcceptanceConfig:
         """Apply a request's ``extra_args={"medusa": {"acceptance": "typical", ...}}``.
 
-        What the request leaves out comes from ``default``, unless it changes the mode: then the
-        other options start from their own defaults. A text will do too, for servers whose extra
-        arguments can't be nested: the mode, or the JSON of the dict.
+        Missing options come from ``default``, unless the request changes the mode: then they have
+        their own defaults. A string is accepted too, because servers do not allow nested extra
+        arguments: the mode, or the JSON of the dict.
 
         Raises:
             MedusaConfigError: As for `parse`.
@@ -132,13 +132,13 @@ class AcceptanceConfig(_Options):
 
 
 WIDTH, DEPTH, DRAFTS = 10, 6, 59  # EAGLE-2's: 60 nodes, root included
-CHAIN = 5  # draft tokens of a chain, if nothing is said
+CHAIN = 5  # default draft tokens of a chain
 OWN_TREE = "heads"  # names the tree in the heads' own config
 _BOUNDS = {"width": 64, "depth": 32}  # of an EAGLE drafter's dynamic tree
 
 
 class _DraftOptions(_Options):
-    """The ``speculative_config`` of anything that drafts trees; see its two kinds below."""
+    """Common ``speculative_config`` options of all tree drafters."""
 
     model: str | None = Field(
         default=None, min_length=1, description="the folder or hub name of the heads or drafter"
@@ -151,12 +151,12 @@ class _DraftOptions(_Options):
         default=None,
         ge=1,
         lt=MAX_NODES,
-        description=f"an integer from 1 to {MAX_NODES - 1}: the most draft nodes of a request; "
+        description=f"an integer from 1 to {MAX_NODES - 1}: max draft nodes of a request; "
         "leave it out for the usual number",
     )
     budget: Literal["auto"] | int | dict[str, int] | None = Field(
         default=None,
-        description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes a request; or '
+        description=f'"auto"; an integer from 1 to {MAX_NODES - 1}: draft nodes per request; or '
         '{"max_rows": N}: tokens of a step at most, 2 or more, drafts included',
     )
     lookup: bool = Field(
@@ -296,7 +296,7 @@ class EagleConfig(_DraftOptions):
 
     @property
     def grown(self) -> DynamicTree:
-        """The trees that are asked for."""
+        """The requested trees."""
         most = self.num_speculative_tokens
         if self.tree == "chain":
             length = most or CHAIN
@@ -306,7 +306,7 @@ class EagleConfig(_DraftOptions):
             most = min(most or MAX_NODES - 1, self.budget)
         width = given.get("width", WIDTH)
         beam = Beam(width, width, given.get("depth", DEPTH))
-        num_nodes = 1 + (most or DRAFTS)  # copies may be more than the drafter has
+        num_nodes = 1 + (most or DRAFTS)  # lookup may exceed the drafter's nodes
         return DynamicTree(beam, num_nodes if self.lookup else min(num_nodes, beam.num_nodes))
 
 
@@ -320,22 +320,21 @@ def resolve_tree(
     """Find, cap and check the static tree to use.
 
     Args:
-        value: What the user asked for, any of `tree.forms.FORMS`; None or `OWN_TREE`: the heads
-            decide.
-        heads_default: The tree in the heads' own config; None if it has none. Without either it
-            is `DEFAULT_TREE`, cut to what the heads can fill.
-        num_heads: How deep a tree can be; None skips the check.
-        vocab_size: How many tokens the heads propose from; None skips the check.
-        max_draft_tokens: Keep only the first so many draft nodes.
+        value: The user's option, any of `tree.forms.FORMS`; None or `OWN_TREE`: from the heads.
+        heads_default: The tree in the heads' own config; None if it has none. Without either,
+            `DEFAULT_TREE` is used, cut to the depth and width of the heads.
+        num_heads: Max depth of a tree; None skips the check.
+        vocab_size: Draft vocabulary size of the heads; None skips the check.
+        max_draft_tokens: Keep only this number of draft nodes.
 
     Raises:
-        MedusaConfigError: The tree is malformed, or what is kept of it is deeper than there are
-            heads or takes a rank that the vocabulary doesn't have.
+        MedusaConfigError: The tree is malformed, or its kept part is deeper than the number of
+            heads or has a rank beyond the vocabulary.
 
     """
     if max_draft_tokens is not None and max_draft_tokens < 1:
         raise MedusaConfigError(
-            f"The tree is capped at {max_draft_tokens} draft tokens; the least is 1."
+            f"The tree is capped at {max_draft_tokens} draft tokens; the minimum is 1."
         )
     value = None if value == OWN_TREE else value
     described = heads_default if value is None else value
@@ -362,17 +361,17 @@ def resolve_tree(
 
 
 def _read_text(text: str) -> object:
-    """A mode by its name, or the JSON of a dict; what is neither comes back as it is."""
+    """Parse a mode's name or the JSON of a dict; other texts are returned unchanged."""
     if not text.lstrip().startswith("{"):
         return {"acceptance": text}
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # no JSON; a number of too many digits; too many levels
+    except (ValueError, RecursionError):  # not JSON; too many digits or levels
         return text
 
 
 def _check_fits(tree: TokenTree, num_heads: int | None, vocab_size: int | None) -> None:
-    """Raise `TreeError` for a node that no head fills or a rank that no head has."""
+    """Raise `TreeError` for a node deeper than the heads or a rank beyond the vocabulary."""
     if not tree.paths:
         raise TreeError(
             f"{num_heads} heads over {vocab_size} tokens can't draft; both must be > 0."
@@ -394,7 +393,7 @@ def _check_fits(tree: TokenTree, num_heads: int | None, vocab_size: int | None) 
 
 
 def use_hub_cache() -> None:
-    """Have this process and those it starts take models of the hub from its cache alone."""
+    """Make this process and its children use only the hub's local cache."""
     from huggingface_hub import constants
 
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -402,15 +401,15 @@ def use_hub_cache() -> None:
 
 
 def run_engines_in_this_process() -> None:
-    """Have vLLM keep its engine core inside the calling process, unless the user said otherwise.
+    """Make vLLM run its engine core in the calling process, unless the user chose otherwise.
 
-    A core in a process of its own outlives a caller that is killed, and keeps its memory.
+    A separate core process would outlive a killed caller and keep its memory.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def _explained(kind: type[_Options], error: ValidationError) -> str:
-    """One sentence for each thing that pydantic found wrong."""
+    """One sentence per pydantic error."""
     sentences: list[str] = []
     named: set[str] = set()
     for problem in error.errors():
@@ -424,7 +423,7 @@ def _explained(kind: type[_Options], error: ValidationError) -> str:
             allowed = tuple(kind.model_fields)
             hint = did_you_mean(name, allowed)
             if name in AcceptanceConfig.model_fields and "acceptance" in allowed:
-                hint = '; it belongs into {"acceptance": {"mode": "typical", "epsilon": 0.1}}'
+                hint = '; it belongs in {"acceptance": {"mode": "typical", "epsilon": 0.1}}'
             sentence = f"{kind.label} {name!r} is unknown{hint}; allowed: {', '.join(allowed)}."
         else:
             field = kind.model_fields[name]

@@ -1,7 +1,7 @@
-"""New files and folders, locks, digests, resumable runs; may this be replaced, are settings equal.
+"""Atomic files and folders, locks, digests, resumable runs, overwrite and settings checks.
 
-What is written here is the old or the whole new one for every reader, after a crash too: it is
-written aside, synced, and then renamed.
+Writes are atomic for readers, also after a crash: a temporary file is written, synced, and then
+renamed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 _END_BYTES = 1 << 16
-_LARGEST_JSON = 1 << 24  # bytes; what is written here is far smaller, and a model is not read
+_LARGEST_JSON = 1 << 24  # bytes; larger files are not ours
 
 
 class FileRefused(ValueError):
-    """A file or folder that is not read, written or replaced; the message has the remedy."""
+    """A file or folder can't be read, written or replaced; the message has the remedy."""
 
 
 class Run:
-    """A locked folder of resumable work, which belongs to the settings it was begun with.
+    """A locked folder of resumable work, bound to the settings it was started with.
 
-    ``run.json`` in it is written first and holds ``settings``, all that the result depends on.
-    ``resumed`` says whether the folder was begun before with the same settings.
+    ``run.json`` in it is written first and holds ``settings``, everything the result depends on.
+    ``resumed`` is true if the folder was started before with the same settings.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class Run:
         folder: Path,
         settings: Mapping[str, Any],  # plain JSON
         *,
-        of: Path,  # the output that users know, for messages
-        restart: bool = False,  # throw away what was begun with other settings
-        overwrite: bool = False,  # throw away what was begun
+        of: Path,  # the output as shown in messages
+        restart: bool = False,  # discard a run with other settings
+        overwrite: bool = False,  # discard any earlier run
         clear: Path | None = None,  # a file that is emptied before new settings are written
         remedy: str = "Name another output, or pass --overwrite to throw it away.",
-        **notes: Any,  # kept beside the settings; nothing depends on them
+        **notes: Any,  # stored with the settings, not compared
     ) -> None:
         """Make or resume the folder, whose parent exists.
 
-        Raises FileRefused: it was begun with other settings, is in use, or can't be made.
+        Raises FileRefused: it was started with other settings, is in use, or can't be made.
         """
         self.folder, settings = folder, json.loads(json.dumps(settings))
         try:
@@ -92,25 +92,25 @@ class Run:
         self._lock.close()
 
     def remove(self) -> None:
-        """Delete the folder, after its result is safe or where there is none."""
+        """Delete the folder, once its result is saved or if there is none."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
 
 
 def aside(path: Path, tag: str = "part") -> Path:
-    """Where ``path`` is written before it gets its name; nobody else's file is there."""
+    """Return the temporary path of ``path``."""
     return path.with_name(f".{path.name}.{tag}")
 
 
 @contextmanager
 def new_path(path: Path, tag: str = "part") -> Iterator[Path]:
-    """A path to write, which becomes ``path`` when the block ends well; its folder must exist.
+    """A path to write, renamed to ``path`` if the block succeeds; its folder must exist.
 
-    The file gets the permissions of any new file, not its writer's own. Processes that may write
-    one path at a time need tags of their own.
+    The file gets the default permissions of new files. Processes that write the same path
+    concurrently need different tags.
     """
     part = aside(path, tag)
-    part.unlink(missing_ok=True)  # it may be a link to a file that somebody keeps
+    part.unlink(missing_ok=True)  # it may be a link to another file
     part.touch()
     mode = part.stat().st_mode
     try:
@@ -155,7 +155,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A folder to fill, which becomes ``path`` when the block ends well and is removed otherwise.
+    """A folder to fill, renamed to ``path`` if the block succeeds and removed otherwise.
 
     Raises FileRefused: without ``overwrite``, something is at ``path``, even if only since the
     start; or no folder can be made there.
@@ -189,7 +189,7 @@ def new_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Push a file or a folder's entries to the disk."""
+    """Sync a file or a folder's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -227,12 +227,12 @@ def digest(path: Path) -> str:
 
 
 def digest_json(document: Any) -> str:
-    """SHA-256 of a value as JSON, keys in order; what JSON has no form for is written as text."""
+    """SHA-256 of a value as JSON, keys in order; other types are converted to text."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def ends_of(path: Path) -> bytes:
-    """Name, size and both ends of a file: tells checkpoints apart without reading gigabytes.
+    """Name, size and both ends of a file: identifies checkpoints without reading gigabytes.
 
     A safetensors file begins with its header and ends with weights, one of pickles ends with the
     checksums of all its tensors.
@@ -245,13 +245,13 @@ def ends_of(path: Path) -> bytes:
 
 
 def free_bytes(path: Path) -> int:
-    """What the disk has left on which a path is, or will be made."""
+    """Free bytes of the disk of a path that exists or will be made."""
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     return shutil.disk_usage(existing).free
 
 
 def require_parent(path: Path) -> None:
-    """Refuse an output whose folder isn't there, or can't be written to.
+    """Refuse an output whose folder does not exist or is not writable.
 
     Raises FileRefused: naming that folder.
     """
@@ -285,9 +285,9 @@ def refuse_to_replace(path: Path, what: str, ours: Callable[[dict[str, Any]], bo
 
 
 def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
-    """Refuse to overwrite a folder that holds more than what ``ours`` match; "NAME/" is a folder.
+    """Refuse to overwrite a folder with files that don't match ``ours``; "NAME/" is a folder.
 
-    Raises FileRefused: naming some of what would be deleted.
+    Raises FileRefused: with some of the files that would be deleted.
     """
     others = []
     for entry in sorted(folder.iterdir()):
@@ -302,7 +302,7 @@ def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
 
 
 def refuse_other_settings(where: Path, before: Any, now: Any, what: str, remedy: str) -> None:
-    """Refuse to continue what was begun with other settings; both are JSON objects.
+    """Refuse to continue a run with other settings; both are JSON objects.
 
     Raises FileRefused: "WHERE holds WHAT of other settings: a.b was 1 and is now 2. REMEDY".
     """
@@ -311,7 +311,7 @@ def refuse_other_settings(where: Path, before: Any, now: Any, what: str, remedy:
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Say which values of two JSON objects differ."""
+    """Yield the values that differ between two JSON objects."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in sorted(before.keys() | now.keys()):
             yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)

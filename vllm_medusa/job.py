@@ -1,15 +1,15 @@
-"""The contract between a job and what runs it.
+"""The interface between a job and its caller.
 
-A job is a function of typed options and a `Progress`; it returns a result and knows no console. It
-raises ValueError or OSError for what it was given, `JobFailed` for what went wrong on the way. Its
-``command`` is the words that ask for it, for the provenance of what it makes.
+A job is a function of typed options and a `Progress`; it returns a result and does not print. It
+raises ValueError or OSError for invalid input and `JobFailed` for failures while it runs. Its
+``command`` is its command line, for the provenance of its results.
 """
 
 from __future__ import annotations
 
 
 class JobFailed(RuntimeError):
-    """A job that broke off through no fault of its input; started again, it resumes.
+    """A job failed for reasons other than its input; started again, it resumes.
 
     Attributes:
         status: the exit status of a command that ran it.
@@ -20,21 +20,21 @@ class JobFailed(RuntimeError):
 
 
 class Progress:
-    """What a job reports to; this one ignores it."""
+    """Receives a job's reports; this base class ignores them."""
 
     def note(self, text: str) -> None:
-        """Take a line that the user wants to know."""
+        """Report a line of information."""
 
     def warn(self, text: str) -> None:
-        """Take a line about what may not be as intended."""
+        """Report a warning."""
 
     def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
-        """Take how much of a part of the job is done.
+        """Report the progress of a part of the job.
 
         Args:
-            what: the part, such as "hidden states"; another one begins a new count.
-            done: units that are done; all of them end the part.
-            total: units in all, where that is known.
+            what: the part, such as "hidden states"; another one starts a new count.
+            done: completed units; the part ends at ``total``.
+            total: number of units, if known.
             text: more, such as "812 tok/s, tau 1.91".
 
         """
@@ -44,7 +44,7 @@ SILENT = Progress()
 
 
 def duration(seconds: float) -> str:
-    """A time in a few letters, as "40 s", "12 min" or "3.5 h"."""
+    """Format a duration, such as "40 s", "12 min" or "3.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

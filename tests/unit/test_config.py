@@ -153,7 +153,7 @@ class TestTree:
             (("mc_sim_7b_64",), r"can't be used. No preset is named .*did you mean"),
             (([[0], [1, 0, 0]],), "orphan"),
             (([[0], [0]],), "listed twice"),
-            ((None, None, None, None, 0), "capped at 0 draft tokens; the least is 1"),
+            ((None, None, None, None, 0), "capped at 0 draft tokens; the minimum is 1"),
             ((None, None, 0, 100), "0 heads over 100 tokens can't draft"),
         ],
     )

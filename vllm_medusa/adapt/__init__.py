@@ -1,1 +1,1 @@
-"""From a target and prompts to heads that are trained, measured and ready, stage by stage."""
+"""Train and measure heads for a target from prompts, stage by stage."""

@@ -1,4 +1,4 @@
-"""Options of `adapt`, and what it passes to training."""
+"""Options of `adapt`, and those that it passes to training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AdaptOptions(EngineOptions, PromptFile):
         shown="0.1, at least 8 prompts",
     )
     drafter: Literal["medusa", "hydra", "eagle3"] = option(
-        "heads that don't see each other, heads that do, or a drafter with a decoder layer",
+        "independent heads, sequentially dependent heads, or a drafter with a decoder layer",
         default="medusa",
     )
     method: Literal["medusa-1", "medusa-2"] = option("of medusa", default="medusa-1")
@@ -68,17 +68,17 @@ class AdaptOptions(EngineOptions, PromptFile):
         "the tree's size; absent: fastest", default=None, metavar="N"
     )
     budgets: tuple[TreeSize, ...] = option(
-        "sizes tried, beside automatic trees", default=(4, 16), metavar="N"
+        "sizes to measure, besides automatic trees", default=(4, 16), metavar="N"
     )
     measure_tokens: Positive = option("of an answer, in the final measurement", default=128)
     measure_prompts: Positive = option("at most", default=32)
     measure_seconds: Above = option(
-        "about so long: fewer rounds and prompts where they take longer", default=300.0, metavar="S"
+        "approximate time limit: rounds and prompts are reduced to fit", default=300.0, metavar="S"
     )
 
     @property
     def work_folder(self) -> Path:
-        """Where stages leave what they make."""
+        """The folder of the stages' results."""
         return self.work or self.output.parent / f"{self.output.name}.work"
 
     def check(self) -> None:
@@ -98,7 +98,7 @@ class AdaptOptions(EngineOptions, PromptFile):
 
 
 def training_of(options: AdaptOptions) -> TrainOptions:
-    """What adapt asks of training; the files are filled in by the stage."""
+    """Training options of adapt; the stage sets the files."""
     return TrainOptions(
         model=options.target,
         method=options.method,
@@ -114,7 +114,7 @@ def training_of(options: AdaptOptions) -> TrainOptions:
 
 
 def check_training(options: AdaptOptions, training: TrainOptions) -> None:
-    """Refuse training that is not adapt's own in what adapt decides.
+    """Refuse training options that adapt sets itself.
 
     Raises ValueError: naming the option.
     """

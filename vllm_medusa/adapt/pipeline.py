@@ -1,6 +1,6 @@
-"""The adapt job: stages one after another, each reading what earlier ones left.
+"""The adapt job: sequential stages, each reading the results of earlier ones.
 
-An EAGLE-3 drafter builds its trees itself: it is compared as it was trained.
+EAGLE-3 drafters build their own trees, so they are compared right after training.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RECORDS, COUNTS, FIGURES = "records.jsonl", "counts.json", "compare.json"
 TREE, PICTURE = "tree.json", "tree.png"
 HEADS = ("heads/config.json", "heads/model.safetensors")
 CALIBRATED = (*HEADS, "heads/calibration.safetensors")
-_CALIBRATED_TOKENS = 16_384  # generated tokens to calibrate on, about
-_ROUNDS = 3  # of the final measurement, at most
+_CALIBRATED_TOKENS = 16_384  # approximate number of generated tokens to calibrate on
+_ROUNDS = 3  # max rounds of the final measurement
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Adapted:
 
     output: Path
     document: dict[str, Any]  # of report.json
-    made: bool  # False if the output had them already
+    made: bool  # False if the output already existed
 
 
 def adapt(
@@ -49,7 +49,7 @@ def adapt(
     progress: Progress = SILENT,
     command: Sequence[str] = (),
 ) -> Adapted:
-    """Make heads for a target; killed at any point, the same call resumes.
+    """Make heads for a target; if killed, the same call resumes.
 
     ``training`` has more of train's options than ``options``; files are adapt's own.
 
@@ -81,12 +81,12 @@ def adapt(
 
 
 def count_stages(options: AdaptOptions) -> int:
-    """How many there are."""
+    """The number of prompts."""
     return 5 if options.drafter == "eagle3" else 7
 
 
 def run_stages(plan: Plan, work: WorkFolder) -> None:
-    """Bring every stage to its end."""
+    """Run all stages."""
     from vllm_medusa.calibration.calibrate import calibrate
     from vllm_medusa.calibration.choose import choose_tree
     from vllm_medusa.offline.comparison import compare
@@ -213,7 +213,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
 def check_served(
     serving: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Have vLLM check its configuration for a target with untrained heads.
+    """Check vLLM's configuration for a target with untrained heads.
 
     The plugin refuses there what it can't serve; finding that out after training takes hours.
 
@@ -262,7 +262,7 @@ def split_texts(
 def train_unharmed(
     options: TrainOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Train heads. Raises JobFailed: the target lost too much quality to be used, and what."""
+    """Train heads. Raises JobFailed: the target degraded too much."""
     from vllm_medusa.training.train import train
 
     trained = train(options, progress, command)
@@ -271,7 +271,7 @@ def train_unharmed(
 
 
 def _copy(trained: Path, here: Path) -> None:
-    """Give calibration, which changes heads in place, a copy of them.
+    """Copy the heads for calibration, which changes them in place.
 
     Every attempt starts from the trained files, so nothing is noted in them twice; what the job
     keeps beside them to resume stays.

@@ -1,7 +1,4 @@
-"""What `adapt` makes sure of before it begins, and what it takes: tokens, memory, disk and time.
-
-Hours later would be too late for a refusal.
-"""
+"""Checks of `adapt` before it starts, and its requirements: tokens, memory, disk and time."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from vllm_medusa.options import Dtype, values_of
 from vllm_medusa.training.options import TrainOptions
 
 REPORT = "report.json"
-# What adapt writes, so what it may replace.
+# Files that adapt writes, and so may replace.
 OURS = (
     *("config.json", "model.safetensors", "calibration.safetensors", "target/"),
     *("budgets.png", "curves.png", "tree.png"),
@@ -41,7 +38,7 @@ OURS = (
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
 _RESERVE = 1 << 30  # bytes that stay free
 _RECORD_BYTES = 16  # of a token in a file of records: its id in digits, its text
-_SHARE = 0.5  # of a machine's speed in large matrix products that real work reaches
+_SHARE = 0.5  # assumed fraction of the speed of large matrix products
 _JOINT_PASSES = 4  # of the target, of a text in medusa-2's joint stage
 
 
@@ -65,7 +62,7 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Plan:
-    """An adapt that can begin: what is asked for, and what the checks found out."""
+    """A validated adapt: its options and the results of the checks."""
 
     options: AdaptOptions
     training: TrainOptions
@@ -84,9 +81,9 @@ class Plan:
 
 
 def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> Plan:
-    """Look at everything that is cheap to look at, and say what the job takes.
+    """Run all cheap checks, and report the job's requirements.
 
-    Raises ValueError: something has to be changed; the message says what.
+    Raises ValueError: a check failed; the message has the remedy.
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise ValueError(
@@ -201,7 +198,7 @@ def _read_target(target: str) -> dict[str, Any]:
 def _with_dtype(
     options: AdaptOptions, training: TrainOptions
 ) -> tuple[AdaptOptions, TrainOptions, str]:
-    """On a CPU, one dtype for all stages where a bfloat16 target leaves it open; and why that."""
+    """The dtype of all stages for a bfloat16 target on a CPU if not set, with the reason."""
     import torch
     from transformers import AutoConfig
 
@@ -220,7 +217,7 @@ def _with_dtype(
 def _measure(
     prompts: Sequence[Prompt], options: AdaptOptions, limit: int | None, progress: Progress
 ) -> list[Length]:
-    """How long the prompts are; those that the target can't answer are bad lines."""
+    """Lengths of the prompts; those that the target can't answer are bad lines."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)

@@ -1,11 +1,11 @@
-"""How right the heads are on text the target wrote, and which tree follows from it.
+"""Accuracy of the heads on text that the target wrote, and tree search based on it.
 
-Two jobs, `calibrate` and `choose`, which alone load models. What they are made of knows the target
-as two functions, ids to hidden states and hidden states to logits; walks and searches know ranks.
+Only the jobs `calibrate` and `choose` load models. Other modules take the target as two functions,
+ids to hidden states and hidden states to logits; walks and searches only use ranks.
 """
 
 from __future__ import annotations
 
 
 class CalibrationError(ValueError):
-    """Something that can't be calibrated, or a calibration that can't be used."""
+    """Calibration is impossible, or an existing one can't be used."""

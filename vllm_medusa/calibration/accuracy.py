@@ -1,4 +1,4 @@
-"""How often each head's choices are right: everywhere, and where decoding really asks.
+"""Accuracy of each head's choices at all positions, and at those that decoding reaches.
 
 Decoding uses head h only where a path to depth h was accepted, and only at positions where steps
 start. There it is right far less often than everywhere.
@@ -22,7 +22,7 @@ Table = npt.NDArray[np.float32]  # [K, R] shares; NaN where nothing was counted
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of positions at which head h's rank r was right."""
+    """Fractions of positions at which head h's rank r was right."""
 
     overall: Table  # at every position
     walked: Table  # where walks with the tree reach an inner node of depth h
@@ -41,7 +41,7 @@ class Accuracy:
 
 
 def measure_accuracy(observations: Observations, tree: Sequence[Path]) -> Accuracy:
-    """Count over all texts; ``tree`` (parents first) is what the walks decode with."""
+    """Count over all texts; ``tree`` (parents first) is the tree of the walks."""
     walks = Walks(observations.texts(), tree)
     visited = walks.visited()
     walked = walks.ranks[visited]

@@ -1,4 +1,4 @@
-"""Measure heads on records; what was seen is saved beside them."""
+"""Measure heads on records; the observations are saved with them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WALKED_NODES = 63
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What was seen, and what follows from it."""
+    """Observations and their evaluation."""
 
     observations: Observations  # as saved beside the heads
     accuracy: Accuracy
@@ -60,7 +60,7 @@ class Calibrated:
 def calibrate(
     options: CalibrateOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Calibrated:
-    """Measure heads on texts, and save what was seen beside them; killed, the same call resumes.
+    """Measure heads on texts, and save the observations; if killed, the same call resumes.
 
     Raises ValueError: heads, records or a target that can't be used, or that don't go together.
     """
@@ -118,7 +118,7 @@ def calibrate(
 
 
 def check_folder(heads: Path) -> None:
-    """Refuse heads that nothing can be saved beside."""
+    """Refuse heads whose folder is not writable."""
     if not heads.is_dir():
         raise CalibrationError(
             f"{heads} is not a local folder; what is measured is saved beside the heads. Give the "
@@ -131,7 +131,7 @@ def check_folder(heads: Path) -> None:
 
 
 def _load(options: CalibrateOptions) -> tuple[Target, MedusaHeads, torch.dtype]:
-    """The target, its heads, and what they compute in."""
+    """The target, its heads, and their dtype."""
     machine = options.machine
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = usable(auto if machine.device == "auto" else machine.device)
@@ -158,7 +158,7 @@ def _load(options: CalibrateOptions) -> tuple[Target, MedusaHeads, torch.dtype]:
 
 
 def _read(options: CalibrateOptions, progress: Progress) -> list[Record]:
-    """The requested records; warns of what is unusual about them."""
+    """The requested records; warns about unusual ones."""
     data = options.data
     tokenizer = find_tokenizer(options.model)
     records, bad = load_records(data, tokenizer, max_tokens=options.max_text_tokens)
@@ -223,7 +223,7 @@ def _trained_on(config: Mapping[str, Any]) -> set[str]:
 def _summarise(
     observations: Observations, accuracy: Accuracy, fits: Sequence[Fit | None], tree: TokenTree
 ) -> dict[str, Any]:
-    """What the heads' config.json keeps, plain JSON; ``tree`` is what the walks decoded with.
+    """The summary for the heads' config.json, plain JSON; ``tree`` is the tree of the walks.
 
     ``calibration_error`` is the ECE of each head's choices, best first; ``temperature`` of ``fit``
     is what a head's logits are to be divided by for its confidence to be right.

@@ -1,7 +1,7 @@
-"""The draft tree that suits calibrated heads, written into their config.
+"""Choose the best draft tree for calibrated heads, and write it into their config.
 
-A tree chosen for some texts looks better on them than it is. So besides the tree that is built from
-all texts, one is built from each half of the prompts and walked on the other half.
+Estimates on the texts that a tree was built from are too high. So besides the tree from all texts,
+one is built from each half of the prompts and walked on the other half.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from vllm_medusa.tree.topology import Path as TreePath
 
 @dataclass(frozen=True)
 class Chosen:
-    """A tree and what is known of it.
+    """A tree and its estimates.
 
     ``walked`` and ``heldout`` are tokens per step with the first 1, 2, .. nodes of the tree: on the
     texts it was built from, and on other prompts with the tree of that size built without them.
@@ -50,7 +50,7 @@ class Chosen:
 def choose_tree(
     options: TreeOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Chosen:
-    """Build the tree that gives calibrated heads the most tokens per step, and write it down.
+    """Build the tree with the most tokens per step for calibrated heads, and save it.
 
     Raises ValueError: heads without a calibration of theirs, or options that don't go with it.
     """
@@ -99,7 +99,7 @@ def choose_tree(
 
 
 def best_tree(observations: Observations, size: int, max_depth: int | None = None) -> Chosen:
-    """The tree of ``size`` nodes, or fewer if there are no more, and what its prefixes bring."""
+    """The tree of up to ``size`` nodes, and the tokens per step of its prefixes."""
     texts, width = observations.texts(), observations.num_ranks
     paths = walked_tree(texts, size, width, max_depth)
     sizes = range(1, len(paths) + 1)
@@ -125,14 +125,14 @@ def best_tree(observations: Observations, size: int, max_depth: int | None = Non
 
 
 def origin(observations: Observations) -> str:
-    """What a calibration was made of, in words."""
+    """Describe the data of a calibration."""
     temperature = observations.temperature()
     wrote = "text not by the target" if temperature is None else f"T = {temperature:g}"
     return f"{len(observations.ranks)} positions, {wrote}"
 
 
 def _standard_error(observations: Observations, paths: Sequence[TreePath]) -> float:
-    """Of tau, from prompt to prompt (a ratio of sums); samples of a prompt count together."""
+    """Standard error of tau over prompts (a ratio of sums); samples of a prompt are pooled."""
     accepted, steps = [], []
     for prompt in np.unique(observations.prompts):
         own = np.flatnonzero(observations.prompts == prompt).tolist()

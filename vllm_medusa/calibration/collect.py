@@ -1,4 +1,4 @@
-"""Observations of many texts: batched, and resumable after a kill at any moment.
+"""Observations of many texts: batched, and resumable after a kill at any time.
 
 Texts are sorted by length and batched; each batch's observations are one file in the folder of a
 `vllm_medusa.files.Run` beside the heads, which belongs to what they depend on.

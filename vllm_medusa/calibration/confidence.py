@@ -1,4 +1,4 @@
-"""Do the heads know how right they are? Their calibration error and the temperature against it.
+"""Calibration error of the heads, and the temperature that corrects it.
 
 A head is calibrated if of the tokens to which it gives probability c a share c is right. The
 expected calibration error (ECE; Guo et al., https://arxiv.org/abs/1706.04599) is the gap between
@@ -34,7 +34,7 @@ class Fit:
     """One head's temperature: logits are to be divided by it."""
 
     temperature: float
-    nll: float  # nats a token as it is
+    nll: float  # nats per token, uncorrected
     fitted_nll: float
     ece: float  # of the best token as it is, on the positions that the fit saw
     fitted_ece: float

@@ -1,4 +1,4 @@
-"""What the heads predicted at every position that decoding could have reached.
+"""Predictions of the heads at every position that decoding could have reached.
 
 Every generated span is a *text*. Head h (0-based) at position t predicts token t + h + 2, so the
 positions of a span [s, e) run from s - 1, whose own next token is the span's first, on. They end
@@ -35,7 +35,7 @@ EAGLE = (
 
 @dataclass(frozen=True)
 class Observations:
-    """Positions of all texts, one text behind the other; N positions, S texts, K heads."""
+    """Positions of all texts, concatenated; N positions, S texts, K heads."""
 
     ranks: npt.NDArray[np.int16]  # [N, K] of the token that came; `NO_LABEL`, `MISSED`
     confidences: npt.NDArray[np.float16]  # [N, K, R] probability of each head's R best tokens
@@ -80,7 +80,7 @@ class Observations:
         return round(float(values[np.bincount(group, lengths[known]).argmax()]), 6)
 
     def save(self, folder: Path) -> Path:
-        """Write `FILE` into the heads' folder, whole or not at all; its path."""
+        """Write `FILE` into the heads' folder atomically; returns its path."""
         path = folder / FILE
         arrays = {each.name: getattr(self, each.name) for each in fields(self)}
         source = json.dumps(arrays.pop("source"))
@@ -113,6 +113,6 @@ class Observations:
 def save_arrays(
     path: Path, arrays: Mapping[str, npt.NDArray[Any]], notes: dict[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, whole or not at all."""
+    """Write a safetensors file atomically."""
     with new_path(path) as part:  # a transposed array would be written as it lies in memory
         save_file({n: np.ascontiguousarray(array) for n, array in arrays.items()}, part, notes)

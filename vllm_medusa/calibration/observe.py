@@ -1,4 +1,4 @@
-"""Hidden states and the tokens that came to ranks and confidences, some positions at a time."""
+"""Ranks and confidences from hidden states and actual tokens, in chunks of positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MANY = 1 << 26  # on other devices
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen at n positions, m of which were looked at closely."""
+    """Observations at n positions, m of them in detail."""
 
     ranks: Array  # int16 [n, K]
     confidences: Array  # float16 [n, K, R]
@@ -46,7 +46,7 @@ def observe(
     closely: Tensor,  # bool [n]
     path: Tensor | None = None,  # int64 [n, K], the tokens after each position, for Hydra heads
 ) -> Seen:
-    """Rank the tokens that came among the heads' logits, ties as the proposer breaks them."""
+    """Rank the actual tokens among the heads' logits, with the proposer's tie-breaking."""
     count, num_heads = labels.shape
     labels = draft_labels(labels, heads, -MISSED)
     elements = _ELEMENTS.get(hidden_states.device.type, _MANY)

@@ -14,7 +14,7 @@ _FAINTEST = 1e-3  # chances below look alike
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a file that no picture may be written to, before anything expensive starts."""
+    """Refuse an invalid picture file before expensive work starts."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -101,7 +101,7 @@ def draw_tree(
 
 
 def _layout(paths: Sequence[TreePath]) -> dict[TreePath, tuple[float, float]]:
-    """Leaves side by side, parents above the middle of their children, depth downwards."""
+    """Layout: leaves side by side, parents centered above their children, depth downwards."""
     children: dict[TreePath, list[TreePath]] = {(): []}
     for node in sorted(map(tuple, paths)):
         children[node] = []

@@ -1,4 +1,4 @@
-"""Trees for given heads: which nodes a budget is best spent on.
+"""Tree search for given heads: the best nodes for a budget.
 
 What counts is how many tokens a verification step yields, so text that the target wrote is walked
 as decoding would walk it (`walks`). Products of the heads' average accuracies mislead: they count
@@ -17,7 +17,7 @@ from vllm_medusa.tree.topology import Path
 def walked_tree(
     texts: Sequence[Ranks], num_draft_tokens: int, max_rank: int, max_depth: int | None = None
 ) -> list[Path]:
-    """Grow a tree node by node, each time by the one that makes the walks of ``texts`` shortest.
+    """Grow a tree greedily by the node that shortens the walks of ``texts`` most.
 
     It has ``num_draft_tokens`` nodes, fewer when the heads offer no more: choices 0 to
     ``max_rank - 1`` of the first ``max_depth`` heads (None: all). Candidates are the next choice

@@ -17,7 +17,7 @@ from vllm_medusa.tree.topology import Path
 def sketch_tree(
     paths: Sequence[Sequence[int]], chances: Mapping[Path, float] | None = None
 ) -> list[str]:
-    """Draw a tree, one line a node, children by rank; ``chances`` of nodes are written beside."""
+    """Draw a tree, one line per node, children by rank, with the ``chances`` of nodes."""
     children: dict[Path, list[Path]] = {(): []}
     for path in sorted(map(tuple, paths)):
         children[path] = []

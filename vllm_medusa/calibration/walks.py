@@ -1,4 +1,4 @@
-"""Walking texts as decoding would: which node every position stops at, and how long it all takes.
+"""Walk texts as decoding would: the stop node of each position, and the number of steps.
 
 A *text* is, position by position, the rank that every head gave to the token it had to predict.
 Decoding with a tree starts at the first position, accepts the longest path of the tree that agrees
@@ -59,7 +59,7 @@ class Walks:
             self.add(path)
 
     def add(self, path: Path) -> None:
-        """Let the tree have the leaf ``path``, whose parent it has."""
+        """Add the leaf ``path``; its parent must exist."""
         parent, head = self._nodes[path[:-1]], len(path) - 1
         self._nodes[path] = len(self.paths)
         here = np.flatnonzero(self.stops == parent)
@@ -69,7 +69,7 @@ class Walks:
         self.paths.append(path)
 
     def tau(self) -> float:
-        """Tokens per step of walking with the tree as it is."""
+        """Tokens per step with the current tree."""
         return float(self._taus(np.full(len(self.stops), -1, np.int32), [0])[0])
 
     def tau_with(self, leaves: Sequence[Path]) -> list[float]:
@@ -86,7 +86,7 @@ class Walks:
         return self._taus(wants, [self._nodes[leaf[:-1]] for leaf in leaves])
 
     def visits(self) -> npt.NDArray[np.int64]:
-        """How many steps reach each node, root first: [N]; the root's are all the steps."""
+        """Number of steps that reach each node, root first: [N]; all steps reach the root."""
         stopped = np.zeros(len(self.paths), np.int64)
         at = self.starts
         while len(at := at[self.jumps[at] > 0]):
@@ -105,7 +105,7 @@ class Walks:
         return np.concatenate(parts)
 
     def _taus(self, wants: Ints, parents: Sequence[int]) -> list[float]:
-        """Walk every text once for each of ``parents``, one token further where it is wanted."""
+        """Walk every text once per entry of ``parents``, one token further at that node."""
         block = max(1, _BLOCK // len(self.starts))
         taus: list[float] = []
         for first in range(0, len(parents), block):
@@ -124,6 +124,6 @@ class Walks:
 
 
 def _last(moving: npt.NDArray[np.bool_]) -> int:
-    """How many texts to keep: up to the last that some walker has not finished."""
+    """Number of texts to keep: up to the last unfinished one."""
     going = np.flatnonzero(moving.any(0))
     return int(going[-1]) + 1 if len(going) else 0

@@ -30,7 +30,7 @@ class Command(NamedTuple):
     """A subcommand."""
 
     help: str  # a line in the list of commands
-    options: type[Options]  # the flags are made of them
+    options: type[Options]  # define the flags
     run: Callable[[Any, ConsoleProgress], int]  # prints the result; returns the exit status
     text: str  # description, and after a line "---" the epilog
 
@@ -49,7 +49,7 @@ COMMANDS = {
         adapt.TEXT,
     ),
     "distill": Command(
-        "let the target write training texts for its heads; resumable",
+        "generate training texts for heads with the target; resumable",
         generate.DistillOptions,
         generate.run_distill,
         generate.DISTILL,
@@ -67,7 +67,7 @@ COMMANDS = {
         calibrate.TEXT,
     ),
     "tree": Command(
-        "build the tree that suits calibrated heads", tree.TreeOptions, tree.run, tree.TEXT
+        "build the best tree for calibrated heads", tree.TreeOptions, tree.run, tree.TEXT
     ),
     "convert": Command(
         "heads, or an EAGLE-3 drafter, from any known format to any other",
@@ -76,13 +76,13 @@ COMMANDS = {
         convert.TEXT,
     ),
     "inspect": Command(
-        "what a checkpoint of heads or of a drafter is, and whether it fits a target",
+        "describe a checkpoint of heads or of a drafter, and check that it fits",
         inspect.InspectOptions,
         inspect.run,
         inspect.TEXT,
     ),
     "compare": Command(
-        "heads beside plain vLLM: same tokens? how fast, for each size of the tree",
+        "heads against plain vLLM: token equality and speed by tree size",
         compare.CompareOptions,
         compare.run,
         compare.TEXT,

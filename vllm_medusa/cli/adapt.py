@@ -1,4 +1,4 @@
-"""`vllm-medusa adapt`: a target and prompts in; heads out that are trained, measured and ready."""
+"""`vllm-medusa adapt`: train, tune and measure heads for a target from prompts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from vllm_medusa.options import command_line
 from vllm_medusa.training.options import TrainOptions
 
 TEXT = """\
-Make heads for a target, from prompts like those it will be used with: the target writes texts for
+Make heads for a target, from prompts that resemble its workload: the target generates texts for
 the prompts (distill), heads are trained on them (train), their accuracy is measured on texts held
-out (calibrate), the tree that suits them is built (tree), and vLLM with these heads runs beside
-plain vLLM on prompts that nothing was trained or calibrated on (compare). The tree size that is
-fastest on this machine becomes the heads' own.
+out (calibrate), the best tree for them is built (tree), and vLLM with these heads is compared with
+plain vLLM on prompts that were not used before (compare). The tree size that is fastest on this
+machine is saved with the heads.
 ---
-Every stage is a command of its own and is printed before it runs; all are in the work folder, with
-their logs. Killed or interrupted, the same command resumes from there; with other options, only the
-stages that they concern are run again. The output has the heads (config.json and
+Each stage is also a separate command and is printed before it runs; results and logs are in the
+work folder. If interrupted, the same command resumes; with other options, only the affected stages
+run again. The output has the heads (config.json and
 model.safetensors, as vLLM reads them), report.md with pictures, and report.json."""
 
 

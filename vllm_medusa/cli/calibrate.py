@@ -1,4 +1,4 @@
-"""`vllm-medusa calibrate`: how right and how sure the heads are on text that the target wrote."""
+"""`vllm-medusa calibrate`: accuracy and confidence of heads on text that the target wrote."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 _SHOWN_RANKS = 5
 
 TEXT = """\
-Measure the heads on text that they were not trained on: how often each choice of each head is
-right, everywhere and where decoding really asks, and whether the heads know how sure to be. What
-was seen is saved beside the heads (calibration.safetensors), a summary in their config.json;
-`vllm-medusa tree` builds the tree from it. Killed, the same command resumes.
+Measure the heads on text that they were not trained on: the accuracy of each choice of each head,
+at all positions and at those that decoding reaches, and the calibration of their confidence. The
+observations are saved with the heads (calibration.safetensors), a summary in their config.json;
+`vllm-medusa tree` builds the tree from them. If killed, the same command resumes.
 ---
-Data: records of `vllm-medusa distill`, best of prompts that were held out. The target's own text,
-sampled as it will be when served, is what decoding asks the heads for: calibrate on temperature 0
-for greedy serving. Other text is taken, with a warning, and tells less."""
+Data: records of `vllm-medusa distill`, preferably of held-out prompts. Use text of the target,
+sampled as it will be when served: temperature 0 for greedy serving. Other text is accepted with a
+warning, but is less representative."""
 
 
 def run(options: CalibrateOptions, progress: ConsoleProgress) -> int:
-    """Calibrate, and print what was seen."""
+    """Calibrate, and print the results."""
     require_file(options.data, "records")  # before torch is imported
     from vllm_medusa.calibration.calibrate import calibrate
 
@@ -46,7 +46,7 @@ def _print(found: Calibrated) -> None:
     wrote = "not the target's own" if temperature is None else f"temperature {temperature:g}"
     out.print(
         f"{len(observations.ranks)} positions of {observations.num_texts} texts, {wrote}. In %, "
-        "best choice first; asked: the best choice where decoding asks for it (steps that ask).",
+        "best choice first; asked: the best choice at positions that decoding reaches (steps).",
         soft_wrap=True,
     )
     shown = min(_SHOWN_RANKS, observations.num_ranks)

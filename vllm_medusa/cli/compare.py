@@ -1,4 +1,4 @@
-"""`vllm-medusa compare`: heads on a target, measured beside plain vLLM for several tree sizes."""
+"""`vllm-medusa compare`: heads against plain vLLM for several tree sizes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_medusa.offline.options import CompareOptions
 
 TEXT = """\
 Run the same prompts through plain vLLM and through vLLM with the heads, in turn, once for each size
-of the heads' tree and once with the trees that the engine chooses by itself ("automatic"), and
-report whether every token agrees, the tokens per verification step (tau) and the ratio of the
-throughputs. Exit status 1 if a token differs in float32.
+of the heads' tree and once with dynamic trees ("automatic"), and report whether all tokens agree,
+the tokens per verification step (tau) and the throughput ratio. The exit status is 1 if a token
+differs in float32.
 ---
 Of records of `distill` the prompts are the tokens before the first generated span. Each distinct
 prompt is used once, and every request has a seed of its own.
@@ -37,7 +37,7 @@ def run(options: CompareOptions, progress: ConsoleProgress) -> int:
 
 
 def table(document: dict[str, Any]) -> Table:
-    """The table for a terminal."""
+    """Return the table for a terminal."""
     from vllm_medusa.offline import comparison
 
     result = Table(title=f"beside plain vLLM, {document['dtype']}", title_justify="left")

@@ -1,4 +1,4 @@
-"""What all commands print: errors, notes, progress, and the exit status that goes with them."""
+"""Console output of all commands: errors, notes, progress; and their exit status."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DRAWN_SECONDS = 0.1  # between drawings of the bars where there is one
 
 
 class Pace:
-    """How long a part of a job still takes, from its first count."""
+    """Estimate the time left for a part of a job."""
 
     def __init__(self) -> None:
         self._began = self._first = 0.0
         self._total: float | None = -1.0
 
     def left(self, now: float, done: float, total: float | None) -> float | None:
-        """Seconds; None where that isn't known. Another ``total`` begins a new count."""
+        """Return seconds, None if unknown. Another ``total`` starts a new estimate."""
         if total != self._total:
             self._began, self._first, self._total = now, done, total
         if total is None or done <= self._first:
@@ -34,7 +34,7 @@ class Pace:
 
 
 class ConsoleProgress(Progress):
-    """Bars on a terminal, elsewhere a line every few seconds; a context manager."""
+    """Progress bars on a terminal, else a line every few seconds; a context manager."""
 
     def __init__(self, console: Console):
         self.console = console
@@ -48,7 +48,7 @@ class ConsoleProgress(Progress):
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
-            auto_refresh=False,  # no thread of its own beside what is being measured
+            auto_refresh=False,  # no extra thread during measurements
         )
 
     def __enter__(self) -> ConsoleProgress:
@@ -96,7 +96,7 @@ class ConsoleProgress(Progress):
 def run_job(job: Callable[[ConsoleProgress], int], *, interrupted: str) -> int:
     """Run a command's job and return its exit status: its own, 1 or 2 with an error, or 130.
 
-    ``interrupted`` is what Ctrl-C leaves behind, as "the same command resumes".
+    ``interrupted`` is the message on Ctrl-C, such as "the same command resumes".
     """
     console = Console(file=sys.stderr, highlight=False)
     with ConsoleProgress(console) as progress:
@@ -114,18 +114,18 @@ def run_job(job: Callable[[ConsoleProgress], int], *, interrupted: str) -> int:
 
 
 def hide_loading_bars() -> None:
-    """Keep transformers from drawing bars of its own while it loads a model."""
+    """Disable transformers' progress bars while it loads a model."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
 def invocation() -> list[str]:
-    """The words of the command that runs, for the provenance of what it makes."""
+    """Return the command line, for the provenance of its results."""
     return ["vllm-medusa", *sys.argv[1:]]
 
 
 def stdout_console() -> Console:
-    """Standard output; a file or pipe gets lines wide enough for every table."""
+    """Standard output, 120 columns wide for a file or pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=120)

@@ -6,12 +6,12 @@ from vllm_medusa.cli.console import ConsoleProgress, invocation
 from vllm_medusa.convert.options import ConvertOptions
 
 TEXT = """\
-Write heads in another format. The source may be in any of them, or a full Medusa-2 model: its
-tensors tell which. Tensors are copied bit by bit, each in its own dtype; what a format can't hold
-is refused, and what it needs besides is added and reported.
+Write heads in another format. The source format, or a full Medusa-2 model, is detected from its
+tensors. Tensors are copied unchanged, each in its own dtype; tensors that a format does not support
+are refused, and missing ones are added and reported.
 ---
 formats:
-  native        what this package saves; vLLM's layout with everything it has no field for
+  native        this package's format: vLLM's layout with additional fields
   vllm          for vLLM without this plugin: with a copy of the target's LM head if it is shared
   v1            the reference's medusa_lm_head.pt: biases, an LM head for each head
   v2            the residual blocks alone; the target's LM head is used
@@ -19,12 +19,12 @@ formats:
   tensorrt-llm  TensorRT-LLM
 of EAGLE-3 drafters (also native):
   safeailab     the reference's pytorch_model.bin
-  specforge     SpecForge and SGLang; --target helps with the layers' numbers
+  specforge     SpecForge and SGLang; --target determines layer indices
   speculators   vLLM's speculators library"""
 
 
 def run(options: ConvertOptions, progress: ConsoleProgress) -> int:
-    """Convert, and say what was written."""
+    """Convert, and print the result."""
     from vllm_medusa.convert.job import convert
     from vllm_medusa.heads.provenance import provenance
 

@@ -1,4 +1,4 @@
-"""A command line from the fields of `Options`: every name, bound and default is only there."""
+"""Build a command line from the fields of `Options`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T", bound=Options)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line, without the usage."""
+    """A parser whose errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Print the message and end the process."""
@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: Any, options: type[Options], titled: dict[str, Any] | None = None) -> None:
-    """Add a flag for each option; options of one title become one group of the help."""
+    """Add a flag for each option; options with the same title share a help group."""
     titled = {} if titled is None else titled
 
     def under(title: str) -> Any:
@@ -40,7 +40,7 @@ def add_flags(parser: Any, options: type[Options], titled: dict[str, Any] | None
 def from_flags(options: type[T], args: argparse.Namespace) -> T:
     """Options from a parsed command line.
 
-    Raises ValueError: options that contradict each other; a single one is refused by the parser.
+    Raises ValueError: options conflict; single invalid values are rejected by the parser.
     """
     values = {each.name: getattr(args, each.name) for each in described(options)}
     values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
@@ -73,7 +73,7 @@ def _add(parser: Any, each: Described) -> None:
 
 
 def _parser(each: Described) -> Callable[[str], Any]:
-    """Text to a value of an option."""
+    """Return the parser of an option's text."""
 
     def parse(text: str) -> Any:
         try:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from vllm_medusa.training.distill import Distilled
 
 GENERATE = """\
-Generate for every prompt of a file and write one JSON line per prompt, in the order in which they
-finish. Killed or interrupted, the same command resumes: no line is written twice and none is lost.
+Generate for every prompt of a file and write one JSON line per prompt, in the order of completion.
+If killed or interrupted, the same command resumes: no line is duplicated or lost.
 ---
 Prompts: a text file (one per line), JSON lines or Parquet. A row has "prompt" (continued as it
 is), "messages" or "turns" (a conversation: the model's chat template is used if it has one,
@@ -25,28 +25,28 @@ stop_reason and acceptance (steps, accepted_draft_tokens, tokens_per_step, histo
 each turn's answer when there are several. A prompt that can't be run has "error" instead."""
 
 DISTILL = """\
-Let the target write the texts that its heads are trained on: it continues every prompt of a file,
-as often as wanted, through vLLM. Killed or interrupted, the same command resumes; the texts are
-those of an uninterrupted run (their lines are in the order in which they were finished).
+Generate training texts for heads with the target: it continues each prompt of a file one or more
+times, through vLLM. If killed or interrupted, the same command resumes; the texts equal those of an
+uninterrupted run (lines are in the order of completion).
 ---
 Prompts: as for `generate`. "prompt" is continued as it is, "messages" and "turns" are rendered
 in the target's chat template.
 
 Records: index, request_id, group, token_ids, generated ([start, end) of what the target wrote),
 temperature, seed, finish_reason and text. A conversation is one record with a span for each
-answer, or several where the template or the tokenizer renders an answer otherwise than it was
-written. Records of one prompt have one group, which no split divides."""
+answer, or several records if the template or the tokenizer renders an answer differently than it
+was generated. Records of one prompt share a group, which splits keep together."""
 
 
 def run(options: GenerateOptions, progress: ConsoleProgress) -> int:
-    """Generate, and say how fast; 1 if prompts have an error for a result."""
+    """Generate, and print the speed; returns 1 if a prompt failed."""
     from vllm_medusa.offline.generate import generate
 
     return _conclude(generate(options, progress), "results", progress)
 
 
 def run_distill(options: DistillOptions, progress: ConsoleProgress) -> int:
-    """Let the target write, and say what; 1 if prompts have an error for a record."""
+    """Generate training texts, and print a summary; returns 1 if a prompt failed."""
     from vllm_medusa.training.distill import distill
 
     done = distill(options, progress, invocation())

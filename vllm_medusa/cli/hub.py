@@ -1,4 +1,4 @@
-"""Models named by their hub names, looked up before a job begins."""
+"""Look up hub names of models before a job starts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from pathlib import Path
 from vllm_medusa.job import Progress
 from vllm_medusa.options import Options, Place, described
 
-_SECONDS = 10.0  # for the hub to answer
+_SECONDS = 10.0  # timeout of hub requests
 
 
 def find_models(options: Options, progress: Progress) -> None:
-    """Say which models come from the hub, and refuse names that can't be had.
+    """Report models from the hub, and refuse names that can't be resolved.
 
-    Where the hub can't be reached, what its cache has is used.
+    If the hub can't be reached, its local cache is used.
 
     Raises:
-        ValueError: a name is neither a folder nor cached, and the hub doesn't have it or doesn't
-            answer.
+        ValueError: a name is not a folder and not cached, and the hub lookup failed.
 
     """
     for each in described(type(options)):
@@ -48,7 +47,7 @@ def _find(name: str, progress: Progress) -> None:
             f"{name}: no such folder, and the hub has no model of that name, or only for users "
             "with access: correct the name, or log in with `hf auth login`."
         ) from None
-    except Exception as error:  # of the network and whatever library speaks to it
+    except Exception as error:  # network errors of any library
         if not cached:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(

@@ -1,4 +1,4 @@
-"""`vllm-medusa inspect`: what a checkpoint is, and whether it fits a target."""
+"""`vllm-medusa inspect`: describe a checkpoint, and check that it fits a target."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from vllm_medusa.heads.inspection import Inspection
 
 TEXT = """\
-Tell what a checkpoint of Medusa heads holds, where it comes from, whether a value of it is damaged,
-and, with --target, whether it fits that model. Of an EAGLE drafter the config and the headers are
-looked at.
+Describe a checkpoint of Medusa heads: its contents, its provenance, whether a value is damaged, and,
+with --target, whether it fits that model. For an EAGLE drafter, the config and the headers are
+checked.
 
 Exit status: 0 it fits, 1 it does not, 2 it is not a checkpoint of heads, or --target
 is not a model."""
@@ -38,7 +38,7 @@ class InspectOptions(Options):
 
 
 def run(options: InspectOptions, progress: ConsoleProgress) -> int:
-    """Inspect, and print what was found; returns the exit status."""
+    """Inspect, and print the results; returns the exit status."""
     from vllm_medusa.heads import HeadsError
     from vllm_medusa.heads.inspection import inspect_heads
 
@@ -68,7 +68,7 @@ def run(options: InspectOptions, progress: ConsoleProgress) -> int:
 
 
 def _something_else(path: Path) -> str | None:
-    """What a file or folder is that only looks like a checkpoint, and the remedy; None: nothing."""
+    """Describe a file or folder that only resembles a checkpoint, with a remedy; else None."""
     gguf = next(path.glob("*.gguf"), None) if path.is_dir() else path
     files = list(path.iterdir()) if path.is_dir() else []
     if gguf is not None and gguf.is_file() and not any(f.suffix == ".safetensors" for f in files):
@@ -94,7 +94,7 @@ def _something_else(path: Path) -> str | None:
 
 
 def _eagle(options: InspectOptions) -> int | None:
-    """Print what an EAGLE drafter is; the exit status, or None if there is none at the path."""
+    """Describe an EAGLE drafter; returns the exit status, or None if the path has none."""
     from vllm_medusa.heads import HeadsError
     from vllm_medusa.heads.eagle import inspect_eagle
 
@@ -106,7 +106,7 @@ def _eagle(options: InspectOptions) -> int | None:
 
 
 def _target(options: InspectOptions) -> dict[str, Any] | None:
-    """What is at the path, if that is a target; None: heads, so something else went wrong."""
+    """Describe the path if it is a target model, else return None."""
     from vllm_medusa.heads import HeadsError, peek_heads, target_fingerprint
 
     with contextlib.suppress(HeadsError, OSError):
@@ -118,7 +118,7 @@ def _target(options: InspectOptions) -> dict[str, Any] | None:
 
 
 def _print(what: str, found: Inspection | EagleInspection, options: InspectOptions) -> int:
-    """Print all that is known; the exit status."""
+    """Print all information; returns the exit status."""
     document = found.to_dict()
     print(
         json.dumps(document, indent=2)

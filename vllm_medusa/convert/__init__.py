@@ -1,5 +1,5 @@
-"""Heads and EAGLE-3 drafters in the layouts of other servers, every tensor bit for bit.
+"""Heads and EAGLE-3 drafters in other servers' layouts, with unchanged tensors.
 
-Reading is `vllm_medusa.heads`' own. What a layout has no place for is refused; what it needs
-besides, and what changes nothing that the heads compute, is added and said.
+`vllm_medusa.heads` reads the source. Tensors that a layout does not support are refused; missing
+ones that do not change the heads' output are added and reported.
 """

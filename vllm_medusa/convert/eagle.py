@@ -1,4 +1,4 @@
-"""EAGLE-3 drafters between the layouts of those who train and serve them; tensors bit by bit.
+"""EAGLE-3 drafters between training and serving layouts, with unchanged tensors.
 
 All have the same tensors. SafeAILab calls the layer ``midlayer`` and stores pickles, speculators
 calls it ``layers.0``. Which of the target's layers are read is in
@@ -20,7 +20,7 @@ from vllm_medusa.heads.eagle import LAYER_IDS, bare_names, default_layers, flat_
 from vllm_medusa.heads.files import CheckpointFiles
 from vllm_medusa.heads.model import HeadsError
 
-DRAFTER_FORMATS = {  # what each calls the layer, its file, and the architecture in its config
+DRAFTER_FORMATS = {  # name of the layer, the file, and the architecture in the config
     "native": ("midlayer.", "model.safetensors", "LlamaForCausalLMEagle3"),
     "safeailab": ("midlayer.", "pytorch_model.bin", "LlamaForCausalLM"),
     "specforge": ("midlayer.", "model.safetensors", "LlamaForCausalLMEagle3"),

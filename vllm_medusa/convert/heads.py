@@ -1,4 +1,4 @@
-"""Medusa heads in each format: what it stores is a row of `FORMATS`.
+"""Medusa heads in each format; a row of `FORMATS` describes its content.
 
 v1 is what the reference's loader reads; its config does not state the sizes, which come from the
 target's. Stock vLLM 0.32 (``models/medusa.py``) leaves what it is not given at random and ignores
@@ -25,7 +25,7 @@ from vllm_medusa.heads.model import HeadsError
 
 @dataclass(frozen=True)
 class Format:
-    """What a server reads."""
+    """The content of a format."""
 
     file: str
     spelling: str  # a key of `heads.formats.NAMES`
@@ -58,7 +58,7 @@ _EMBEDDINGS = re.compile(
 
 @dataclass(frozen=True)
 class Output:
-    """What a conversion writes: one file of tensors beside ``config.json``."""
+    """Output of a conversion: one file of tensors besides ``config.json``."""
 
     file: str
     tensors: dict[str, Tensor]  # under the format's names
@@ -167,7 +167,7 @@ def _require_copies(
 
 
 def _for_stock_vllm(info: HeadsInfo, tensors: dict[Slot, Tensor]) -> list[str]:
-    """Change ``tensors`` as stock vLLM needs them; returns what was changed."""
+    """Adjust ``tensors`` for stock vLLM; returns the changes."""
     lm_heads = [slot for slot in tensors if slot.part == "lm_head"]
     if info.token_map and ONE not in tensors:
         if info.num_heads > 1:

@@ -1,4 +1,4 @@
-"""One conversion, from what is asked to the folder written."""
+"""The convert job, from options to the output folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WEIGHT_FILES = (".bin", ".safetensors", ".pt", ".index.json")
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was converted, and what a user should know of it."""
+    """Result of a conversion, with notes and warnings."""
 
     info: HeadsInfo | None  # of the source; None: an EAGLE-3 drafter
     file: Path

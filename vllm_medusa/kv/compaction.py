@@ -21,7 +21,7 @@ from torch import Tensor
 def accepted_moves(
     slots: Tensor, path_nodes: Tensor, num_accepted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(src, dst), int64 [B, D] each: what column d - 1 reads and writes for depth d.
+    """(src, dst), int64 [B, D] each: column d - 1 has the slots read and written for depth d.
 
     ``slots`` is int64 [B, N]; ``path_nodes`` int64 [B, D + 1] and ``num_accepted`` int64 [B] come
     from a `Path`. Where nothing was accepted both are the root's slot, so that padding in

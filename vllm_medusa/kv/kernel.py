@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vllm_medusa.kv.layers import LayerCaches
 
-_CHUNK = 1024  # words at most that a program moves per depth
+_CHUNK = 1024  # max words that a program moves per depth
 _WORDS = {torch.int64: tl.int64, torch.int32: tl.int32, torch.int16: tl.int16, torch.int8: tl.int8}
 
 

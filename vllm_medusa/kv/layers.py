@@ -1,4 +1,4 @@
-"""The KV caches of many layers as one thing to compact.
+"""Compaction of the KV caches of many layers together.
 
 Layers whose caches have one shape and share block tables need the same moves, so one launch can
 make them all, given where each cache lies and how a slot is laid out in it. A cache has one
@@ -35,7 +35,7 @@ class LayerCaches:
     cache, so that any dtype is copied as it is.
     """
 
-    caches: tuple[Tensor, ...]  # kept, so that the addresses stay good
+    caches: tuple[Tensor, ...]  # kept, so that the addresses stay valid
     slot_dims: int | tuple[int, int]
     addresses: Tensor  # int64 [L], on the caches' device
     word: torch.dtype

@@ -1,4 +1,4 @@
-"""Caches whose tokens lie scattered, every element at an offset of its own (vLLM's on CPUs)."""
+"""Caches with scattered tokens, one offset per element (vLLM's on CPUs)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_medusa.kv.compaction import accepted_moves, copy_slots
 
 
 class Packing(Protocol):
-    """How tokens lie in a cache; equal ones share their offsets."""
+    """Token layout of a cache; equal layouts share their offsets."""
 
     def __hash__(self) -> int: ...
 

@@ -93,7 +93,7 @@ def search_kernel(
     BLOCK: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The place that agrees with the text's end over most tokens, the latest of equals."""
+    """The longest match of the text's end, the latest of equals."""
     request = tl.program_id(0).to(tl.int64)
     texts_ptr += tl.load(rows_ptr + request).to(tl.int64) * texts_s
     length = tl.load(lengths_ptr + request).to(tl.int32)

@@ -1,9 +1,9 @@
-"""Lookup for the requests of an engine: what each may copy, and how often that was right.
+"""Lookup for the requests of an engine: copied continuations and their accuracy.
 
-How often the next token of a continuation is right, by how many tokens agree so far, is learned
-while serving: from every continuation whose request went on, verified or not, as what the request
-says next is known either way. Greedy requests copy more faithfully than sampled ones and are
-counted apart. Old observations decay.
+The accuracy of a continuation's next token, by the number of matching tokens so far, is estimated
+online from every continuation whose request continued, verified or not, because the actual next
+tokens are known either way. Greedy requests have higher accuracy than sampled ones and are counted
+separately. Old observations decay.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _PRIOR = (
     (0.2, 0.35, 0.45, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93),  # greedy
     (0.1, 0.2, 0.3, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8),  # sampled
 )
-_PRIOR_TOKENS = 8.0  # that the prior is worth
+_PRIOR_TOKENS = 8.0  # weight of the prior
 _WINDOW = 256.0  # tokens over which a bucket is averaged
 _MAX_CHANCE = 0.995
 
 
 class Lookup:
-    """Finds continuations and learns how far they can be trusted.
+    """Finds continuations and estimates their accuracy.
 
     Slots tell the requests apart: what is kept of a request is in its slot. On a device nothing
     waits for it. Arguments and memory are tensors there and numpy arrays on the host: the code
@@ -61,7 +61,7 @@ class Lookup:
             self._length = kept(np.full(num_slots, -1))
 
     def forget(self) -> None:
-        """Start again, with nothing learned."""
+        """Reset all estimates."""
         self._right[:] = 0.0
         self._tried[:] = 0.0
         self._length[:] = -1
@@ -80,7 +80,7 @@ class Lookup:
         lengths: Array,  # int64 [B], of the requests' texts
         num_new: Array,  # int64 [B], how many of a text's last tokens are new
     ) -> None:
-        """Compare what requests said with what was found for them last."""
+        """Update estimates from the requests' new tokens and their last continuations."""
         before, found, places = self._length[slots], self._found[slots], self._places
         if self._xp is np and not (found >= 0).any():
             return
@@ -103,11 +103,11 @@ class Lookup:
         rows: Array,
         lengths: Array,
         trees: DraftTrees,  # that were drafted for the requests
-        depth: Array,  # int64 [B], the deepest node that each has a use for; 0: nothing is copied
+        depth: Array,  # int64 [B], max useful depth; 0: nothing is copied
         sampled: Array,  # bool [B], whether a request samples
         levels: int,  # bound of the depth of ``trees``
     ) -> DraftTrees:
-        """The requests' trees with what may be copied."""
+        """The requests' trees with copied continuations."""
         matched, found = continuations(texts, rows, lengths, self.max_tokens)
         no_token = (found < 0) | (found >= self._vocab_size)  # in place of an image, say
         useless = (self._places >= depth[:, None]) | (matched == 0)[:, None]

@@ -1,11 +1,11 @@
-r"""Where requests' last tokens stood before and what followed them, as chains of their trees.
+r"""Earlier occurrences of requests' last tokens, and their continuations as chains.
 
     text          a b c d e a b c        the last three stood at 0 already
     matched 3, start 3                   so d e may follow, and then a b c d e ... again
 
-Of all places the one counts that agrees over most tokens, of equally good ones the latest. The
-continuation is a chain below the root. As far as its tokens are nodes of the tree, these are shared
-and as likely as the likelier of the two says; the rest hangs below the last shared node.
+The longest match is used, and the latest of equal ones. The continuation is a chain below the root.
+Tokens that are nodes of the tree are shared, with the larger of both survivals; the rest is
+appended below the last shared node.
 
     tree   0          chain  x y z      joined  0
           / \                                  / \
@@ -42,7 +42,7 @@ def continuations(
     lengths: Array,  # int64 [B], of the requests' texts
     count: int,
 ) -> tuple[Array, Array]:
-    """How many of the last tokens stood before, and ``count`` tokens that followed them there.
+    """Number of last tokens that match an earlier place, and ``count`` tokens after it.
 
     int64 [B] and [B, count]; at the end of the text they repeat. Any tokens where none agree.
     """
@@ -67,7 +67,7 @@ def continuations_numpy(
 
 
 def longest_match(tokens: np.ndarray) -> tuple[int, int]:
-    """How many of the last of ``tokens`` [n] stood before, and where it went on; (0, 0): nowhere.
+    """Length of the best match of the end of ``tokens`` [n], and its continuation; (0, 0): none.
 
     One pass over the text for each of the `MIN_MATCH` last tokens, then only its few places.
     """

@@ -1,4 +1,4 @@
-"""Batch generation over files of prompts: reading them, driving an engine, keeping the results.
+"""Batch generation over files of prompts: reading prompts, running an engine, storing results.
 
-An engine is anything that takes requests and hands back new tokens; `engine` makes one of vLLM.
+An engine accepts requests and returns new tokens; `engine` implements one with vLLM.
 """

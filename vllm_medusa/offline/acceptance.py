@@ -1,4 +1,4 @@
-"""What a request's speculation brought, from the number of tokens each engine step delivered.
+"""Acceptance statistics of a request, from the number of tokens per engine step.
 
 The first step of a request is its prefill: it delivers one token and verifies nothing. Every later
 step verifies one tree and delivers the accepted draft tokens and then one token of the target's
@@ -28,7 +28,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, delivered: Sequence[int]) -> Acceptance:
-        """Of the tokens of each step of one request that delivered any, prefill first."""
+        """From the token counts of a request's steps that delivered any, prefill first."""
         if any(tokens < 1 for tokens in delivered):
             raise ValueError(f"every step delivers a token; got {list(delivered)}")
         return cls.from_counts(Counter(tokens - 1 for tokens in delivered[1:]))

@@ -1,4 +1,4 @@
-"""Run prompts through an engine and yield each one's result the moment it is finished.
+"""Run prompts through an engine and yield each result when it is finished.
 
 At most ``concurrency`` prompts are in the engine at a time; a conversation keeps its place until
 its last turn is answered. Results therefore come in the order in which prompts finish. A session
@@ -32,7 +32,7 @@ class Delta:
 
 
 class Engine(Protocol):
-    """What batch generation needs of an engine; a prompt that can't be run is `RequestRefused`."""
+    """Engine interface of batch generation; `RequestRefused` is for prompts it can't run."""
 
     def submit(
         self,
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 @dataclass
 class Answer:
-    """One generated text, growing; ``role`` is who speaks it in a conversation."""
+    """A generated text in progress; ``role`` is its speaker in a conversation."""
 
     role: str = "assistant"
     prompt_token_ids: Sequence[int] = ()
@@ -63,7 +63,7 @@ class Answer:
     stop_reason: int | str | None = None
 
     def add(self, delta: Delta) -> None:
-        """Take the tokens of one step."""
+        """Append the tokens of one step."""
         self.prompt_token_ids = delta.prompt_token_ids
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
@@ -75,7 +75,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished prompt: one answer, or one for each turn up to what the engine refused."""
+    """A finished prompt: one answer, or one per turn up to a refused one."""
 
     prompt: Prompt
     answers: tuple[Answer, ...]
@@ -111,24 +111,24 @@ class Result:
 
 @dataclass(frozen=True)
 class Request:
-    """What a session asks for next; ``options`` are sampling parameters of this request alone."""
+    """A session's next request; ``options`` are its own sampling parameters."""
 
     prompt: str | list[int]
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Session(Protocol):
-    """A prompt in the engine: what has been answered and what is to be asked next."""
+    """A prompt in the engine: its answers and its next request."""
 
     prompt: Prompt
     answers: list[Answer]
 
     def next_request(self, engine: Engine) -> Request:
-        """What the engine is to continue; appends the `Answer` that will take it."""
+        """The next request; appends the `Answer` for its tokens."""
 
     @property
     def finished(self) -> bool:
-        """Whether the last answer, which is complete, was the last one wanted."""
+        """Whether the last, complete answer was the final one."""
 
 
 @dataclass

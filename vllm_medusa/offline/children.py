@@ -1,6 +1,6 @@
-"""Python functions in processes of their own, which never outlive the one that started them.
+"""Python functions in subprocesses, which end with their parent.
 
-A process that ends gives all its memory back, a GPU's too, and one that crashes does so alone.
+A subprocess frees all its memory when it ends, also on a GPU, and isolates crashes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Child:
         raise JobFailed(f"{self._name} {message[1]}; the end of its log:\n{log}")
 
     def end(self, *, interrupt: bool = False) -> None:
-        """Ask it to end, by its closed channel or by SIGINT, wait, and kill what is left."""
+        """Stop it by closing its channel or by SIGINT, wait, and kill it if needed."""
         self.channel.close()
         if interrupt:
             with suppress(ProcessLookupError):
@@ -96,10 +96,10 @@ class Child:
 def run_in_process(
     job: Callable[..., R], options: Any, progress: Progress = SILENT, *, log: Path, **more: Any
 ) -> R:
-    """Run ``job(options, progress=progress, **more)`` in a process of its own.
+    """Run ``job(options, progress=progress, **more)`` in a subprocess.
 
     The job is a function of a module; its options and result have to be values that can be pickled.
-    The log gets, behind what it has, all that the process prints, and the notes.
+    The process's output and the notes are appended to the log.
 
     Raises:
         ValueError, OSError, JobFailed: what the job raises, with its text.
@@ -131,7 +131,7 @@ def end_of(log: int) -> str:
 
 
 class _Sent(Progress):
-    """Progress that is sent to the process that waits, and written into the log."""
+    """Progress that is sent to the parent process and written to the log."""
 
     def __init__(self, channel: Channel):
         self._channel = channel
@@ -148,7 +148,7 @@ class _Sent(Progress):
         self._send("at", what, done, total, text)
 
     def _send(self, kind: str, *values: Any) -> None:
-        with suppress(BrokenPipeError):  # nobody waits any more; a signal is on its way
+        with suppress(BrokenPipeError):  # the parent has gone; a signal will follow
             self._channel.send((kind, values))
 
 
@@ -165,7 +165,7 @@ def _run(channel: Channel) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, on Linux; called in the child."""
+    """Make the kernel kill this process when its parent ends (Linux); called in the child."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -174,7 +174,7 @@ def _die_with(parent: int) -> None:
 
 
 def _main(descriptor: str, parent: str) -> None:
-    """Run the body that is sent; ends the process."""
+    """Run the received body; ends the process."""
     _die_with(int(parent))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     channel: Channel = Connection(int(descriptor))

@@ -1,6 +1,6 @@
-"""The compare job: heads on a target, beside plain vLLM, for several sizes of their tree and none.
+"""The compare job: heads against plain vLLM, for several tree sizes and dynamic trees.
 
-What it finds is a document of plain JSON values; its wording is here too, since reports quote it.
+The result is a JSON document; its wording is also here, because reports quote it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm_medusa.offline.options import CompareOptions
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, load_prompts
 
-AUTOMATIC = "automatic"  # no tree is named: dynamic trees, as large as pays
+AUTOMATIC = "automatic"  # dynamic trees of automatic size
 COLUMNS = ("draft nodes", "tau", "steps", "ratio", "min-max", "tokens identical")
-_MIN_PROMPTS = 6  # to measure on, however slow they are
+_MIN_PROMPTS = 6  # min prompts to measure on
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether no token differs in float32; in other dtypes near-ties may fall otherwise."""
+        """Whether no token differs in float32; in other dtypes near-ties may differ."""
         identical = all(row["identical"] for row in all_rows(self.document))
         return identical or self.document["dtype"] != "float32"
 
@@ -48,7 +48,7 @@ class Comparison:
 def compare(
     options: CompareOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Comparison:
-    """Measure each budget of the heads' tree, and trees that the engine chooses, beside plain vLLM.
+    """Measure each budget of the heads' tree, and dynamic trees, against plain vLLM.
 
     All are compared with the same plain engine; the figures are written.
 
@@ -160,7 +160,7 @@ def affordable(seconds: float, turn: float, prompts: int, rounds: int) -> tuple[
 
 
 def refuse_misfit(heads: str, target: str) -> None:
-    """Refuse heads of another width before plain vLLM is started for nothing.
+    """Refuse heads of another hidden size before plain vLLM is started.
 
     Raises HeadsError: the target is a folder whose hidden size the heads, or the drafter, don't
     have.
@@ -181,7 +181,7 @@ def refuse_misfit(heads: str, target: str) -> None:
 
 
 def budgets_of(options: CompareOptions) -> tuple[list[list[int]] | None, list[int]]:
-    """The tree asked for (None: the heads' own) and the budgets it allows, ascending."""
+    """The requested tree (None: the heads' own) and its possible budgets, ascending."""
     info = peek_heads(options.heads)
     wanted = medusa_config(None, options.tree).get("tree")
     tree = resolve_tree(wanted, info.tree, info.num_heads, info.draft_vocab_size)
@@ -198,7 +198,7 @@ def drafter_budgets(options: CompareOptions) -> list[int]:
 
 
 def positions(options: CompareOptions, prompts: Sequence[Prompt]) -> list[int]:
-    """How many positions each prompt takes with its answers; refused prompts are left out."""
+    """Number of positions of each prompt with its answers; refused prompts are left out."""
     from transformers import AutoTokenizer
 
     measured = measure(prompts, AutoTokenizer.from_pretrained(options.target))
@@ -225,7 +225,7 @@ def all_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def setting(document: dict[str, Any]) -> str:
-    """What is measured, in words."""
+    """Describe the measurement."""
     mode = (
         f"temperature {document['temperature']:g}, seeded" if document["temperature"] else "greedy"
     )
@@ -263,7 +263,7 @@ def markdown(document: dict[str, Any]) -> list[str]:
 
 
 def conclusion(document: dict[str, Any]) -> str:
-    """Whether the tokens agree, and which budget is fastest, if any is."""
+    """Summarize token equality and the fastest budget, if any is faster."""
     rows = all_rows(document)
     different = sum(row["differing_requests"] for row in rows)
     requests = sum(row["requests"] for row in rows)

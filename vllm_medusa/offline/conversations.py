@@ -7,8 +7,8 @@ after the token that ends the turn, because the model has to write that token to
     <|im_start|>user / Hi<|im_end|> / <|im_start|>assistant / Hello!<|im_end|> /
                                                               ^^^^^^^^^^^^^^^^ span
 
-Some templates rewrite what was said before (they drop reasoning, for instance), so that no mask
-would be right: such a conversation is refused with the reason.
+Some templates rewrite earlier turns (for instance, they drop reasoning), so that no mask is
+correct: such a conversation is refused with the reason.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _share_gpt(value: Any) -> Message:
 
 
 def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: Any) -> int:
-    """Where in ``text`` the assistant's turn ends that begins at ``start``.
+    """The end in ``text`` of the assistant's turn that begins at ``start``.
 
     ``so_far`` is the conversation up to this turn as the template renders it: what it shares with
     the whole text belongs to this turn and not to the next. Added tokens may end a turn.
@@ -132,13 +132,13 @@ def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: An
 
 
 def common_length(one: str, other: str) -> int:
-    """How many characters two texts begin alike with."""
+    """Length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def turn_end(rest: str, tokenizer: Any) -> str | None:
-    """How ``rest`` begins if that ends a turn: blanks and one of the added tokens."""
+    """The end-of-turn prefix of ``rest``: blanks and one of the added tokens."""
     blank = len(rest) - len(rest.lstrip())
     added = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     ends = [token for token in added if token and rest.startswith(token, blank)]
@@ -146,7 +146,7 @@ def turn_end(rest: str, tokenizer: Any) -> str | None:
 
 
 def render(messages: list[Message], tokenizer: Any, *, for_answer: bool = False) -> str:
-    """A conversation as the text that the tokenizer's chat template makes of it.
+    """A conversation rendered by the tokenizer's chat template.
 
     Raises PromptError: there is no chat template, or it refuses the conversation.
     """
@@ -172,7 +172,7 @@ def encode_rendered(text: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def prompt_ids(messages: list[Message], tokenizer: Any) -> list[int]:
-    """Token ids of what the target continues with its next answer.
+    """Token ids of the prompt of the target's next answer.
 
     Without a chat template the texts are joined as they are. Raises PromptError: the template
     refuses them.

@@ -1,4 +1,4 @@
-"""How long prompts are, and engine arguments that fit them into the memory there is."""
+"""Prompt lengths, and engine arguments that fit them into the available memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
 _DRAFTS = 256  # slots for a tree's nodes
 _SLACK = 64  # tokens of an answer that has more of them in the next prompt, drafts at the end
 _MIN_CACHE = 1 << 28
-_SHARE = 0.7  # for the cache, of the memory that weights and processes leave
+_SHARE = 0.7  # of the memory besides weights and processes, for the cache
 _GPU_SHARE = 0.84  # of its memory, for all engines together
 
 
@@ -30,7 +30,7 @@ class Length:
     turns: int = 1  # answers
 
     def positions(self, max_tokens: int) -> int:
-        """What prompt and answers take at most."""
+        """Max positions of prompt and answers."""
         return self.whole + self.turns * max_tokens
 
 
@@ -66,12 +66,12 @@ def measure(
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """What of a target decides how much memory its engine takes."""
+    """Sizes of a target that determine its engine's memory."""
 
     values: int  # number of weights
     weights: int  # bytes
     per_token: int  # bytes of the key-value cache
-    positions: int | None  # the longest text it reads, where its config says so
+    positions: int | None  # max positions, if in its config
 
     @classmethod
     def of(cls, target: str, dtype: str = "auto") -> TargetSizes:
@@ -98,11 +98,11 @@ class TargetSizes:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """How a job's engines are started."""
+    """Start-up settings of a job's engines."""
 
     arguments: dict[str, Any]  # more of LLM's
     batch: int  # prompts at a time
-    memory: int | None = None  # bytes of all engines together; None: vLLM takes what it wants
+    memory: int | None = None  # bytes of all engines together; None: vLLM's default
 
     @property
     def compiled(self) -> bool:
@@ -117,7 +117,7 @@ def fit(
     available: int,  # bytes of memory
     engines: int = 1,  # at the same time
 ) -> EnginePlan:
-    """Cache for the longest ``batch`` texts at once, or for as many of them as there is room.
+    """Cache for the longest ``batch`` texts at once, or for as many of them as fit.
 
     Raises ValueError: there is no room for a single one.
     """
@@ -158,7 +158,7 @@ def plan_engine(
     tokens: int = 0,  # that the job generates, at most
     engines: int = 1,  # on this machine at the same time
 ) -> EnginePlan:
-    """What engines are given unless the user says otherwise.
+    """Default engine arguments.
 
     On CPUs a small job runs eagerly, which starts in seconds, and the key-value cache is just large
     enough. On a GPU several engines share its memory. Prompts are prefilled whole every time, so

@@ -33,7 +33,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is built from, and what results depend on."""
+    """Engine settings that results depend on."""
 
     model: str
     speculative_config: Mapping[str, Any] | None = None
@@ -50,7 +50,7 @@ def medusa_config(
     budget: str | None = None,  # "auto", a number, or JSON text, for dynamic trees
     lookup: bool = False,  # copies from the request's own texts too, without heads alone
 ) -> dict[str, Any]:
-    """The ``speculative_config`` of an engine, from what a command line can hold.
+    """The ``speculative_config`` of an engine, from command-line options.
 
     ``heads`` may also be a local folder of an EAGLE drafter: its trees are dynamic unless ``tree``
     is given.
@@ -83,12 +83,12 @@ def without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_seconds(arguments: Mapping[str, Any]) -> int:
-    """About how long an engine takes to start, compiled or not."""
+    """Approximate start-up time of an engine, compiled or not."""
     return 20 if arguments.get("enforce_eager") else 75
 
 
 class EngineRefused(ValueError):
-    """vLLM or the plugin refuses what the engine was to be built from."""
+    """vLLM or the plugin refuses the engine settings."""
 
 
 def check_engine_args(names: Iterable[str]) -> None:
@@ -107,7 +107,7 @@ def check_engine_args(names: Iterable[str]) -> None:
 
 
 def refuse_unserved(settings: EngineSettings) -> None:
-    """Have vLLM and the plugin check a configuration, without loading weights.
+    """Check a configuration with vLLM and the plugin, without loading weights.
 
     Raises EngineRefused: an engine would not start with it, and why.
     """
@@ -158,7 +158,7 @@ class VllmEngine:
             if seeded:
                 arguments["enable_chunked_prefill"] = False
             if not MEMORY_OPTIONS & settings.engine_args.keys():
-                # vLLM would take 92 % of the memory and stop when that much is not free
+                # vLLM's default is 92 % of the memory, and it fails if that is not free
                 share = 0.8 * available_memory() / psutil.virtual_memory().total
                 arguments["gpu_memory_utilization"] = round(min(0.5, share), 3)
         check_engine_args(settings.engine_args)
@@ -238,7 +238,7 @@ class VllmEngine:
 
 
 def _json_or_text(value: str | None) -> Any:
-    """The value of a text that begins like a list or an object in JSON, else the text."""
+    """Parse a text that begins like a JSON list or object, else return the text."""
     if value is None or not value.lstrip().startswith(("[", "{")):
         return value
     try:

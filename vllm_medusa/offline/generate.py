@@ -1,4 +1,4 @@
-"""The generate job, and what it shares with distill: a file of prompts run through vLLM."""
+"""The generate job, and code shared with distill: a file of prompts run through vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_medusa.offline.results import ResultLog, fingerprint
 
 @dataclass(frozen=True)
 class Speed:
-    """What one start of an engine generated; ``tau`` is None where nothing was verified."""
+    """Throughput of one engine run; ``tau`` is None if nothing was verified."""
 
     tokens: int
     seconds: float
@@ -39,7 +39,7 @@ class Generated:
 
     output: Path
     failed: int  # prompts whose line is an error
-    speed: Speed | None  # of what was left to do; None: nothing was
+    speed: Speed | None  # of the remaining prompts; None: none remained
 
 
 def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated:
@@ -72,7 +72,7 @@ def open_results(
     options: PromptJob,
     sampling: Sampling,  # of all requests
     seed: int | None,  # of the first prompt
-    more: Mapping[str, Any] | None = None,  # what they depend on besides
+    more: Mapping[str, Any] | None = None,  # further dependencies
     provenance: Mapping[str, Any] | None = None,
 ) -> ResultLog:
     """Open the output, whose settings are all that the results depend on.

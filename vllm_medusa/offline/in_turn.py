@@ -1,7 +1,7 @@
-"""Two engines on the same prompts in turn: whether the tokens agree, and which is faster.
+"""Compare tokens and speed of two engines that alternate on the same prompts.
 
-Both get the same prompts in the same groups, one engine right after the other, and which of them
-goes first changes from group to group, so that a change in the machine's load meets both alike.
+Both run the same groups of prompts, one engine right after the other, and the order alternates
+from group to group, so that changes in the machine's load affect both equally.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Runner(Protocol):
 
 @dataclass
 class Timed:
-    """What one engine did over all rounds."""
+    """Results and rates of one engine over all rounds."""
 
     results: dict[int, Result] = field(default_factory=dict)  # by prompt index; of the first round
     seconds: float = 0.0
@@ -55,7 +55,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where the candidate's answer leaves the baseline's; ``position`` counts tokens from 0."""
+    """First difference between candidate and baseline; ``position`` counts tokens from 0."""
 
     prompt: Prompt
     round: int
@@ -68,7 +68,7 @@ class Difference:
 
 @dataclass
 class InTurn:
-    """Both engines' figures, and every request whose answers differ."""
+    """Figures of both engines, and all requests whose answers differ."""
 
     baseline: Timed = field(default_factory=Timed)
     candidate: Timed = field(default_factory=Timed)
@@ -123,14 +123,14 @@ class InTurn:
 
 
 def run_in_turn(
-    baseline: Runner,  # its tokens are right
-    candidate: Runner,  # is judged
+    baseline: Runner,  # the reference
+    candidate: Runner,
     prompts: Sequence[Prompt],  # at least one
     *,
     concurrency: int,  # prompts in an engine at a time
     seed: int | None,  # prompt ``index`` is sampled with ``seed + index`` in both
     turn: int | None = None,  # prompts that an engine gets at a time; None: ``concurrency``
-    rounds: int = 1,  # how often everything is repeated; every round must agree
+    rounds: int = 1,  # number of repetitions; tokens of every round are compared
     seconds: float = math.inf,  # after the first, no round begins that would end later
     warm_up: bool = False,  # run one group through both engines before, which doesn't count
     progress: Callable[[], None] = lambda: None,  # called after each group of prompts

@@ -1,4 +1,4 @@
-"""What a measurement ran on, for its report."""
+"""Description of the machine, for reports of measurements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def available_memory() -> int:
-    """Bytes that new processes can have now: of the machine, or of this container's share."""
+    """Available memory in bytes, of the machine or this container."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -56,7 +56,7 @@ def fast_bfloat16() -> bool:
 
 
 def format_machine(machine: dict[str, Any]) -> str:
-    """One line of it."""
+    """Format it as one line."""
     gpus = f", {', '.join(machine['gpus'])}" if machine["gpus"] else ""
     return (
         f"{machine['cores']} cores of {machine['cpu']}{gpus}, {machine['memory_gb']} GB of memory, "

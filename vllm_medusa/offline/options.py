@@ -1,4 +1,4 @@
-"""Options of `generate`, `distill` and `compare`; those that several commands share come first."""
+"""Options of `generate`, `distill` and `compare`; shared ones come first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnBadLine = Literal["refuse", "skip"]
 
 
 class PromptFile(Options):
-    """A file of prompts, and what is made of it."""
+    """A file of prompts and its output."""
 
     title = "files"
     prompts: Path = option("a file of prompts: .txt, .jsonl or .parquet", "-i")
@@ -34,9 +34,9 @@ class PromptFile(Options):
         "key or column that holds the prompt; absent: by its name", default=None
     )
     on_bad_line: OnBadLine = option(
-        "refuse: do nothing while the file has a bad line; skip: leave it out", default="refuse"
+        "refuse: fail if the file has a bad line; skip: leave it out", default="refuse"
     )
-    overwrite: bool = option("throw away the output's content", default=False)
+    overwrite: bool = option("discard the output's content", default=False)
 
 
 class EngineOptions(Options):
@@ -70,11 +70,11 @@ class Speculation(Options):
         default=None,
     )
     lookup: bool = option(
-        "also draft what followed the last tokens before; without HEADS, only that", default=False
+        "also draft copies from the request's own text; without HEADS, only these", default=False
     )
 
     def check(self) -> None:
-        """Refuse what no engine takes, before one starts."""
+        """Refuse invalid options before an engine starts."""
         config = self.speculative_config()
         if config is None:
             for name in ("tree", "num_speculative_tokens", "budget", "acceptance"):
@@ -119,7 +119,7 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
     stop: tuple[str, ...] = option("texts that end an answer", default=(), metavar="TEXT")
 
     def engine_settings(self) -> EngineSettings:
-        """What the engine is built from.
+        """The engine's settings.
 
         Raises ValueError: see `speculative_config`; or ``engine_args`` has one too.
         """
@@ -154,7 +154,7 @@ class DistillOptions(PromptJob):
     """Options of `vllm_medusa.training.distill.distill` and of `vllm-medusa distill`."""
 
     prompts: Path | None = option(  # type: ignore[assignment]
-        "the file of prompts; absent: with --conversations the target opens them itself",
+        "the file of prompts; absent: with --conversations the target writes the first turns",
         "-i",
         default=None,
     )
@@ -167,9 +167,9 @@ class DistillOptions(PromptJob):
         "one or several; sample after sample takes the next", default=(0.7,), metavar="T"
     )
     seed: Seed = option("text i uses the seed SEED + i", default=0)
-    self_talk: bool = option("the target writes the user's later turns too", default=False)
+    self_talk: bool = option("the target also writes the user's later turns", default=False)
     conversations: Positive | None = option(
-        "without --prompts: self-talk conversations, which the target opens too",
+        "without --prompts: number of self-talk conversations that the target opens",
         default=None,
         metavar="N",
     )
@@ -215,7 +215,7 @@ class CompareOptions(EngineOptions):
         metavar="N",
     )
     no_automatic: bool = option(
-        "leave out the trees that the engine chooses, the default where no tree is named",
+        "do not measure dynamic trees, the default without a tree",
         default=False,
     )
     temperature: AtLeastZero = option(default=0.0)
@@ -224,7 +224,7 @@ class CompareOptions(EngineOptions):
     batch: Positive = option("prompts at a time", default=1)
     rounds: Positive = option("repetitions", default=3)
     seconds: Above | None = option(
-        "about so long: where all prompts and rounds take longer, fewer are measured",
+        "approximate time limit: prompts and rounds are reduced to fit",
         default=None,
         metavar="S",
     )

@@ -1,7 +1,7 @@
-"""A vLLM engine in a process of its own that runs groups of prompts and measures their time.
+"""A vLLM engine in a subprocess that runs and times groups of prompts.
 
-Several engines can then wait beside each other while one is timed, and ending one frees its memory.
-The clock runs in the engine's process; what it prints goes to a log that errors quote.
+Several engines can then be idle while one is timed, and ending one frees its memory. Times are
+measured in the engine's process; its output goes to a log that errors quote.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class EngineProcess:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
-            self._child.process.kill()  # nobody waits for what it is doing
+            self._child.process.kill()  # its work is not needed
         self.close()
 
     def _ask(

@@ -64,7 +64,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A record that can't be used, and why."""
+    """An invalid record, with the reason."""
 
     index: int
     line: int
@@ -217,7 +217,7 @@ def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
 
 
 def _from_record(row: Mapping[str, Any], index: int, line: int) -> Prompt:
-    """The tokens before the first span that the target wrote; of plain texts the beginning."""
+    """The tokens before the first span that the target wrote; for plain texts, the beginning."""
     try:
         ids, start = tuple(map(int, row["token_ids"])), int(row["generated"][0][0])
     except (KeyError, IndexError, TypeError, ValueError):

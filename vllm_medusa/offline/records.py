@@ -1,4 +1,4 @@
-"""Texts to train on, as token ids, each with the spans that the target (or an assistant) wrote.
+"""Training texts as token ids, with the spans that the target (or an assistant) wrote.
 
 A file of records is JSON lines; a line is one of these:
 
@@ -80,7 +80,7 @@ class Record:
 
     @property
     def prompt_key(self) -> str:
-        """What splits go by: the ``group``, else the `key_of` the tokens before the first span.
+        """The key of splits: the ``group``, else the `key_of` the tokens before the first span.
 
         It is equal for all samples of one prompt.
         """
@@ -88,11 +88,11 @@ class Record:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """What records are sorted by: the index, then (in joined files) the content."""
+        """Sort key: the index, then (in joined files) the content."""
         return (self.index, self.request_id, self.token_ids)
 
     def to_row(self) -> dict[str, Any]:
-        """What `read_records` makes the same record of (but for ``line``), plain JSON."""
+        """JSON that `read_records` reads back as the same record, except ``line``."""
         row = {
             "index": self.index,
             "request_id": self.request_id,

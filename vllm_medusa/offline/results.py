@@ -1,4 +1,4 @@
-"""A JSON-lines file of results that survives being killed at any moment.
+"""A JSON-lines file of results that can be resumed after a kill at any time.
 
 The settings are in ``NAME.run/`` beside it, a `vllm_medusa.files.Run`. A result is one line,
 written whole and flushed, after everything it reports is finished. So only the last line can be
@@ -21,7 +21,7 @@ _CHECKPOINT_SUFFIXES = (".safetensors", ".bin", ".pt", ".json")
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """A digest that tells checkpoints (folder or file) apart without reading gigabytes.
+    """A digest that identifies checkpoints (folder or file) without reading gigabytes.
 
     It covers names, sizes and both ends of every file.
     """
@@ -53,7 +53,7 @@ class ResultLog:
         path: Path,  # its folder must exist
         settings: Mapping[str, Any],  # everything that the results depend on, plain JSON
         *,
-        overwrite: bool = False,  # throw away what the file holds; only a file of results is
+        overwrite: bool = False,  # discard the content of a result file
         provenance: Mapping[str, Any] | None = None,
     ):
         """Open or create a result file; results of other settings are never mixed into one.
@@ -113,7 +113,7 @@ class ResultLog:
         self.failed += "error" in record
 
     def close(self) -> None:
-        """Push the results to the disk and release the file."""
+        """Sync the results to disk and release the file."""
         try:
             os.fsync(self._fd)
         finally:

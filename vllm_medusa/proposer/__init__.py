@@ -1,4 +1,4 @@
-"""Hidden states to the token of every node of the tree.
+"""Node tokens of a draft tree from hidden states.
 
 Node n at depth d with rank r holds the r-th best token of head d - 1, whatever its parent holds:
 Medusa's heads do not see each other's choices, so a depth needs one top-k for all its nodes
@@ -49,7 +49,7 @@ def propose(logits: Tensor, tree: TreeTensors, token_map: Tensor | None = None) 
 
 
 def check_fits(tree: TreeTensors, num_heads: int, vocab_size: int) -> int:
-    """How many of its best tokens every head must give; ValueError if the heads can't."""
+    """Required number of top tokens per head; raises ValueError if the heads have too few."""
     if tree.max_depth > num_heads:
         raise ValueError(
             f"the tree is {tree.max_depth} deep; there are {num_heads} heads. Use a shallower tree"

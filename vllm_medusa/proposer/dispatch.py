@@ -1,6 +1,6 @@
-"""The proposal in the form a device has it: Triton where it runs, torch elsewhere.
+"""Dispatch of the proposal: Triton if available, else torch.
 
-The same tokens, bit for bit; neither waits for the device.
+Both return the same tokens, without host sync.
 """
 
 from __future__ import annotations

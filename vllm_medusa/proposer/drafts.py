@@ -1,4 +1,4 @@
-"""A step's drafts by either kind of heads and trees, batched: what `decode.py` asks for."""
+"""A step's drafts for either kind of heads and trees, batched; used by `decode.py`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vllm_medusa.tree.topology import MAX_NODES, TokenTree
 def propose_tree(
     heads: MedusaHeads,
     hidden_states: Tensor,  # [B, H], as for `proposer.draft`
-    root: Tensor,  # int64 [B], the tokens that the target gave last
+    root: Tensor,  # int64 [B], the last sampled tokens
     tree: TokenTree | DynamicTree,
     lm_head: LMHead | None = None,
-    useful_depth: int = MAX_NODES,  # dynamic trees get no deeper
+    useful_depth: int = MAX_NODES,  # max depth of dynamic trees
 ) -> DraftTrees:
-    """Draft; Hydra heads have the target's embedding bound. Nothing waits for the device."""
+    """Draft; Hydra heads have the target's embedding bound. No host sync."""
     device = hidden_states.device
     sharpness = getattr(tree, "sharpness", None)
     factors = None if sharpness is None else torch.tensor(sharpness, device=device)
@@ -43,11 +43,11 @@ def propose_tree(
 
 
 def source_on(tree: DynamicTree, device: torch.device) -> TreeTensors | Beam:
-    """What `build_tree` chooses from, on ``device``."""
+    """The candidate source of `build_tree`, on ``device``."""
     return tree.pool if isinstance(tree.pool, Beam) else tensors_on(tree.pool, device)
 
 
 @functools.lru_cache(maxsize=8)
 def tensors_on(tree: TokenTree, device: torch.device) -> TreeTensors:
-    """The tree on ``device``, made once."""
+    """The tree on ``device``, cached."""
     return TreeTensors.from_tree(tree, device)

@@ -125,7 +125,7 @@ def _best_of_parts(logits: Tensor, k: int, shard: VocabShard) -> Tensor:
 
 
 def _part_size(vocab_size: int, k: int) -> int:
-    """The smallest part that leaves no more candidates than one program merges with ease."""
+    """The smallest part whose number of candidates one program can merge."""
     for part in _PARTS:
         if triton.cdiv(vocab_size, part) * k <= _CANDIDATES:
             return part

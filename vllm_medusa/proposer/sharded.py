@@ -34,7 +34,7 @@ AllGather = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which ids a rank's logits are of: column c is id ``first_id + c``, for c < ``num_ids``.
+    """The ids of a rank's logits: column c is id ``first_id + c``, for c < ``num_ids``.
 
     Columns from ``num_ids`` on are padding. ``vocab_size`` counts the ids of all ranks.
     """

@@ -1,4 +1,4 @@
-"""Medusa's and Hydra's heads at one step, as the builder of trees calls them (`proposer.build`)."""
+"""Medusa's and Hydra's heads at one step, as called by `proposer.build`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MedusaStep:
     read: ReadChoices | None = None  # None: the logits are of the whole vocabulary
 
     def marginals(self, depth: int, width: int, first: int = 0) -> Choices:
-        """The choices of the first ``depth`` heads, less those before ``first`` (packed heads)."""
+        """The choices of heads ``first`` to ``depth`` - 1 (packed heads)."""
         sharpness = None if self.sharpness is None else self.sharpness[first:]
         read = self.read or functools.partial(read_choices, token_map=self.heads.token_map)
         return read(self.logits(depth, first), width, sharpness)
@@ -71,13 +71,13 @@ class HydraStep:
         return self._read(logits, width, factors)
 
 
-MIN_SURVIVAL = 0.15  # survival of the likeliest draft from which on deeper heads run
+MIN_SURVIVAL = 0.15  # min survival of the likeliest draft for deeper heads to run
 FIRST_HEADS = 2  # heads that always run
-_WINDOW = 32.0  # steps over which it is averaged how often deep heads are needed
+_WINDOW = 32.0  # steps over which the rate of needed deep heads is averaged
 
 
 class Stages:
-    """Runs deep heads only when some draft is likely enough to get there; waits for the device.
+    """Runs deep heads only when some draft is likely enough to reach them; syncs with the host.
 
     What a step gains from deep heads is at most what survives to them. A second run may have to
     read an LM head again, which can be larger than all that the heads have of their own; so all
@@ -85,7 +85,7 @@ class Stages:
     """
 
     def __init__(self, own: int, again: int) -> None:
-        """``own`` weights are read for each head, ``again`` in each run, whatever heads run."""
+        """``own`` weights are read per head, ``again`` per run."""
         self._own, self._again = own, again
         self._needed = 0.0  # fraction of recent steps that needed deep heads
 
@@ -94,8 +94,8 @@ class Stages:
         run: Callable[[int, int, int], Choices],  # `MedusaStep.marginals`
         depth: int,
         width: int,
-        useful: Tensor,  # int64 [B], the deepest node that each request has a use for
-        min_survival: float,  # below it a request's best draft does not count
+        useful: Tensor,  # int64 [B], max useful depth per request
+        min_survival: float,  # drafts below it are ignored
     ) -> Choices:
         """The choices [B, D, width] of the first ``depth`` heads, or of `FIRST_HEADS` if enough."""
         if depth <= FIRST_HEADS:

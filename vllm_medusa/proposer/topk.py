@@ -1,4 +1,4 @@
-"""The k best tokens of every row, with ties always broken alike.
+"""Deterministic top-k tokens of every row.
 
 `torch.topk` leaves the order of equal logits open, and so free to change with device, batch size
 and release; equal logits are common in bfloat16. Here equal logits rank by token id, lower first,
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _GROUP = 128  # ids in a group: fastest or near it for 32k and 152k tokens, k about 10
-_DIRECT = 4096  # up to this vocabulary making all keys is as fast, whatever the number of rows
+_DIRECT = 4096  # up to this vocabulary, making all keys is as fast
 _NAN = 0x7FC00000  # as float32 bits
 _LAST = torch.iinfo(torch.int64).min
 

@@ -1,6 +1,6 @@
 """Acceptance: logits at the nodes -> verdict (accepted path, emitted tokens).
 
-Batched tensors in and out; knows neither how the tree was proposed nor where its KV lies.
+Batched tensors in and out; independent of the proposal and the KV cache.
 
 To add a rule: a module here from a `TreeBatch` and logits to a `Path` or `Verdict` (for CUDA also
 in `dispatch`, `launch` and `kernel`); its option, `config.AcceptanceConfig`; which requests use it,

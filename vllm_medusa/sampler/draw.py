@@ -1,4 +1,4 @@
-"""One token from one row of logits: truncation and the random draw, as vLLM does them.
+"""Sample one token from one row of logits: truncation and random draw, as in vLLM.
 
 The oracle must draw what vLLM draws for a seeded request, so both of vLLM's ways are here. Each
 costs the generator the same amount per token drawn, whatever the logits.
@@ -18,7 +18,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 
 
 def truncate_logits(logits: Tensor, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Set what top-k, then top-p, leave out to -inf: fp32 [R, V], after the temperature.
+    """Mask by top-k, then top-p, with -inf: fp32 [R, V], after the temperature.
 
     ``top_k`` up to 0 or from V on, and ``top_p`` from 1 on, leave everything. Values tied with the
     k-th largest stay. Top-p keeps the fewest tokens, of the renormalised top k, that exceed it,

@@ -14,7 +14,7 @@ from vllm_medusa.tree.batch import TreeBatch
 
 
 def greedy_verdict(tree: TreeBatch, token_ids: Tensor, target_argmax: Tensor) -> Verdict:
-    """Judge ``token_ids`` int64 [B, N] by ``target_argmax`` int64 [B, N], the argmax at each node.
+    """Verify ``token_ids`` int64 [B, N] with ``target_argmax`` int64 [B, N] at each node.
 
     Equals `lossless_walk` with a sampler that returns the argmax: of siblings that carry the same
     token the first in node order is the one kept.

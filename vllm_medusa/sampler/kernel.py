@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Acceptance in Triton; `launch` says what is computed.
+"""Acceptance in Triton; see `launch` for the rules.
 
 One program decides one request, as a tree has at most 256 nodes. Strides change with the batch and
 the nodes of its widest tree, and verdicts lie anywhere in their memory: neither may make another
@@ -131,7 +131,7 @@ def vocabulary(
     parts_ptr,  # out, float32 [R, splits, 3]
     SPLIT: tl.constexpr,
 ):
-    """What a part of a row adds to its softmax and entropy; all of a part may be -inf.
+    """Partial sums of a row's softmax and entropy; all of a part may be -inf.
 
     That is its largest logit m, the sum of w = exp(x - m), and the sum of w * (x - m).
     """
@@ -175,7 +175,7 @@ def plausible(
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Which nodes their parents' distributions find plausible, and the log of their paths."""
+    """Typical acceptance of each node by its parent's distribution, and path log-probabilities."""
     request = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_N)
     exists = index < tl.load(num_nodes_ptr + request).to(tl.int32)

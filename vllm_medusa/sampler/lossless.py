@@ -22,7 +22,7 @@ from vllm_medusa.sampler.path import NO_TOKEN, Path, Verdict
 from vllm_medusa.tree.batch import TreeBatch
 
 # (level, nodes int64 [B], active bool [B]) -> token ids int64 [B] sampled at those nodes.
-# What it returns for inactive requests is ignored; no randomness need be spent on them.
+# Values of inactive requests are ignored; their generators need not advance.
 NodeSampler = Callable[[int, Tensor, Tensor], Tensor]
 
 

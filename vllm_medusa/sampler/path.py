@@ -1,4 +1,4 @@
-"""Root paths: from which nodes were accepted to the one path that is kept, and what it emits.
+"""Root paths: from accepted nodes to the kept path and its emitted tokens.
 
 B requests, N nodes each (padding included), D the depth no node exceeds. A verification step emits
 the accepted draft tokens and one token more: *recovered* where the path stops at an inner node,
@@ -28,7 +28,7 @@ class Path:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What a verification step decided."""
+    """The result of a verification step."""
 
     path: Path
     output_token_ids: Tensor  # int64 [B, D + 1]: accepted drafts, the final token, then NO_TOKEN

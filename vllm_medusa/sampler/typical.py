@@ -1,4 +1,4 @@
-"""Typical acceptance: keep every draft the target finds plausible enough (not lossless).
+"""Typical acceptance: keep drafts above a target probability threshold (not lossless).
 
 Medusa, https://arxiv.org/abs/2401.10774, section 2.3.1. With p the target distribution at the
 parent, after the request's temperature and truncation, and H its entropy in nats, x is kept when

@@ -1,4 +1,4 @@
-"""The tree's forward pass: where each node stands and which keys it attends.
+"""The tree's forward pass: the position of each node and the keys that it attends to.
 
 A tree of n nodes verified behind a context of c tokens occupies the cache slots c .. c + n - 1 in
 node order, while node i stands at *position* c + depth(i): siblings share a position, not a slot.

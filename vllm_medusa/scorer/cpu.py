@@ -16,7 +16,7 @@ from vllm_medusa.tree.batch import TreeBatch
 
 
 class AttentionPlan(Structure):
-    """What the layers of one layout and window run in one step; `Plan` of attention.cpp."""
+    """A step's plan, shared by layers of one layout and window; `Plan` of attention.cpp."""
 
     _fields_ = [
         *((name, c_int64) for name in ("requests", "heads", "kv_heads", "dim", "block_size")),
@@ -25,7 +25,7 @@ class AttentionPlan(Structure):
         *((name, c_void_p) for name in ("row", "rows", "own", "base", "blocks", "seen", "depths")),
     ]
     layout: CacheLayout
-    kept: tuple[Tensor, ...]  # what the pointers point to
+    kept: tuple[Tensor, ...]  # keeps the pointers valid
 
 
 class _Layer(Structure):
@@ -134,9 +134,9 @@ def tree_attention(
         plan: from `plan_trees` or `plan_branches`; shared by the layers of one layout and window.
         scale: factor on the logits.
         softcap: logits become softcap * tanh(logits / softcap); 0 for none.
-        sinks: one more logit a head, [num_heads], with no value behind it.
+        sinks: one more logit per head, [num_heads], without a value.
         out: like ``query``; allocated when None. Only rows of the plan are written.
-        truncate: cut results off to bf16 instead of rounding them, as vLLM's kernel for CPUs
+        truncate: truncate results to bf16 instead of rounding them, as vLLM's kernel for CPUs
             without AVX-512 does.
 
     Returns:

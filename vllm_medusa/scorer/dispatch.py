@@ -1,4 +1,4 @@
-"""Paged attention in the form a device has it: Triton where it runs, torch elsewhere."""
+"""Dispatch of paged attention: Triton if available, else torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def paged_tree_attention(
     v_scale: Tensor | None = None,  # fp32, one element
     lse: Tensor | None = None,  # fp32 [T, Hq]
 ) -> Tensor:
-    """Attend every row to what it sees; keys and values are in the cache.
+    """Attend every row to its visible keys; keys and values are in the cache.
 
     On a GPU, or where Triton interprets, this is the kernel: it allocates nothing and never waits
     for the device. Elsewhere it is `paged_torch`, for tests.
@@ -40,8 +40,8 @@ def paged_tree_attention(
         softcap: Logits become softcap * tanh(logits / softcap); 0 for none.
         window: Keys at positions > p - window are seen from position p; None for all.
         sinks: One more logit a head with no value behind it.
-        k_scale: What fp8 keys were divided by; None for 1.
-        v_scale: What fp8 values were divided by; None for 1.
+        k_scale: Divisor of fp8 keys; None for 1.
+        v_scale: Divisor of fp8 values; None for 1.
         lse: Receives log(sum(exp(logits))) of every row and head, sinks included.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Launching `kernel`: tile sizes, grid and strides of one call; nothing is allocated or waited for.
+"""Launch of `kernel`: tile sizes, grid and strides; no allocation, no host sync.
 
 Import it late: it imports Triton.
 """
@@ -159,7 +159,7 @@ def paged_tree_attention_kernel(
 
 @functools.cache
 def device_limits(device: torch.device) -> DeviceLimits:
-    """Ask once; a device that isn't CUDA counts as one multiprocessor."""
+    """Cached; a device that isn't CUDA counts as one multiprocessor."""
     if device.type != "cuda":
         return DeviceLimits()
     properties = torch.cuda.get_device_properties(device)

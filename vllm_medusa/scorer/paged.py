@@ -91,7 +91,7 @@ class PagedBatch:
 
 @dataclass(frozen=True, eq=False)
 class PagedBranches:
-    """What `paged` needs to know of the scratch nodes of all requests, in one place for good.
+    """Persistent buffers of the scratch nodes of all requests.
 
     The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
     """
@@ -120,7 +120,7 @@ class PagedBranches:
         num_splits: int = 1,
         workspace: SplitWorkspace | None = None,
     ) -> PagedBatch:
-        """One level; nothing is waited for."""
+        """One level; no host sync."""
         (count, queries, size), bits = seen.shape, pack_ancestors(seen)
         self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
         return PagedBatch(
@@ -147,7 +147,7 @@ def check_arguments(
     sinks: Tensor | None,
     lse: Tensor | None,
 ) -> None:
-    """Assert what `dispatch.paged_tree_attention` takes; reads shapes and strides only."""
+    """Validate arguments of `dispatch.paged_tree_attention`; reads shapes and strides only."""
     rows, heads, dim = query.shape
     kinds = query.dtype, *FP8_DTYPES
     assert query.dtype in QUERY_DTYPES and out.dtype == query.dtype, (query.dtype, out.dtype)

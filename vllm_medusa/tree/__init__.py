@@ -1,6 +1,6 @@
-"""Draft trees: shapes, tensors, drafted batches. Knows no model and no vLLM.
+"""Draft trees: shapes, tensors, drafted batches. Independent of models and vLLM.
 
-`tree.batch` and `tree.drafts` need torch; what is imported here does not.
+`tree.batch` and `tree.drafts` import torch; this module does not.
 """
 
 from vllm_medusa.tree.forms import FORMS, TreeValue, read_tree

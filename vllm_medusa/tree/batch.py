@@ -66,7 +66,7 @@ class TreeTensors:
 
     @property
     def width(self) -> int:
-        """Choices of each head that are in use."""
+        """Number of choices used of each head."""
         return max(self.head_widths, default=0)
 
     def survival(self, log_confidence: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class TreeBatch:
     depths: Tensor  # int64 [B, N]
     ancestor_bits: Tensor  # int64 [B, N, W]
     ancestors: Tensor  # bool [B, N, N], self included
-    max_depth: int  # bound of every depth, known without asking the device
+    max_depth: int  # bound of every depth, known on the host
 
     @classmethod
     def from_static(cls, tensors: TreeTensors, num_nodes: Tensor) -> TreeBatch:
@@ -158,7 +158,7 @@ class TreeBatch:
         )
 
     def prefix(self, width: int) -> TreeBatch:
-        """The same trees padded to ``width`` nodes, at least what any of them has: views."""
+        """The same trees padded to ``width`` nodes, at least their max node count: views."""
         if width == self.max_nodes:
             return self
         return replace(

@@ -49,7 +49,7 @@ class DraftTrees:
 
     @classmethod
     def static(cls, tree: TreeTensors, token_ids: Tensor) -> DraftTrees:
-        """A static tree taken whole; ``token_ids`` int64 [B, N]. Of survival its order is known."""
+        """A whole static tree; ``token_ids`` int64 [B, N]. Survivals only encode its order."""
         survival = _falling(tree.num_nodes, token_ids.device).expand_as(token_ids)
         return cls.of(token_ids, tree.parents.expand_as(token_ids), survival)
 
@@ -74,7 +74,7 @@ class DraftTrees:
         return DraftTrees(token_ids, parents, log_survival, source)
 
     def padded(self, num_nodes: int) -> DraftTrees:
-        """At least ``num_nodes`` columns, with nodes that cannot survive."""
+        """Pad to at least ``num_nodes`` columns, with nodes that cannot survive."""
         missing = num_nodes - self.parents.shape[1]
         if missing <= 0:
             return self
@@ -89,7 +89,7 @@ class DraftTrees:
         return DraftTrees(*(part[:, :num_nodes] for part in vars(self).values()))
 
     def limited(self, num_drafts: int | Tensor) -> DraftTrees:
-        """At most so many drafts of each request (int64 [B] or a number); no other can survive."""
+        """Limit the drafts per request (int64 [B] or a number); the others cannot survive."""
         limit = num_drafts[:, None] if isinstance(num_drafts, Tensor) else num_drafts
         nodes = torch.arange(self.parents.shape[1], device=self.parents.device)
         return replace(self, log_survival=self.log_survival.masked_fill(nodes > limit, IMPOSSIBLE))
@@ -101,6 +101,6 @@ class DraftTrees:
 
 @functools.lru_cache(maxsize=8)
 def _falling(num_nodes: int, device: torch.device) -> Tensor:
-    """float32 [N]: 0 for the root, then falling from 0.5."""
+    """float32 [N]: 0 for the root, then decreasing from 0.5."""
     node = torch.arange(num_nodes, device=device)
     return torch.where(node == 0, 1.0, 0.5 * (1.0 - (node - 1) / num_nodes)).log()

@@ -1,4 +1,4 @@
-"""What is said of dynamic trees beforehand: the nodes to choose from, and how many to choose."""
+"""Static parameters of dynamic trees: the candidate nodes, and the max number to choose."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 from vllm_medusa.tree.topology import MAX_NODES, Path, TokenTree
 
-MOST_DRAFTS = 63  # of a request whose budget follows from measurements
-BEAM_WIDTH = 10  # nodes that are expanded a level, and choices of each (EAGLE-2's)
+MOST_DRAFTS = 63  # per request with an automatic budget
+BEAM_WIDTH = 10  # nodes expanded per level, and choices of each (EAGLE-2's)
 
-# How often a head's best, second ... choice is right, and what is left of that a head further on:
-# a guess of the usual shape. It decides only which nodes are in the pool at all.
+# Assumed accuracy of a head's best, second ... choice, and its decay per head: typical values. They
+# only determine which nodes are in the pool.
 _BY_RANK = (0.5, 0.12, 0.06, 0.04, 0.03, 0.024, 0.02, 0.017, 0.014, 0.012)
 _NEXT_HEAD = 0.85
 
 
 @dataclass(frozen=True)
 class Beam:
-    """What a drafter that sees its branch is asked for: in place of a pool, see `build_tree`."""
+    """The beam of a branching drafter, in place of a pool; see `build_tree`."""
 
-    width: int  # k, nodes expanded a level
+    width: int  # k, nodes expanded per level
     choices: int  # K, of each node that is expanded
     depth: int  # levels
 
@@ -38,7 +38,7 @@ class Beam:
         return self.depth
 
     def width_at(self, level: int) -> int:
-        """Nodes that are expanded at a level; the root is alone."""
+        """Number of nodes expanded at a level; 1 for the root."""
         return 1 if level == 0 else min(self.width, self.choices * self.width_at(level - 1))
 
     def within(self, num_drafts: int) -> Beam:
@@ -48,15 +48,15 @@ class Beam:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """Stands where a static `TokenTree` can: every request and step has the best part of `pool`."""
+    """Used in place of a static `TokenTree`: each request drafts the best part of `pool`."""
 
     pool: TokenTree | Beam  # without a path: there is no drafter
-    num_nodes: int  # that a request verifies at most, root included
+    num_nodes: int  # max verified nodes per request, root included
     sharpness: tuple[float, ...] | None = None  # factor on each head's logits; None: 1
 
     @property
     def num_draft_tokens(self) -> int:
-        """Nodes to propose at most: all but the root."""
+        """Max nodes to propose: all but the root."""
         return self.num_nodes - 1
 
     @property
@@ -87,9 +87,9 @@ def widest_pool(num_heads: int, num_ranks: int, num_nodes: int = MAX_NODES) -> T
     """The pool for heads: the ``num_nodes - 1`` likeliest paths, best first.
 
     Args:
-        num_heads: Levels at most.
-        num_ranks: Choices of a head at most, at least 1.
-        num_nodes: Nodes of the pool at most, root included.
+        num_heads: Max levels.
+        num_ranks: Max choices of a head, at least 1.
+        num_nodes: Max nodes of the pool, root included.
 
     """
 

@@ -1,4 +1,4 @@
-"""The ways to write a tree down: preset name, file, JSON text, list of paths, widths, chain."""
+"""The forms of a tree option: preset name, file, JSON text, list of paths, widths, chain."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ FORMS = (
 
 _READERS: dict[str, Callable[[Any], TokenTree]] = {
     "paths": TokenTree.from_paths,
-    "tree": TokenTree.from_paths,  # how other tools name the paths
+    "tree": TokenTree.from_paths,  # other tools' name of the paths
     "dense": TokenTree.dense,
     "chain": TokenTree.chain,
     "preset": load_preset,
 }
-_NOTE = "source"  # where a tree file came from; allowed beside the form, not read
+_NOTE = "source"  # origin of a tree file; allowed, not read
 
 
 def read_tree(value: TreeValue) -> TokenTree:
-    """Read any of `FORMS`; a JSON text such as ``'{"chain": 4}'`` counts as what it holds.
+    """Read any of `FORMS`, also as a JSON text such as ``'{"chain": 4}'``.
 
     A file holds a list of paths or one of the dicts, which may have a ``"source"`` note.
 
@@ -60,7 +60,7 @@ def read_tree(value: TreeValue) -> TokenTree:
 
 
 def shown(value: object, limit: int = 120) -> str:
-    """A value's repr for a message: cut to ``limit`` characters, and there for any value."""
+    """A value's repr for a message, cut to ``limit`` characters; never raises."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an int of too many digits; too many levels

@@ -14,7 +14,7 @@ DEFAULT_TREE = TokenTree.from_paths(
         *[(0, 2), (3,), (0, 3), (4,), (2, 0), (0, 0, 1), (0, 0, 0, 0)],
     )
 )
-"""The tree of heads that bring none: 14 draft nodes, few enough to be cheap to verify.
+"""The default tree of heads without one: 14 draft nodes, which are cheap to verify.
 
 The first 13 nodes, best first, are the ones that the published trees agree on: they have the least
 mean position over all presets. The last one puts the best choice of a fourth head to use.
@@ -23,7 +23,7 @@ mean position over all presets. The last one puts the best choice of a fourth he
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """The names that `load_preset` knows, sorted."""
+    """The preset names, sorted."""
     files = (resources.files("vllm_medusa.tree") / "presets").iterdir()
     return tuple(sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json")))
 

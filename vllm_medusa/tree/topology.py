@@ -1,4 +1,4 @@
-r"""The shape of a draft tree: which rank of which head sits under which node.
+r"""The shape of a draft tree: the head and rank of each node.
 
 A *path* lists, head by head, the rank of the prediction taken: ``(0, 2)`` is the third choice of
 head 1 under the first choice of head 0. The root is node 0, the last sampled token, with the empty
@@ -30,7 +30,7 @@ Path = tuple[int, ...]
 
 
 class TreeError(ValueError):
-    """A tree that is not one; the message names the path, what is allowed and the remedy."""
+    """An invalid tree; the message has the path, what is allowed and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TokenTree:
 
     @classmethod
     def chain(cls, depth: int) -> TokenTree:
-        """The best choice of each of the first ``depth`` heads, one under the other.
+        """Chain of the best choice of each of the first ``depth`` heads.
 
         Raises:
             TreeError: A depth below 1 or of `MAX_NODES` and more.
@@ -115,7 +115,7 @@ class TokenTree:
         return self if num_nodes >= self.num_nodes else TokenTree(self.paths[: num_nodes - 1])
 
     def cut(self, max_depth: int | None = None, num_ranks: int | None = None) -> TokenTree:
-        """The tree without nodes deeper than ``max_depth`` or of a rank from ``num_ranks`` on."""
+        """The tree without nodes deeper than ``max_depth`` or of rank >= ``num_ranks``."""
         return TokenTree(
             tuple(
                 path
@@ -126,7 +126,7 @@ class TokenTree:
         )
 
     def to_lists(self) -> list[list[int]]:
-        """The paths as JSON has them; `from_paths` gives the same tree back."""
+        """The paths as JSON lists; `from_paths` restores the tree."""
         return [list(path) for path in self.paths]
 
     @property
@@ -162,7 +162,7 @@ class TokenTree:
 
     @cached_property
     def head_widths(self) -> tuple[int, ...]:
-        """[max_depth] how many of its best predictions each head must give: 1 + highest rank."""
+        """[max_depth] required predictions per head: 1 + highest rank."""
         widths = [0] * self.max_depth
         for path in self.paths:
             widths[len(path) - 1] = max(widths[len(path) - 1], path[-1] + 1)

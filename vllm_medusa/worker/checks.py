@@ -1,4 +1,4 @@
-"""Combinations that would be silently wrong are refused at start-up, with the reason."""
+"""Start-up checks that refuse combinations which would be silently wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_medusa.worker.options import (
 
 
 def check_engine(vllm_config: Any) -> None:
-    """Refuse what Medusa can not do yet; called on the finished config, before weights load.
+    """Refuse unsupported configurations; called on the finished config, before weights load.
 
     Raises:
         MedusaConfigError: Naming every reason, not only the first.
@@ -40,13 +40,13 @@ def check_engine(vllm_config: Any) -> None:
 
 
 def check_layers(layers: Mapping[str, Any], kv_cache_config: Any) -> None:
-    """Refuse attention layers that never asked for a backend, and so have none with trees.
+    """Refuse attention layers whose backend does not support trees.
 
-    Nor do backends that vLLM derives from ours, to see the requests otherwise than they are.
+    This includes backends that vLLM derives from ours with a different view of the requests.
 
     Args:
         layers: The model's attention layers by name.
-        kv_cache_config: vLLM's; the layers of its groups are looked at.
+        kv_cache_config: vLLM's; the layers of its groups are checked.
 
     Raises:
         MedusaConfigError: Naming the first such layer and its backend.
@@ -96,7 +96,7 @@ def _unsupported(config: Any) -> Iterator[str]:
     if model.attention_chunk_size is not None:
         yield (
             f"{model.model} attends in chunks of {model.attention_chunk_size} tokens "
-            "(attention_chunk_size), which tree attention does not know. Leave method='medusa' out."
+            "(attention_chunk_size), which tree attention cannot read. Leave method='medusa' out."
         )
     readable = ["auto", "bfloat16", "float16"]
     readable += ["fp8", "fp8_e4m3"] if compat.on_cuda() else ["float32"]
@@ -161,13 +161,13 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
 
 
 def _max_tokens(config: Any) -> int:
-    """Tokens of a step, at most."""
+    """Max tokens of a step."""
     scheduler = config.scheduler_config
     return int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
 
 
 def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:
-    """Refuse steps that are too small for a static tree, and warn of those that may be."""
+    """Refuse steps that are too small for a static tree; warn if they may be."""
     if options.budget is not None:  # dynamic trees leave room
         return
     nodes, tokens = options.tree.num_nodes, _max_tokens(config)

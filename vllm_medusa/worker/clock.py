@@ -1,4 +1,4 @@
-"""When steps begin and end, as a scheduler sees it."""
+"""Start and end times of steps, as seen by a scheduler."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class Step:
     started: float  # seconds
     rows: int
     requests: int
-    limit: int  # nodes that heads draft for a request at most, at its end; 0: no head runs
-    prefill: bool  # it does more than decode
+    limit: int  # max nodes drafted per request at its end; 0: no head runs
+    prefill: bool  # it includes prefill
     nodes: dict[str, int] = field(default_factory=dict)  # drafts verified, by request
-    tokens: int = 0  # that came of it
+    tokens: int = 0  # generated
 
 
 class StepClock:
-    """A step takes from its start to the start of the next, which follows at once."""
+    """A step lasts from its start to the start of the next, which follows immediately."""
 
     def __init__(self) -> None:
-        self._step: Step | None = None  # whose output is not there yet
-        self._last: Step | None = None  # whose time ends when the next one starts
+        self._step: Step | None = None  # output pending
+        self._last: Step | None = None  # ends when the next one starts
 
     def begin(self) -> tuple[Step, float] | None:
-        """Say that a step is about to be scheduled; return the one that ended, and its ms."""
+        """Start a step before it is scheduled; return the one that ended, and its ms."""
         ended, self._last = self._last, None
         return None if ended is None else (ended, _ms_since(ended.started))
 
@@ -42,11 +42,11 @@ class StepClock:
         return step
 
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
-        """Say that an output is dealt with; return the step if it has ended, and its ms.
+        """Record that an output was processed; return the step if it ended, and its ms.
 
         Args:
-            step: whose output it was.
-            more: another step follows at once.
+            step: the step of the output.
+            more: another step follows immediately.
 
         """
         if more:
@@ -56,7 +56,7 @@ class StepClock:
 
 
 class PipelinedClock(StepClock):
-    """Steps are scheduled ahead; one takes from the output before to its own.
+    """Steps are scheduled ahead; a step lasts from the previous output to its own.
 
     An output comes before the heads run, so the time is that of the heads of the step before.
     """
@@ -76,7 +76,7 @@ class PipelinedClock(StepClock):
         return self._in_flight.popleft()
 
     def end(self, step: Step, *, more: bool) -> tuple[Step, float] | None:
-        """Say that an output is dealt with; return the step, and its ms."""
+        """Record that an output was processed; return the step, and its ms."""
         ms = _ms_since(max(step.started, self._ended_at))
         self._ended_at = time.perf_counter()
         step.limit, self._heads_ran = self._heads_ran, step.limit

@@ -1,4 +1,4 @@
-"""Every question about the vLLM at hand is asked here."""
+"""Checks that depend on the installed vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = init_logger("vllm.medusa")  # below vLLM's own, whose handlers are not 
 
 
 def refuse_unsupported_platform(on_v2: bool) -> None:
-    """Trees need an attention of their own: vLLM's CPU has it, and CUDA on the V2 runner."""
+    """Check for tree attention: on vLLM's CPU platform, and on CUDA with the V2 runner."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

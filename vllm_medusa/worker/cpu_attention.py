@@ -1,6 +1,6 @@
-"""vLLM's CPU attention backend with trees: rows of trees that branch take ours, all others vLLM's.
+"""vLLM's CPU attention backend with trees: our kernel for branching trees, vLLM's for the rest.
 
-Chains are what vLLM's kernel is for.
+Chains use vLLM's kernel.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TreeMetadata(CPUAttentionMetadata):
     plans: dict[tuple[CacheLayout, int, int], AttentionPlan] = field(default_factory=dict)
 
     def plan(self, layout: CacheLayout, num_heads: int, window: int) -> AttentionPlan:
-        """The plan that all layers of one shape share; made by the first of them."""
+        """The plan shared by all layers of one shape; built by the first."""
         key = (layout, num_heads, window)
         if key not in self.plans:
             self.plans[key] = self._plan(layout, num_heads, window if window > 0 else None)
@@ -135,7 +135,7 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
 def _part(
     common: CommonAttentionMetadata, chosen: np.ndarray, starts: np.ndarray
 ) -> tuple[CommonAttentionMetadata, Tensor]:
-    """The metadata of some requests as if they were alone, and the token rows they have."""
+    """The metadata of a subset of requests, and their token rows."""
     requests = np.flatnonzero(chosen)
     lengths = starts[requests + 1] - starts[requests]
     cu = torch.from_numpy(np.concatenate(([0], lengths.cumsum())).astype(np.int32))
@@ -155,7 +155,7 @@ def _part(
 
 
 class TreeAttentionBackend(CPUAttentionBackend):
-    """Stands in for ``CPU_ATTN``; a step without trees is exactly vLLM's own."""
+    """Replaces ``CPU_ATTN``; steps without trees run vLLM's own code."""
 
     @staticmethod
     def get_impl_cls() -> type[TreeAttentionImpl]:
@@ -180,7 +180,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
                 "This model uses ALiBi, which tree attention does not support. Leave "
                 "method='medusa' out."
             )
-        kernel()  # without a compiler the engine does not start
+        kernel()  # fail at start-up if there is no compiler
 
     def forward(
         self,
@@ -221,12 +221,12 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
 
 @functools.cache
 def kernel_truncates() -> bool:
-    """Whether vLLM's CPU kernel cuts bf16 results off instead of rounding them to the nearest.
+    """Whether vLLM's CPU kernel truncates bf16 results instead of rounding to nearest.
 
     Its builds for CPUs without bf16 instructions do (csrc/cpu/cpu_types_x86.hpp, BF16Vec16). Half
     of all outputs then differ from rounded ones in the last bit, so trees have to do it too.
     """
-    length, size, block = 3, 32, 32  # tokens that are attended alike: the result is their mean
+    length, size, block = 3, 32, 32  # tokens of equal weight: the result is their mean
     values = torch.tensor([1.0, 1 + 2**-7, 1 + 2**-7]).bfloat16().view(length, 1, 1)
     values = values.expand(length, 1, size).contiguous()
     cache = torch.zeros(1, 1, 2 * block, size, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""vLLM's Triton attention backend with trees: steps that verify some take our kernel whole.
+"""vLLM's Triton attention backend with trees: steps that verify trees use our kernel only.
 
 A step without trees runs exactly vLLM's own path. In a step with trees our kernel attends
 for all requests, since it mixes trees, plain decodes and prefill; keys and values are written by
@@ -28,7 +28,7 @@ from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
 
 class TreeAttentionBackend(TritonAttentionBackend):
-    """Stands in for ``TRITON_ATTN``, less what trees can't have."""
+    """Replaces ``TRITON_ATTN``, without features that trees do not support."""
 
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
         "auto",
@@ -55,7 +55,7 @@ class TreeAttentionBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """Ampere and later, which the tiles are made for."""
+        """Ampere and later, for which the tiles are tuned."""
         return bool(capability.major >= 8)
 
     @classmethod
@@ -72,7 +72,7 @@ class TreeAttentionBackend(TritonAttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
     ) -> str | None:
-        """Why these can't go together, or None."""
+        """Return why this combination is unsupported, or None."""
         plain = {"float16": torch.float16, "bfloat16": torch.bfloat16}
         if plain.get(kv_cache_dtype, dtype) != dtype:
             return (
@@ -133,7 +133,7 @@ class TreeAttentionImpl(TritonAttentionImpl):
     def attend(
         self, layer: Any, query: Tensor, kv_cache: Tensor, batch: PagedBatch, output: Tensor
     ) -> None:
-        """Have our kernel write ``output``, like ``query`` [rows, Hq, D]."""
+        """Run our kernel into ``output``, like ``query`` [rows, Hq, D]."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         k_scale = v_scale = None
         if is_quantized_kv_cache(self.kv_cache_dtype):
@@ -156,10 +156,10 @@ class TreeAttentionImpl(TritonAttentionImpl):
 
 
 def warm_up(layers: Mapping[str, Any], groups: Iterable[Any]) -> None:
-    """Compile every kernel that some step of these attention groups will need.
+    """Compile all kernels that steps of these attention groups may need.
 
-    vLLM's own warm-up and its captures come by some of them only: contexts are short there, and no
-    tree meets a prefill.
+    vLLM's own warm-up and captures cover only some of them: contexts are short there, and no batch
+    has both trees and prefill.
     """
     for group in groups:
         builder = group.get_metadata_builder()

@@ -1,4 +1,4 @@
-"""Which batches run as CUDA graphs: as many requests with whole trees as graphs still pay for.
+"""Capture sizes of CUDA graphs for batches of requests with whole trees.
 
 vLLM captures steps of up to 512 tokens by default, and so of 8 requests with trees of 64 nodes;
 larger ones wait for each kernel's launch. Here its sizes are kept and whole trees of more requests
@@ -16,7 +16,7 @@ MOST_TOKENS = 2048
 
 
 def tree_sizes(num_nodes: int, max_num_seqs: int, max_num_tokens: int) -> list[int]:
-    """Tokens of the steps to capture, ascending: multiples of ``num_nodes``, the root included."""
+    """Token counts to capture, ascending: multiples of ``num_nodes``, root included."""
     most = min(max_num_seqs, min(max_num_tokens, MOST_TOKENS) // num_nodes)
     counts, step = list(range(1, min(16, most) + 1)), 2
     while counts and counts[-1] + step <= most:
@@ -29,7 +29,7 @@ def tree_sizes(num_nodes: int, max_num_seqs: int, max_num_tokens: int) -> list[i
 
 
 def capture_more_trees(engine_args: Any, config: Any, num_nodes: int) -> None:
-    """Add `tree_sizes` to the sizes of a finished config, unless the user chose sizes."""
+    """Add `tree_sizes` to the capture sizes of a finished config, unless the user set them."""
     compilation, scheduler = config.compilation_config, config.scheduler_config
     if not compilation.cudagraph_capture_sizes:  # no graphs at all
         return

@@ -1,4 +1,4 @@
-"""A step's metadata for the Triton attention with trees, and the memory that its steps share.
+"""A step's metadata for the Triton attention with trees, and its persistent buffers.
 
 CUDA graphs. vLLM captures full graphs for batches in which every request has the same number of
 rows (`AttentionCGSupport.UNIFORM_BATCH`), and captures them before any tree was drafted. So
@@ -35,7 +35,7 @@ from vllm_medusa.tree.packing import num_words
 from vllm_medusa.worker.eagle import beam_of, scratch_of
 from vllm_medusa.worker.options import EngineOptions, is_eagle, is_medusa
 
-_LENGTH_STEP = 512  # lengths are rounded up to it, so that the number of parts is mostly looked up
+_LENGTH_STEP = 512  # lengths are rounded up to it, so that part counts are mostly cached
 
 
 @dataclass
@@ -91,13 +91,13 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
         return self._trees.add_branches(plain, seen)
 
     def empty_batches(self) -> Iterator[PagedBatch]:
-        """One for each kernel that steps with trees will need; there are no rows in them."""
+        """One per kernel that steps with trees need, without rows."""
         return iter(()) if self._trees is None else self._trees.empty_batches()
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> TritonAttentionMetadata:
-        """Build what a graph is captured with: trees of the shortest context, cut or whole."""
+        """Build the metadata for graph capture: trees with the shortest context, cut or whole."""
         plain = super().build_for_cudagraph_capture(common_attn_metadata)
         trees = self._trees
         if trees is None or not 1 < plain.max_query_len <= trees.num_nodes:
@@ -108,7 +108,7 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What the kernel's work depends on besides the batch: heads of this rank, and dtypes."""
+    """Kernel parameters besides the batch: heads of this rank, and dtypes."""
 
     num_heads: int
     kv_heads: int
@@ -118,7 +118,7 @@ class _Shape:
     device: torch.device
 
     def splits(self, batch: int, max_query_len: int, max_seq_len: int) -> int:
-        """Into how many parts the keys best go."""
+        """The best number of key parts."""
         return _splits(self, batch, max_query_len, -(-max_seq_len // _LENGTH_STEP) * _LENGTH_STEP)
 
 
@@ -143,7 +143,7 @@ def _splits(shape: _Shape, batch: int, max_query_len: int, max_seq_len: int) -> 
 
 @dataclass(frozen=True, eq=False)
 class _Trees:
-    """What all steps of one KV cache group share, on the device and in one place for good."""
+    """Persistent device buffers shared by all steps of one KV cache group."""
 
     depths: Tensor  # int64 [most requests of a step, N]
     ancestor_bits: Tensor  # int64 [most requests of a step, N, W]
@@ -204,7 +204,7 @@ class _Trees:
         return max(max_query_len, -(-LARGEST_BLOCK_M // self.group))
 
     def write(self, tree: TreeBatch) -> None:
-        """Put a step's trees where its graph, if there is one, reads them."""
+        """Copy a step's trees into the buffers that CUDA graphs read."""
         torch.gt(tree.num_nodes, 1, out=self.is_tree[: tree.batch_size])
         if not self.static:  # what lies behind is of earlier steps, and no row sees it
             batch, nodes, words = tree.ancestor_bits.shape
@@ -229,7 +229,7 @@ class _Trees:
         return TreeMetadata(**vars(plain), paged=paged)
 
     def splits(self, plain: TritonAttentionMetadata, batch: int, rows: int) -> int:
-        """Into how many parts keys go; prefill may have more rows than the workspace has room."""
+        """Number of key parts; prefill may have more rows than the workspace fits."""
         if self.workspace is None:
             return 1
         room = self.workspace.max_splits(
@@ -255,7 +255,7 @@ class _Trees:
         )
 
     def empty_batches(self) -> Iterator[PagedBatch]:
-        """One request without rows for each kernel that some step will need.
+        """One request without rows per kernel that steps need.
 
         A layer called with them, and with `num_nodes` rows, compiles and computes nothing.
         """

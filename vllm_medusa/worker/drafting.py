@@ -1,4 +1,4 @@
-"""The Medusa proposer as vLLM's runner sees it: loads the heads, drafts token ids."""
+"""The Medusa proposer for vLLM's runner: loads the heads, drafts token ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AnyHeads = MedusaHeads | PackedHeads | PackedHydra
 
 
 def arranged(heads: MedusaHeads, device: torch.device, rows: slice | None = None) -> AnyHeads:
-    """The heads in the form that ``device`` runs best, less the vocabulary outside ``rows``.
+    """The heads in the fastest form for ``device``, restricted to vocabulary ``rows``.
 
     CPUs read packed matrices two to three times faster, one by one. Elsewhere a step's few rows
     wait for launches, so a layer of all heads is one product (``heads`` may be on the host still).
@@ -42,10 +42,10 @@ def arranged(heads: MedusaHeads, device: torch.device, rows: slice | None = None
 
 
 def target_embedding(target: nn.Module) -> Embed:
-    """The target's embedding, as it is stored: a model may scale what comes out of it.
+    """The target's embedding weights, without a scale that the model may apply to its output.
 
     Raises:
-        MedusaConfigError: The target has none that could be found.
+        MedusaConfigError: No embedding was found in the target.
 
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -85,7 +85,7 @@ class MedusaDrafter:
         self._shard: VocabShard | None = None  # None: this rank ranks the whole vocabulary
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Load the heads beside ``target_model``, whose LM head serves heads that store none.
+        """Load the heads for ``target_model``, whose LM head is used by heads without one.
 
         Of a draft vocabulary its rows are stored with the heads. Of stored LM heads a
         tensor-parallel rank keeps its own rows only.
@@ -131,10 +131,10 @@ class MedusaDrafter:
         )
 
     def buffers_for_sleep(self) -> nn.Module:
-        """The heads' tensors as buffers, for vLLM's sleep of level 2.
+        """The heads' tensors as buffers, for vLLM's sleep level 2.
 
-        It drops all weights; the target's are loaded again on waking up, the heads' are not. It
-        keeps buffers, those of what the runner calls the draft model too.
+        It drops all weights; on wake-up the target's are reloaded, the heads' are not. It keeps
+        buffers, including those of the runner's draft model.
         """
         module = nn.Module()
         heads = None if self.options.heads is None else self.heads
@@ -198,7 +198,7 @@ class MedusaDrafter:
         return logits
 
     def _stages_of(self, heads: MedusaHeads) -> Stages | None:
-        """How packed heads may leave the deep ones out."""
+        """How packed heads may skip the deep ones."""
         if not isinstance(self.heads, PackedHeads):
             return None
         rows = heads.draft_vocab_size // sharding.num_ranks()

@@ -1,4 +1,4 @@
-"""Drafts on their way: from a worker to the scheduler, waiting there, and back with a step."""
+"""Draft messages between workers and the scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_medusa.worker.requests import GREEDY_BELOW, follows_grammar
 
 @dataclass
 class TreeDrafts(DraftTokenIds):
-    """What a worker with trees sends: vLLM's drafts, and what they are worth."""
+    """Drafts that a worker with trees sends: vLLM's, with their survivals."""
 
     # of each draft, not increasing; empty if trees are static
     survival: list[list[float]] = field(default_factory=list)
@@ -30,14 +30,14 @@ class TreeDrafts(DraftTokenIds):
 
 @dataclass
 class Draft(Drafted):
-    """Drafts of a request, from when they come in until the step that could verify them ends.
+    """Drafts of a request, kept until the step that could verify them ends.
 
     Attributes:
-        request: theirs; another one may have its name by then.
-        token_ids: of all that was drafted, best first; empty if the host does not know them.
+        request: their request; its id may have been reused since.
+        token_ids: of all drafts, best first; empty if they are only on the device.
         parents: of each, if the request follows a grammar: its parent's node.
         constrained: the grammar has begun.
-        run: tokens and kinds of those that the grammar forces.
+        run: tokens and kinds of the drafts that the grammar forces.
 
     """
 

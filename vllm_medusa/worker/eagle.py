@@ -1,4 +1,4 @@
-"""EAGLE drafters with trees: what is asked for, and what would be silently wrong is refused.
+"""EAGLE drafters with trees: options, and checks that refuse what would be silently wrong.
 
 vLLM keeps its own method and config, by which it reads the drafter's config, shows its auxiliary
 hidden states, gives its layers a KV cache and reserves slots behind a request's tokens
@@ -47,7 +47,7 @@ from vllm_medusa.worker.options import (
 def prepare_eagle(
     engine_args: Any, original: Callable[..., Any], model_config: Any, parallel_config: Any
 ) -> Any:
-    """Stand in for ``EngineArgs.create_speculative_config`` when EAGLE's drafts have a ``tree``.
+    """Replaces ``EngineArgs.create_speculative_config`` if EAGLE has a ``tree``.
 
     Returns:
         vLLM's own `SpeculativeConfig` of the method, with the acceptance rule as an attribute.
@@ -110,7 +110,7 @@ def _vllms_own(
     config: EagleConfig,
     on_v2: bool,
 ) -> Any:
-    """The config that vLLM makes of the drafter, with slots for all that is drafted."""
+    """Return vLLM's config of the drafter, with slots for all drafts."""
     tree = config.grown
     most = max(tree.num_draft_tokens, scratch_of(beam_of(tree)))
     if on_v2:  # full CUDA graphs for steps without drafts too, see `tree_speculative_config`
@@ -133,7 +133,7 @@ def _vllms_own(
 def check_checkpoint(
     files: CheckpointFiles, speculative: Any, model_config: Any, tree: DynamicTree
 ) -> None:
-    """Refuse a drafter that was made for another target, or that we have not tried."""
+    """Refuse a drafter that was made for another target, or is untested."""
     draft, label = speculative.draft_model_config.hf_config, files.label
     if speculative.parallel_drafting:
         raise MedusaConfigError(
@@ -189,18 +189,18 @@ def check_checkpoint(
 
 
 def scratch_of(beam: Beam) -> int:
-    """Cache slots behind a request's tokens that drafting takes: those of the nodes expanded."""
+    """Cache slots after a request's tokens for drafting: one per expanded node."""
     return sum(map(beam.width_at, range(1, beam.depth)))
 
 
 def beam_of(tree: Any) -> Beam:
-    """What an EAGLE drafter is asked for."""
+    """The beam of an EAGLE drafter."""
     assert isinstance(tree, DynamicTree) and isinstance(tree.pool, Beam)
     return tree.pool
 
 
 def check_auxiliary_layers(draft: Any, num_layers: int, label: str) -> tuple[int, ...]:
-    """The target's layers whose inputs the drafter reads, which must be as many as it was made for.
+    """The target's layers whose inputs the drafter reads; their number must match the drafter.
 
     Layer 0's input are the embeddings; ``num_layers`` names the last layer's output.
 
@@ -258,7 +258,7 @@ def check_vocabulary(target_ids: Tensor, vocab_size: int) -> None:
 
 
 def unsupported_by_eagle(config: Any) -> Iterator[str]:
-    """What is refused beyond what trees of heads refuse, on the finished config."""
+    """Yield reasons to refuse the finished config, in addition to those for heads."""
     model, parallel, scheduler = (
         config.model_config,
         config.parallel_config,

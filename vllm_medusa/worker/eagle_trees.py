@@ -10,7 +10,7 @@ steps that do not draft wait and go through it together (`PendingTokens`).
     slots    | exact, up to the token before x ............ | scratch: level 1 | level 2 | ...
     tokens     t1 t2 ... x (drawn last)                       k nodes            k nodes
 
-Only shapes and bounds are known to the host. Nothing here waits for the device.
+The host has only shapes and bounds. No host sync.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker.eagle import check_vocabulary, scratch_of
 
-NO_SLOT = -1  # of what is not to be kept
-_MAX_PENDING_ROWS = 128  # rows: the step that processes them is longer by them
+NO_SLOT = -1  # of entries that are not stored
+_MAX_PENDING_ROWS = 128  # rows that one step processes in addition
 _MAX_PENDING_STEPS = 32  # steps
 
 
@@ -42,8 +42,8 @@ _MAX_PENDING_STEPS = 32  # steps
 class AcceptedPaths:
     """The tokens that the latest step accepted, T rows, request by request.
 
-    Where it is the device that knows how many they are, each request's rows go on to as many as
-    there can be; those behind ``last`` have no slot, and no other row sees them.
+    If the counts are only on the device, each request has the max number of rows; rows after
+    ``last`` have no slot, and no other row attends to them.
     """
 
     starts: Tensor  # int32 [B + 1], first row of each request
@@ -62,7 +62,7 @@ class AcceptedPaths:
 
 @dataclass(frozen=True)
 class Roots:
-    """Where B requests' trees begin: the drafter's states at their last exact entries."""
+    """Roots of B requests' trees: the drafter's states at their last exact entries."""
 
     normed: Tensor  # [B, H], what its LM head takes
     hidden: Tensor  # [B, H], what its next step takes
@@ -85,7 +85,7 @@ def accepted_paths(
     block_table: Tensor,  # int32 [B, blocks]
     longest: int,  # bound of a request's tokens
 ) -> AcceptedPaths:
-    """The accepted paths, each with rows for the deepest one that there can be.
+    """The accepted paths, each padded with rows to the max depth.
 
     A request's rows are those up to its root, then a node of each depth. Which node, and whether it
     was accepted, is on the device.
@@ -127,7 +127,7 @@ def accepted_paths(
 
 
 class EagleTrees:
-    """Mixed into what has a drafter's module and its attention groups; see `trees.Drafter`."""
+    """Mixin for classes with a drafter's module and attention groups; see `trees.Drafter`."""
 
     vllm_config: Any
     model: Any  # vLLM's module
@@ -139,16 +139,16 @@ class EagleTrees:
 
     @property
     def groups(self) -> Sequence[Any]:
-        """Attention groups of vLLM with its layers; none before there is a KV cache."""
+        """The attention groups of its layers; empty before the KV cache exists."""
         raise NotImplementedError
 
     @property
     def scratch(self) -> int:
-        """KV slots behind a request's tokens that drafting takes."""
+        """KV slots after a request's tokens that drafting uses."""
         return scratch_of(self.beam)
 
     def read_vocabulary(self) -> None:
-        """Take in which of the target's tokens a loaded drafter knows.
+        """Set the target token ids of a loaded drafter's vocabulary.
 
         Raises:
             MedusaConfigError: They can't be the target's.
@@ -162,7 +162,7 @@ class EagleTrees:
 
     @torch.inference_mode()
     def prefill(self, paths: AcceptedPaths) -> Roots:
-        """Make the entries of the accepted tokens, exactly."""
+        """Compute the exact cache entries of the accepted tokens."""
         features = paths.features
         if self.method == "eagle3":
             features = self.model.combine_hidden_states(features)

@@ -12,7 +12,7 @@ from vllm_medusa.worker.overrides import override
 
 METHOD = "medusa"
 EAGLE = ("eagle", "eagle3")  # with a "tree"; without one they are vLLM's alone
-_CROWDED = "Consider increasing max_num_batched_tokens"  # what vLLM says of adapters and drafts
+_CROWDED = "Consider increasing max_num_batched_tokens"  # vLLM's error for adapters with drafts
 
 
 def install(arg_utils: ModuleType) -> None:
@@ -49,7 +49,7 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    """A speculative configuration as it was given, or {}."""
+    """The speculative configuration as given, or {}."""
     if not isinstance(value or {}, Mapping):
         raise MedusaConfigError(
             f"speculative_config is {value!r}; give an object such as "
@@ -59,7 +59,7 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 
 def _refuse_lost_keys(asked: Mapping[str, Any], method: str | None) -> None:
-    """Our keys, or our name misspelt, can only mean Medusa; vLLM would name neither."""
+    """Refuse our keys, or a misspelt "medusa", with another method."""
     ours = [key for key in ("tree", "acceptance", "budget", "lookup") if key in asked]
     if ours or (method is not None and method.strip().lower() == METHOD):
         found = f"method is {method!r}" if method else "there is no method"
@@ -96,9 +96,9 @@ def _asks_for_medusa(engine_args: Any) -> bool:
 
 
 def _leave_room_for_adapters(engine_args: Any) -> None:
-    """Cap the drafts of a request: vLLM has buffers of adapters for so many tokens a step only.
+    """Cap the drafts of a request: vLLM's LoRA buffers limit the tokens of a step.
 
-    It has filled in its own defaults of the other two numbers by now.
+    vLLM has set its defaults of the other two numbers already.
     """
     tokens, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
     asked = dict(engine_args.speculative_config or {})
@@ -144,7 +144,7 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Fold the flag into ``--speculative-config``; whatever contradicts it is refused."""
+    """Merge the flag into ``--speculative-config``; conflicting flags are refused."""
     config = _mapping(getattr(args, "speculative_config", None))
     named = {
         "--spec-model": getattr(args, "spec_model", None),

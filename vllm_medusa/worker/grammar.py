@@ -1,7 +1,7 @@
-"""Grammars along the branches of a draft tree: which nodes they allow, and every node's mask.
+"""Grammars along the branches of a draft tree: allowed nodes and node masks.
 
-A grammar is vLLM's: it has one state, which moves down a path by accepted tokens and back up by
-rolling back. Nodes of a tree are parents first; the root is node 0, draft i is node i + 1.
+Grammars are vLLM's: they have one state, which advances along a path by accepting tokens and
+returns by rollback. Nodes are parents first; the root is node 0, draft i is node i + 1.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy.typing as npt
 from torch import Tensor
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-_NAME = "draft"  # of a request, for vLLM's errors
-_MAX_SPELLINGS = 4096  # sets of tokens whose texts are kept compared
-_MAX_ALLOWED = 16  # allowed tokens all of which are drafted
+_NAME = "draft"  # request id in vLLM's errors
+_MAX_SPELLINGS = 4096  # token sets whose comparison is cached
+_MAX_ALLOWED = 16  # up to so many allowed tokens are all drafted
 FORCED, LIKELY = 1, 3  # the only token allowed, and the likeliest of a few
 MIN_RUN_SURVIVAL = 0.4  # of what is drafted without heads
-_CHANCE_KEPT = 1.0 - 1.0 / 512.0  # of what was seen, from token to token
+_CHANCE_KEPT = 1.0 - 1.0 / 512.0  # decay of observations per token
 _MIN_SURVIVAL = 0.05  # below it only drafts of the heads are checked
 
 Row = npt.NDArray[np.int32]  # [ceil(V / 32)]
@@ -43,7 +43,7 @@ class Candidates:
         return self.subset(range(1, 1 + min(num_drafts, len(self.parents))))
 
     def subset(self, kept: Sequence[int]) -> Candidates:
-        """Only the nodes ``kept``; of each its parent comes before it."""
+        """Only the nodes ``kept``, parents first."""
         place = {0: 0} | {node: index for index, node in enumerate(kept, 1)}
         return Candidates(
             [self.token_ids[node - 1] for node in kept],
@@ -79,7 +79,7 @@ def choose(
     longest: float,  # see `Spelling.chances`
     deepest: int = 0,  # node of a forced run, which may be deeper than any other
 ) -> Candidates:
-    """The drafts that the grammar allows, and those that it all but forces, best first.
+    """The drafts that the grammar allows, and those that it nearly forces, best first.
 
     Where only a few tokens are allowed, all of them are drafted, so a forced run is a chain. Below
     the end of the grammar there is nothing: the request ends there.
@@ -89,7 +89,7 @@ def choose(
     found = Candidates([], [], [])
 
     def options(node: int | None, survival: float) -> tuple[list[Option], int | None, int]:
-        """The children that a node can have, and the token that follows without heads."""
+        """The allowed children of a node, and the token that is drafted without heads."""
         below = [] if node is None else children[node]
         known = {drafts.token_ids[child - 1]: child for child in below}
         chances = {t: given[child] / max(given[node or 0], 1e-9) for t, child in known.items()}
@@ -135,9 +135,9 @@ def choose(
 
 
 def few_tokens(mask: npt.NDArray[np.int32], vocab_size: int) -> list[int] | None:
-    """The tokens that a row of a bitmask allows; None if they are many.
+    """The tokens that a row of a bitmask allows; None if there are too many.
 
-    What a backend leaves in the last word behind the vocabulary is no token.
+    Bits of the last word beyond the vocabulary are ignored.
     """
     words = np.flatnonzero(mask)
     if len(words) > _MAX_ALLOWED:
@@ -160,7 +160,7 @@ def forced_run(
     spelling: Spelling,
     longest: float,
 ) -> Candidates:
-    """What the grammar all but forces, a chain: drafts that no head is needed for.
+    """The chain that the grammar nearly forces, drafted without heads.
 
     The first of them stands for what could be, however likely it is; its survival tells. For the
     arguments see `choose`.
@@ -180,14 +180,14 @@ def forced_run(
 
 
 class Spelling:
-    """What the texts of a few tokens say of their chances."""
+    """Estimates the probabilities of a few allowed tokens from their texts."""
 
     def __init__(self, spell: Spell) -> None:
         self._spell = spell
         self._known: dict[tuple[int, ...], list[bool]] = {}
 
     def chances(self, tokens: Sequence[int], longest: float) -> list[float]:
-        """Chances of the only tokens allowed as far as their texts tell.
+        """Probabilities of the allowed tokens, from their texts.
 
         A model that writes a forced text takes the longest token of it as a rule: with the chance
         ``longest`` the next token is one that no other of the few begins with.
@@ -200,7 +200,7 @@ class Spelling:
         return [share / many if whole else (1 - share) / rest for whole in wholes]
 
     def _wholes(self, tokens: tuple[int, ...]) -> list[bool]:
-        """Which of them no other one begins with."""
+        """The tokens that are not a prefix of another one."""
         if (known := self._known.get(tokens)) is not None:
             return known
         if len(self._known) >= _MAX_SPELLINGS:
@@ -213,7 +213,7 @@ class Spelling:
 
 
 def among_few(prior: Sequence[float], chances: Sequence[float]) -> list[float]:
-    """Chances of the only tokens allowed: by their texts and by heads, where these know any."""
+    """Probabilities of the allowed tokens, from their texts and from heads if available."""
     total = sum(chances)
     if total <= 0.0 or len(prior) == 1:
         return list(prior)
@@ -221,7 +221,7 @@ def among_few(prior: Sequence[float], chances: Sequence[float]) -> list[float]:
 
 
 def _falling(count: int) -> list[float]:
-    """Stands for the survivals of a static tree, whose order is all that is known of its nodes."""
+    """Placeholder survivals of a static tree, of whose nodes only the order is known."""
     return [0.5 * (1.0 - index / (count + 1)) for index in range(count)]
 
 
@@ -260,17 +260,17 @@ def allows(mask: npt.NDArray[np.int32], token: int) -> bool:
 
 
 class Chance:
-    """How often a model takes the longest of the few tokens that a grammar allows; it forgets."""
+    """Decaying rate at which a model takes the longest of a few allowed tokens."""
 
     def __init__(self) -> None:
-        self._hits, self._seen = 0.85 * 8.0, 8.0  # what is expected at first
+        self._hits, self._seen = 0.85 * 8.0, 8.0  # prior
 
     def observe(self, hit: bool) -> None:
-        """Take one more."""
+        """Add an observation."""
         self._hits = _CHANCE_KEPT * self._hits + hit
         self._seen = _CHANCE_KEPT * self._seen + 1.0
 
     @property
     def value(self) -> float:
-        """What to expect."""
+        """Return the estimate."""
         return self._hits / self._seen

@@ -1,4 +1,4 @@
-"""Drafts of requests that follow a grammar: which are allowed, which are forced, and their masks.
+"""Drafts of requests with a grammar: allowed and forced drafts, and their masks.
 
 A worker proposes candidates for such a request, in a list of its own that vLLM's schedulers never
 see. Here the grammar chooses among them, before their number is decided, and what is scheduled
@@ -33,12 +33,12 @@ from vllm_medusa.worker.requests import GREEDY_BELOW
 
 
 class GrammarDrafts:
-    """What grammars say of drafts; see the module."""
+    """Selects drafts by grammars; see the module."""
 
     def __init__(
         self, manager: Any, vocab_size: int, max_model_len: int, depth: int, run_depth: int
     ) -> None:
-        """Start.
+        """Create it.
 
         Args:
             manager: vLLM's `StructuredOutputManager`.
@@ -54,7 +54,7 @@ class GrammarDrafts:
         self._masks: Tensor | None = None  # int32 [rows of a step or more, ceil(V / 32)]
 
     def chosen(self, request: Request, candidates: Candidates, max_drafts: int) -> Draft:
-        """The best of what the grammar allows of a request's candidates, and what it forces."""
+        """The best allowed candidates of a request, and the forced drafts."""
         constrained = request.use_structured_output and self._is_constrained(request)
         drafts = candidates  # no grammar was given after all
         if constrained:
@@ -65,7 +65,7 @@ class GrammarDrafts:
         return _draft(request, drafts.first(max_drafts), constrained=constrained, run=run)
 
     def forced(self, request: Request) -> Draft | None:
-        """What the grammar all but forces of a request for which no head drafted."""
+        """The drafts that the grammar nearly forces, for a request without drafts from heads."""
         if not self._is_constrained(request):
             return None
         depth = min(self.run_depth, self._useful_depth(request))
@@ -96,7 +96,7 @@ class GrammarDrafts:
         return draft, draft.token_ids + [-1] * (count - known)
 
     def learn(self, draft: Draft, sampled: list[int]) -> None:
-        """See how far a request went the way that its grammar forced."""
+        """Update the estimate with the accepted part of a forced run."""
         for token, (guess, kind) in zip(sampled, draft.run, strict=False):
             if kind == LIKELY:
                 self._chance(draft.request).observe(token == guess)
@@ -158,7 +158,7 @@ class GrammarDrafts:
         return self._masks
 
     def _constrained_from(self, request: Request, tokens: list[int]) -> int:
-        """How many of ``tokens`` come before the grammar; one more than all: it doesn't begin."""
+        """Number of ``tokens`` before the grammar starts; len + 1 if it does not start."""
         return int(self.manager._get_constraint_bounds(request, tokens).constraint_start)
 
     def _is_constrained(self, request: Request) -> bool:
@@ -178,7 +178,7 @@ class GrammarDrafts:
         return drafts.subset(sorted(inside - {0}))
 
     def _allowed(self, request: Request, drafts: Candidates) -> Candidates:
-        """What the grammar allows, as deep as heads draft and the request has a use for."""
+        """The allowed drafts, up to the depth of the heads and the request's useful depth."""
         useful = self._useful_depth(request)
         drafts = choose(
             _grammar(request),
@@ -196,14 +196,14 @@ class GrammarDrafts:
         return drafts.subset([i for i, token in enumerate(drafts.token_ids, 1) if token != end])
 
     def _useful_depth(self, request: Request) -> int:
-        """How deep a draft can be and still give a token that the request keeps."""
+        """Max depth of a draft whose token the request can keep."""
         left = request.max_tokens - request.num_output_tokens
         return max(0, min(left, self.max_model_len - request.num_tokens) - 1)
 
     def _ignored_end(self, request: Request) -> int | None:
         """The token that ends the grammar, if the request continues after it; else None.
 
-        It is not drafted: some backends refuse what comes behind it in the same step.
+        It is not drafted: some backends refuse tokens after it in the same step.
         """
         end: int | None = self.manager.tokenizer.eos_token_id
         params = request.sampling_params
@@ -215,7 +215,7 @@ class GrammarDrafts:
         return Spelling(self.manager.tokenizer.convert_ids_to_tokens)
 
     def _chance(self, request: Request) -> Chance:
-        """How often a request like this one takes the longest token of a few."""
+        """The rate at which requests of this kind take the longest token of a few."""
         params = request.sampling_params
         return self._chances[params is None or params.temperature >= GREEDY_BELOW]
 
@@ -243,7 +243,7 @@ def _run_of(drafts: Candidates) -> list[tuple[int, int]]:
 
 
 def _before(end: int | None, drafts: Candidates) -> int:
-    """How many drafts come before the first of these tokens."""
+    """Number of drafts before the first of these tokens."""
     tokens = drafts.token_ids
     return tokens.index(end) if end is not None and end in tokens else len(tokens)
 

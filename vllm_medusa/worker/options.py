@@ -1,7 +1,7 @@
-"""From the user's speculative config to what the engine runs with.
+"""Resolves the user's speculative config to engine options.
 
-Everything is resolved in the process that builds the engine's config: the heads are looked at (not
-loaded), the tree is chosen and checked. The result travels as plain JSON in
+Everything is resolved in the process that builds the engine's config: the heads are inspected (not
+loaded), the tree is chosen and checked. The result is passed as plain JSON in
 ``vllm_config.additional_config["medusa"]`` to every worker, which unpickles the config before any
 plugin is loaded.
 """
@@ -40,7 +40,7 @@ _SECONDS_TO_COMPARE = 1.0  # of start-up, at most, for reading samples of the ta
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the workers need to know; resolved and checked."""
+    """The resolved and validated options for workers."""
 
     heads: str | None  # a local path, of an EAGLE drafter too; None: there are none
     revision: str | None
@@ -48,11 +48,11 @@ class EngineOptions:
     acceptance: AcceptanceConfig
     budget: Literal["auto"] | int | dict[str, int] | None = None  # None: a static tree
     taus: tuple[float, ...] = ()  # tokens per step with 1, 2, .. draft nodes; empty: not known
-    lookup: bool = False  # what a request said before is drafted too
+    lookup: bool = False  # also draft from the request's own text
 
     @property
     def depth(self) -> int:
-        """The most draft tokens that a step can accept of a request."""
+        """Max draft tokens that a step can accept per request."""
         most = self.tree.num_draft_tokens
         return most if self.lookup else min(self.tree.max_depth, most)
 
@@ -102,7 +102,7 @@ def is_medusa(speculative_config: Any) -> bool:
 
 
 def is_eagle(speculative_config: Any) -> bool:
-    """Whether it is vLLM's own for an EAGLE drafter whose trees are ours."""
+    """Whether it is vLLM's config of an EAGLE drafter with our trees."""
     method = getattr(speculative_config, "method", None)
     return method in EAGLE_METHODS and hasattr(speculative_config, "medusa_acceptance")
 
@@ -117,7 +117,7 @@ def is_for_v2(speculative_config: Any) -> bool:
 def prepare(
     engine_args: Any, original: Callable[..., Any], model_config: Any, parallel_config: Any
 ) -> Any:
-    """Stand in for ``EngineArgs.create_speculative_config`` when Medusa is asked for.
+    """Replaces ``EngineArgs.create_speculative_config`` for method "medusa".
 
     Returns:
         The `SpeculativeConfig` of a custom proposer with one draft token for each draft node; on
@@ -170,7 +170,7 @@ def prepare(
 
 @contextmanager
 def asking_for(engine_args: Any, speculative_config: dict[str, Any]) -> Iterator[None]:
-    """Let vLLM see another speculative config than the user's."""
+    """Temporarily replace the user's speculative config."""
     names = "speculative_config", "spec_method", "spec_model", "spec_tokens"
     asked = {name: getattr(engine_args, name) for name in names}
     new: dict[str, Any] = dict.fromkeys(names) | {"speculative_config": speculative_config}
@@ -184,7 +184,7 @@ def asking_for(engine_args: Any, speculative_config: dict[str, Any]) -> Iterator
 
 
 def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
-    """Look at the heads, check them against the target and choose the tree."""
+    """Inspect the heads, check them against the target and choose the tree."""
     if config.lookup and config.model is None:
         none = DynamicTree(TokenTree(()), _most(config) + 1)
         return EngineOptions(
@@ -229,7 +229,7 @@ def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:
 
 
 def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> DynamicTree:
-    """The dynamic trees that the user and the heads make."""
+    """The dynamic trees from the user's options and the heads."""
     most = _most(config)
     vocab_size = info.draft_vocab_size or model_config.get_vocab_size()
     pool: TokenTree | Beam = widest_pool(info.num_heads, vocab_size)
@@ -240,7 +240,7 @@ def _dynamic(config: MedusaConfig, info: HeadsInfo, model_config: Any) -> Dynami
 
 
 def _most(config: MedusaConfig) -> int:
-    """Draft nodes of a request at most."""
+    """Max draft nodes per request."""
     if isinstance(config.budget, int):
         return min(config.num_speculative_tokens or MAX_NODES - 1, config.budget)
     return config.num_speculative_tokens or MOST_DRAFTS
@@ -269,7 +269,7 @@ def merged(engine_args: Any) -> dict[str, Any]:
 
 
 def _compare_targets(info: HeadsInfo, source: str, model_config: Any) -> None:
-    """Say so if the heads carry the fingerprint of another target, or can't be compared.
+    """Warn if the heads have the fingerprint of another target, or can't be compared.
 
     It is the weights in the target's files that are compared: a LoRA adapter's or what vLLM
     quantises itself isn't seen, files that were quantised can't be told from others.
@@ -310,7 +310,7 @@ def choose_scheduler(engine_args: Any, *, has_budget: bool) -> None:
 
 
 def choose_triton_attention(engine_args: Any) -> None:
-    """Have vLLM take its Triton attention, in whose place trees have theirs on CUDA.
+    """Make vLLM select its Triton attention, which tree attention replaces on CUDA.
 
     Raises:
         MedusaConfigError: The user chose another backend.
@@ -337,6 +337,6 @@ def choose_triton_attention(engine_args: Any) -> None:
 
 
 def absolute(source: str) -> str:
-    """A local path as workers elsewhere find it; a hub name as it is."""
+    """A local path made absolute for workers; a hub name unchanged."""
     path = Path(source)
     return str(path.resolve()) if path.exists() else source

@@ -1,7 +1,7 @@
-"""The list of what is patched in vLLM: every entry says why and when it can go.
+"""All patches of vLLM, each with its reason and when it can be removed.
 
-Subclassing comes first; a patch is the last resort, is applied at most once and passes through
-whatever does not concern Medusa. A test finds patches that are not on the list.
+Subclassing is preferred; a patch is applied at most once and does not affect code without Medusa.
+A test finds patches that are not on the list.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OVERRIDES = (
     ),
     Override(
         "LoggingStatLogger.__init__",
-        "The same for its line of the log, which is worded for chains too.",
+        "The same for its log line, which assumes chains.",
         "the counters do.",
     ),
     Override(
@@ -69,9 +69,9 @@ OVERRIDES = (
     ),
     Override(
         "ThinkingBudgetStateHolder.sync_batch",
-        "V1, in workers: a request without a thinking budget that moves to the place of a finished "
-        "one gets what is left of its budget, and the end of a thought that it never began.",
-        "vLLM clears the place, as its logits processors do.",
+        "V1, in workers: a request without a thinking budget that takes the slot of a finished "
+        "one inherits its remaining budget and end-of-thinking state.",
+        "vLLM clears the slot, as its logits processors do.",
     ),
     Override(
         "DefaultModelLoader.get_all_weights",
@@ -118,7 +118,7 @@ OVERRIDES = (
 def override(
     owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> bool:
-    """Replace ``owner.name`` by ``make(original)``, keeping static and class methods what they are.
+    """Replace ``owner.name`` by ``make(original)``, preserving static and class methods.
 
     Returns:
         False if the attribute is our override already (vLLM may load plugins more than once).

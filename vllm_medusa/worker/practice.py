@@ -1,9 +1,9 @@
-"""Step times, measured at start-up: made-up requests go through our scheduler and the runner.
+"""Measure step times at start-up: dummy requests run through our scheduler and the runner.
 
-So an engine knows what drafts cost before the first request comes. It takes a bounded time: what is
-found is kept where `TreeScheduler` looks for it, and later engines of the kind only look what has
-changed since. A table taken beside other work, or while memory was slower, says of drafts that they
-are dear, and where they are not drafted nothing tells otherwise for long.
+The cost of drafts is then available before the first request. The duration is bounded: results are
+stored for `TreeScheduler`, and later engines of the same kind only measure changes. A table that
+was measured under other load overestimates the cost of drafts, and while nothing is drafted this
+is not corrected for long.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from vllm_medusa.worker.drafts import Draft
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.scheduler import TreeScheduler
 
-SECONDS = 10.0  # after which no step begins; the very first one, slow as it is, not counted
-AGAIN = 0.3  # of that where costs are known from before
+SECONDS = 10.0  # no step starts later; the slow first step is not counted
+AGAIN = 0.3  # fraction of it if costs are known from an earlier start
 _PROMPT = (0, 1)
-_WARM_UP = (0, 4)  # the first steps of a kind are slow: these teach nothing
-# Requests, and draft nodes of each in one step after another. The coarse picture comes first. The
-# first step teaches nothing. Nor does one with drafts behind one without, or the other way round:
-# the first tree after plain steps takes longer than those behind it.
+_WARM_UP = (0, 4)  # the first steps of a kind are slow and are discarded
+# Requests, and their draft nodes in consecutive steps, coarse first. The first step is discarded,
+# and so is a step with drafts after one without, or the reverse: the first tree after plain steps
+# takes longer than the following ones.
 _PLAN = (
     (1, (0, 0, 0, 4, 4, 2, 8)),
     (4, (0, 0, 0, 2, 2, 4)),
@@ -48,11 +48,11 @@ _PLAN = (
     (16, (4, 4, 3)),
     (32, (0, 0, 0, 1, 1, 2)),
 )
-_FEW, _TURNS = 2, 3  # so few requests, whose steps differ least by their nodes, are timed thrice
+_FEW, _TURNS = 2, 3  # up to so many requests, whose steps differ least, are timed three times
 
 
 class _Script(Auto):
-    """Verifies as many nodes as it is told, and learns the times."""
+    """Verifies a given number of nodes, and records the times."""
 
     nodes = 0  # of each request, in the next step
     learns = False
@@ -72,7 +72,7 @@ class _Script(Auto):
 
 
 class _Practice(TreeScheduler):
-    """The scheduler with a script for its policy; keeps nothing."""
+    """The scheduler with a scripted policy; stores nothing."""
 
     policy: _Script
 
@@ -84,7 +84,7 @@ class _Practice(TreeScheduler):
         return _Script(cost, Acceptance(), self.max_drafts, self.options.tree.max_depth)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Where no heads draft, the drafts are made up as well: chains of any token."""
+        """Use chains of arbitrary tokens as drafts if there are no heads."""
         if self.options.tree.max_depth:
             super().update_draft_token_ids(draft_token_ids)
             return
@@ -101,9 +101,9 @@ class _Practice(TreeScheduler):
 
 
 def measure_step_costs(worker: Any) -> None:
-    """Time steps with a worker whose model and KV cache are there; write down what they took.
+    """Time steps with a worker whose model and KV cache are ready; store the times.
 
-    Every rank runs the same steps. Nothing is done for fixed budgets; less if costs are known.
+    Every rank runs the same steps. Skipped for fixed budgets; shorter if costs are known.
     """
     options = EngineOptions.of(worker.vllm_config)
     if options.budget is None or isinstance(options.budget, int):
@@ -134,7 +134,7 @@ def measure_step_costs(worker: Any) -> None:
 
 
 def _own_config(worker: Any) -> Any:
-    """The engine's config as its scheduler will have it, less what reaches outside."""
+    """The engine's config for its scheduler, without external connections."""
     config = copy.copy(worker.vllm_config)
     config.kv_events_config = None
     config.cache_config = copy.copy(config.cache_config)
@@ -158,7 +158,7 @@ def _scheduler(worker: Any, config: Any) -> _Practice:
 
 
 def _agreed(wish: bool) -> bool:
-    """What the first rank wishes."""
+    """Broadcast the first rank's value."""
     group = get_tp_group()
     return wish if group.world_size == 1 else bool(group.broadcast_object(wish, src=0))
 
@@ -166,13 +166,13 @@ def _agreed(wish: bool) -> bool:
 def _run(
     worker: Any, scheduler: _Practice, requests: int, nodes: tuple[int, ...], end: float
 ) -> bool:
-    """Step so many requests as often as there are ``nodes``; False if the time is over."""
+    """Run one step per entry of ``nodes``; returns False if the time is over."""
     script = scheduler.policy
     names = [f"medusa-practice-{index}" for index in range(requests)]
     most = scheduler.max_model_len - len(_PROMPT)
     if most < 1:
         return False  # there is nothing to decode
-    # seeds: as random as a request of a user, and equal on all ranks
+    # seeds: random as for user requests, and equal on all ranks
     for index, name in enumerate(names):
         params = SamplingParams(max_tokens=most, ignore_eos=True, seed=index)
         scheduler.add_request(Request(name, list(_PROMPT), params, None))

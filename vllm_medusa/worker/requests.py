@@ -1,6 +1,6 @@
-"""What a request asks for: ``SamplingParams(extra_args={"medusa": {...}})``, and its table by slot.
+"""Options per request, ``SamplingParams(extra_args={"medusa": {...}})``, and their table by slot.
 
-Both runners keep `RequestOptions` on the host, where a step's questions need no device.
+Both runners keep `RequestOptions` on the host, to read them without a sync.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_medusa.tree.forms import shown
 from vllm_medusa.worker.options import is_for_v2, is_medusa
 from vllm_medusa.worker.overrides import override
 
-CANDIDATES = 4  # for each draft of a request whose grammar will choose
+CANDIDATES = 4  # per draft of a request with a grammar
 GREEDY_BELOW = 1e-5  # vLLM's own bound below which a temperature means greedy
 
 
@@ -76,13 +76,13 @@ def acceptance_of(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
         return default
     try:
         return AcceptanceConfig.from_extra_args(params.extra_args, default)
-    except ValueError:  # the front end refuses these; one that slips by must not stop the engine
+    except ValueError:  # the front end refuses these; the engine must not crash
         return AcceptanceConfig()
 
 
 @dataclass(frozen=True)
 class TypicalRule:
-    """The typical rule of B requests; only those of ``mask`` go by it."""
+    """The typical rule of B requests; it applies to those of ``mask``."""
 
     mask: Tensor  # bool [B]
     epsilon: Tensor  # float32 [B]
@@ -106,7 +106,7 @@ class RequestOptions:
         self._epsilon, self._delta = np.ones((2, num_slots), dtype=np.float32)
 
     def add(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
-        """Take a request in; its slot may have been another's."""
+        """Add a request; its slot may have been used before."""
         rule, max_tokens = acceptance_of(params, self.default), self._max_model_len
         if params.max_tokens is not None:
             max_tokens = min(max_tokens, prompt_len + params.max_tokens)
@@ -127,7 +127,7 @@ class RequestOptions:
         self._epsilon[slot], self._delta[slot] = rule.epsilon, rule.delta
 
     def by_path(self, slots: np.ndarray) -> np.ndarray:
-        """Whether distributions depend on the tokens before them, not on the logits alone."""
+        """Whether distributions depend on earlier tokens, not only on the logits."""
         return self._by_path[slots]
 
     def follows_grammar(self, slots: np.ndarray) -> np.ndarray:
@@ -139,7 +139,7 @@ class RequestOptions:
         return np.stack([~self._follows[slots], self._sampled[slots]])
 
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor) -> Tensor:
-        """How deep a node can be and still give a token that the request keeps, int64 [B].
+        """Max depth of a node whose token the request can keep, int64 [B].
 
         ``num_tokens`` (integer [B]) are its tokens so far; the last of a step needs no node.
         """

@@ -1,4 +1,4 @@
-"""The trees of one runner, V1 or V2: from their drafts to their verification, by request slot.
+"""The trees of one runner, V1 or V2, by request slot, from drafting to verification.
 
 A slot is a running request's row in the tables here. On V2 slots are vLLM's; on V1 the runner
 gives them out. A request may be verified some steps after it was drafted for, and vLLM may cut its
@@ -31,7 +31,7 @@ from vllm_medusa.worker.requests import RequestOptions
 
 
 class Drafter(Protocol):
-    """What drafts beside the target: Medusa or Hydra heads, or an EAGLE drafter.
+    """A drafter: Medusa or Hydra heads, or an EAGLE drafter.
 
     To add heads that draft from the target's hidden state: the model and its tensors' names
     (`heads`, `heads.formats`), its step (`proposer.steps`, a `Marginal` or `Branching` of
@@ -42,10 +42,10 @@ class Drafter(Protocol):
     """
 
     tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees
-    scratch: int  # KV slots behind a request's tokens that drafting takes
+    scratch: int  # KV slots after a request's tokens that drafting uses
 
     def load_model(self, target_model: nn.Module) -> None:
-        """Load what drafts, beside the loaded target."""
+        """Load the drafter for the loaded target."""
         ...
 
     def draft(
@@ -60,15 +60,15 @@ class Drafter(Protocol):
         """A tree for each request, the same on every rank.
 
         Args:
-            states: What is drafted from, of B requests: for heads the target's hidden states
+            states: Inputs of B requests: for heads the target's hidden states
                 [B, H] at the last accepted nodes, for EAGLE drafters `eagle_trees.Roots`.
-            root: int64 [B], the tokens that the target gave last.
+            root: int64 [B], the last sampled tokens.
             num_nodes: Nodes of each tree, root included.
-            max_depth: int64 [B], the deepest node that each request has a use for. Behind those
-                with any there are ``scratch`` slots.
-            limit: Drafts of a request that are of use, from 1; the best so many lie no deeper, so
-                as many levels are drafted at most. None: all.
-            min_survival: Survival that some draft needs for deep heads to run. None: all run.
+            max_depth: int64 [B], max useful depth per request. Requests with more than 0 have
+                ``scratch`` slots.
+            limit: Max useful drafts per request, from 1, which also bounds the number of levels.
+                None: all.
+            min_survival: Deep heads run only if some draft reaches this survival. None: always.
 
         """
         ...
@@ -87,7 +87,7 @@ class Trees:
     ) -> None:
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         self.options = options = EngineOptions.of(vllm_config)
-        self.num_nodes = options.tree.num_nodes  # of a request, root included, at most
+        self.num_nodes = options.tree.num_nodes  # max per request, root included
         self.static = drafter.tree
         self._scratch, self._max_model_len = drafter.scratch, model.max_model_len
         self._max_depth, self._on_host = max(options.tree.max_depth, options.depth), on_host
@@ -159,7 +159,7 @@ class Trees:
         return TreeBatch.from_parents(parents, num_nodes, self._max_depth)
 
     def _with_chosen(self, batch: TreeBatch, req_ids: Sequence[str], counts: Tensor) -> TreeBatch:
-        """The same with the trees that the scheduler chose."""
+        """Replace the trees by those that the scheduler chose."""
         device = counts.device
         rows = [row for row, name in enumerate(req_ids) if name in self.chosen_parents]
         if rows:
@@ -174,7 +174,7 @@ class Trees:
         return batch
 
     def useful_depth(self, slots: np.ndarray, num_tokens: Tensor, num_new: Tensor) -> Tensor:
-        """The deepest node that each request has a use for, int64 [B]; 0: none.
+        """Max useful depth per request, int64 [B]; 0: none.
 
         ``num_tokens`` (integer [B]) are its tokens so far, the last ``num_new`` of them new: none
         in a prefill that isn't finished.
@@ -199,7 +199,7 @@ class Trees:
         free: Array,  # bool [B], those that follow no grammar
         sampled: Array,  # bool [B]
     ) -> DraftTrees:
-        """Join the drafts with what lookup finds in the requests' own texts."""
+        """Merge the drafts with lookup's from the requests' own texts."""
         assert self.lookup is not None
         self.lookup.learn(slots, texts, rows, num_tokens, num_new)
         drafts, levels = drafts.padded(self.num_nodes), self.options.tree.max_depth

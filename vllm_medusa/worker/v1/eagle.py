@@ -43,13 +43,13 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
         self.read_vocabulary()
 
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """One forward pass, where vLLM makes one for each draft token."""
+        """Run one forward pass; vLLM runs one per draft token."""
         super().dummy_run(num_tokens, *args[:1], **kwargs | {"is_graph_capturing": True})
 
     def draft(
         self, states: Roots, root: Tensor, num_nodes: int, max_depth: Tensor, *args: Any
     ) -> DraftTrees:
-        """See `trees.Drafter`; no level is expanded that no request has a use for."""
+        """See `trees.Drafter`; levels beyond all useful depths are skipped."""
         whole = self.beam
         self.beam = replace(whole, depth=min(whole.depth, int(max_depth.max())))
         try:
@@ -59,7 +59,7 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
 
 
 class EagleModelRunner(MedusaModelRunner):
-    """`MedusaModelRunner` whose drafter has a KV cache, which all accepted paths go through."""
+    """`MedusaModelRunner` whose drafter has a KV cache that is updated with accepted paths."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device):
         super().__init__(vllm_config, device)
@@ -67,7 +67,7 @@ class EagleModelRunner(MedusaModelRunner):
         self._pending = PendingTokens(self.drafter)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load target and drafter; check that the target shows the hidden states it needs."""
+        """Load target and drafter; check that the target returns the required hidden states."""
         super().load_model(*args, **kwargs)
         if self.use_aux_hidden_state_outputs:
             check_captured_layers(self.get_model(), self.speculative_config)
@@ -85,7 +85,7 @@ class EagleModelRunner(MedusaModelRunner):
         common: Any,
         *args: Any,
     ) -> Roots | None:
-        """Take in what was accepted; what plain steps gave waits for those that draft."""
+        """Process accepted tokens; those of plain steps are deferred to steps that draft."""
         count = self.input_batch.num_reqs
         starts = common.query_start_loc_cpu[: count + 1].numpy()
         scheduled, ends = np.diff(starts), self.seq_lens[:count].to(torch.int64)

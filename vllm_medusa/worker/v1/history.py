@@ -14,7 +14,7 @@ from vllm_medusa.worker.v1.thinking import has_budgets, one_row_each
 
 
 class PathHistory:
-    """Follows B walks at once; the host keeps token lists only for requests that depend on them."""
+    """Tracks B walks; the host keeps token lists only for requests that depend on them."""
 
     def __init__(
         self, metadata: SamplingMetadata, batch_size: int, paths: list[list[int]] | None = None
@@ -54,7 +54,7 @@ class PathHistory:
 
 
 class MinTokensAt:
-    """`min_tokens` at given nodes: the stop tokens are barred until enough tokens are out.
+    """`min_tokens` at given nodes: stop tokens are masked until the minimum is reached.
 
     vLLM's own processor counts the tokens out between steps only, so it would go on barring them
     below the node where the request reaches its minimum. Like it, this one leaves a request whose
@@ -63,7 +63,7 @@ class MinTokensAt:
 
     def __init__(self, rules: dict[int, Any], rows: list[tuple[int, int]]):
         barred: list[tuple[int, int]] = []
-        self.grammar_rows: list[int] = []  # of those barred
+        self.grammar_rows: list[int] = []  # among the masked rows
         for row, (request, depth) in enumerate(rows):
             if request in rules:
                 minimum, output, stop_token_ids, follows_grammar = rules[request]
@@ -73,7 +73,7 @@ class MinTokensAt:
         self.barred = barred
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Bar them in place: logits [rows, V]."""
+        """Mask them in place: logits [rows, V]."""
         if self.barred:
             grammar = logits[self.grammar_rows]
             index = torch.tensor(self.barred, device=logits.device).unbind(1)
@@ -85,7 +85,7 @@ class MinTokensAt:
 
 
 def needs_tokens(metadata: SamplingMetadata) -> bool:
-    """Whether sampling depends on which tokens came before, not only on the logits."""
+    """Whether sampling depends on earlier tokens, not only on the logits."""
     return not metadata.no_penalties or bool(metadata.bad_words_token_ids)
 
 

@@ -59,7 +59,7 @@ class MedusaModelRunner(CPUModelRunner):
         check_layers(self.compilation_config.static_forward_context, self.kv_cache_config)
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        """As vLLM does; and give each running request a slot."""
+        """As in vLLM; also assigns a slot to each running request."""
         result = super()._update_states(scheduler_output)
         for req_id in (
             *scheduler_output.finished_req_ids,
@@ -109,7 +109,7 @@ class MedusaModelRunner(CPUModelRunner):
     def _calc_spec_decode_metadata(
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
-        """As vLLM makes it, but for steps without drafts, in which only last rows count."""
+        """As in vLLM, except for steps without drafts, which only need last rows."""
         if num_draft_tokens.any():
             return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
         ends, nothing = torch.from_numpy(cu_num_scheduled_tokens), torch.empty(0, dtype=torch.int32)
@@ -164,7 +164,7 @@ class MedusaModelRunner(CPUModelRunner):
         *args: Any,
         **kwargs: Any,
     ) -> list[list[int]]:
-        """Draft from the last accepted node of every request that goes on."""
+        """Draft from the last accepted node of every request that continues."""
         trees, batch = self.trees, self.input_batch
         step = trees.step
         states = self._draft_states(
@@ -206,12 +206,12 @@ class MedusaModelRunner(CPUModelRunner):
     ) -> DraftTrees:
         """Trees of at most ``limit`` drafts; candidates of requests with structured output.
 
-        ``depth``, int64 [B], is the deepest node that each request has a use for.
+        ``depth``, int64 [B], is the max useful depth per request.
         """
         if self._options.heads is None or limit < 1 or not bool(depth.any()):
             return DraftTrees.roots(len(root), 1, root.device)
         most = CANDIDATES * limit if structured.any() else limit
-        # A grammar makes tokens likelier than the drafter knows; a fixed budget wants its nodes.
+        # A grammar makes tokens likelier than estimated; a fixed budget uses all its nodes.
         rest = not structured.any() and not isinstance(self._options.budget, int)
         width, min_survival = min(most + 1, MAX_NODES), MIN_SURVIVAL if rest else None
         drafts = self.drafter.draft(states, root, width, depth, most, min_survival)
@@ -227,13 +227,13 @@ class MedusaModelRunner(CPUModelRunner):
         sample_hidden_states: Tensor,
         *states: Any,
     ) -> Any:
-        """What the drafter drafts from, see `trees.Drafter`: hidden states [B, H]."""
+        """The drafter's input, see `trees.Drafter`: hidden states [B, H]."""
         if step is None or verdict is None:
             return sample_hidden_states
         return sample_hidden_states[step.cu_nodes[:-1] + verdict.path.last_node]
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """The drafts for the scheduler, with what it needs to know of them."""
+        """The drafts for the scheduler, with their metadata."""
         if not self._drafts.req_ids:
             return None  # nothing was to be drafted
         drafts = super().take_draft_token_ids()
@@ -247,9 +247,9 @@ class MedusaModelRunner(CPUModelRunner):
         return True
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """Hide the generators of discarded requests: vLLM rewinds them, which CPUs can not.
+        """Hide the generators of discarded requests: vLLM rewinds them, which fails on CPUs.
 
-        There is nothing to rewind: they drew nothing (`TreeVerifier`).
+        No rewind is needed: they were not used (`TreeVerifier`).
         """
         generators = self.input_batch.generators
         hidden = {
@@ -272,11 +272,11 @@ class MedusaModelRunner(CPUModelRunner):
             compact_group(layers, names, step.slots(gid), path.nodes, path.num_accepted)
 
     def _targets_layers(self, names: list[str]) -> list[str]:
-        """Those of the attention layers ``names`` that verify."""
+        """The attention layers of ``names`` that verify."""
         return names
 
     def _discarded(self) -> list[int]:
-        """Requests whose token is thrown away, if any request has a generator to be spared."""
+        """Requests whose token is discarded, if any request has a generator."""
         if not self.input_batch.generators:
             return []
         mask = self.discard_request_mask.np[: self.input_batch.num_reqs]

@@ -1,4 +1,4 @@
-"""`thinking_token_budget` along walks: vLLM's own state machine, fed as in plain decoding."""
+"""`thinking_token_budget` along walks: vLLM's own state machine, updated as in plain decoding."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def one_row_each(metadata: SamplingMetadata, going: list[bool] | None = None) ->
 
 
 def install_moves() -> None:
-    """Where a request without a budget takes another's place in the batch, that one's is gone.
+    """Clear the state of a batch slot that is reused by a request without a budget.
 
-    vLLM 0.32 leaves it there, and forces the ends of thoughts that are not the request's.
+    vLLM 0.32 keeps it, and forces the end of thinking of an unrelated request.
     """
     override(ThinkingBudgetStateHolder, "sync_batch", _sync_batch)
 

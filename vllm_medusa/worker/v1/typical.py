@@ -1,4 +1,4 @@
-"""Typical acceptance for the requests of a batch that ask for it, with vLLM's processed logits."""
+"""Typical acceptance for the requests that select it, with vLLM's processed logits."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ class TypicalChoice:
         return replace(tree, num_nodes=tree.num_nodes.index_fill(0, self.requests, 1))
 
     def start(self, nodes: Tensor) -> Tensor:
-        """Let the Q sample at their last accepted node: nodes int64 [B]."""
+        """Make the Q sample at their last accepted node: nodes int64 [B]."""
         return nodes.index_copy(0, self.requests, self.path.last_node)
 
     def end(self, tokens: Tensor) -> Tensor:
-        """The token that ends the step (int64 [B]); the argmax where greedy_root asks for it."""
+        """The token that ends the step (int64 [B]); the argmax with greedy_root."""
         last = self.processed[torch.arange(len(self.requests)), self.path.last_node]  # [Q, V]
         ended = torch.where(self.greedy_root, last.argmax(-1), tokens[self.requests])
         return tokens.index_copy(0, self.requests, ended)
@@ -103,7 +103,7 @@ class TypicalChoice:
     def merge_logprobs(
         self, logprobs: LogprobsTensors, verdict: Verdict, metadata: SamplingMetadata
     ) -> LogprobsTensors:
-        """Give the Q the logprobs of their whole paths: [B, L, ...] -> [B, L', ...]."""
+        """Set the logprobs of the Q's whole paths: [B, L, ...] -> [B, L', ...]."""
         columns = int(verdict.path.num_accepted.max()) + 1
         nodes = self.path.nodes[:, :columns]  # [Q, L']
         source = self.processed if "processed" in self.sampler.logprobs_mode else self.raw
@@ -136,7 +136,7 @@ class TypicalChoice:
     def _of_named_tokens(
         self, rows: Tensor, tokens: Tensor, columns: int, width: int, metadata: SamplingMetadata
     ) -> LogprobsTensors:
-        """Logprobs of the token ids that requests name: rows [Q * L', V] -> [Q * L', width].
+        """Logprobs of requested token ids: rows [Q * L', V] -> [Q * L', width].
 
         As in vLLM's sampler they stand in for the likeliest tokens in the whole batch, and a
         request that names fewer than another is padded.

@@ -1,6 +1,6 @@
 """Verification of a step's trees with vLLM's own sampler.
 
-The lossless walk asks the engine's `Sampler` for one token per request and level, with the
+The lossless walk calls the engine's `Sampler` for one token per request and level, with the
 request's real parameters and with the history that plain decoding would have there. So whatever a
 token's distribution depends on (temperature, truncation, penalties, bad words, allowed tokens,
 min_tokens, the request's seed) is as in plain decoding, and a generator advances once per token.
@@ -26,7 +26,7 @@ from vllm_medusa.worker.v1.typical import TypicalChoice
 
 
 class TreeVerifier:
-    """Turns the logits of all nodes into verdicts, vLLM's rejection sampler's counterpart."""
+    """Computes verdicts from the logits of all nodes, in place of vLLM's rejection sampler."""
 
     def __init__(self, sampler: Sampler):
         self.sampler = sampler
@@ -103,7 +103,7 @@ class TreeVerifier:
 
 
 def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
-    """Nothing but the argmax of each row is asked for, so no walk is needed."""
+    """Whether only the argmax of each row is needed, so that no walk is."""
     return bool(
         metadata.all_greedy
         and metadata.no_penalties
@@ -120,7 +120,7 @@ def _is_plain_greedy(metadata: SamplingMetadata) -> bool:
 
 
 def _without(metadata: SamplingMetadata, discarded: list[int]) -> SamplingMetadata:
-    """The metadata with no generator for requests whose token is thrown away."""
+    """The metadata without generators of requests whose token is discarded."""
     generators: dict[int, Any] = metadata.generators
     if not discarded or not generators:
         return metadata

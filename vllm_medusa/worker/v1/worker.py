@@ -17,7 +17,7 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
     """Runs `MedusaModelRunner` with tree attention in place of vLLM's CPU attention."""
 
     def init_device(self) -> None:
-        """Build the runner; CPUWorker names its class itself, so the name is swapped meanwhile."""
+        """Build the runner; CPUWorker hardcodes its class, so the name is patched meanwhile."""
         from vllm_medusa.worker.v1.eagle import EagleModelRunner
         from vllm_medusa.worker.v1.runner import MedusaModelRunner
         from vllm_medusa.worker.v1.thinking import install_moves
@@ -34,10 +34,10 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
             cpu_worker.CPUModelRunner = stock
 
     def compile_or_warm_up_model(self) -> Any:
-        """Time steps first, where drafts have to earn their time; vLLM then seeds anew."""
+        """Time steps first if the budget needs step times; vLLM then reseeds."""
         from vllm_medusa.worker.practice import measure_step_costs
 
         measure_step_costs(self)
         if (lookup := self.model_runner.trees.lookup) is not None:
-            lookup.forget()  # made-up requests say nothing of a user's
+            lookup.forget()  # dummy requests are not representative
         return super().compile_or_warm_up_model()

@@ -11,7 +11,7 @@ from vllm.config.utils import config
 
 @config
 class TreeSpeculativeConfig(SpeculativeConfig):
-    """Drafts from heads beside the target; ``num_speculative_tokens`` counts draft nodes.
+    """Drafts from heads; ``num_speculative_tokens`` counts draft nodes.
 
     The method is called ``draft_model``: of the methods whose drafts stay on the device, which is
     what V2 and the async scheduler ask for by name, it is the plainest. Nothing of a draft model
@@ -22,13 +22,13 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     """The engine's acceptance rule, for the front end."""
 
     def __post_init__(self) -> None:
-        """Take the target's configs for the draft's: heads have no config that vLLM could read."""
+        """Use the target's configs for the draft: heads have no config that vLLM can read."""
         self.prompt_lookup_max = self.prompt_lookup_min = 0
         self.draft_model_config = self.target_model_config
         self.draft_parallel_config = self.target_parallel_config
 
     def uses_draft_model(self) -> bool:
-        """No: heads run no model, so nothing is to be reserved for one."""
+        """No: heads are not a model, so nothing is reserved for one."""
         return False
 
     def __repr__(self) -> str:

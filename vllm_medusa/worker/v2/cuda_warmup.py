@@ -1,7 +1,7 @@
-"""Compiles every kernel of ours before the first request, which else would wait for it.
+"""Compiles all our kernels before the first request.
 
-vLLM's warm-up runs whole trees, plain decodes and both together over short contexts. Trees beside
-prefill, long contexts (split over parts), typical acceptance and trees cut short come in here.
+vLLM's warm-up runs whole trees, plain decodes and both together over short contexts. This adds
+trees with prefill, long contexts (split in parts), typical acceptance and truncated trees.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from vllm_medusa.worker.v2.platform import tree_backend
 
 @torch.inference_mode()
 def warm_up(runner: Any) -> None:
-    """Compile for a V2 runner whose model and KV cache are there, if the platform compiles at all.
+    """Compile for a V2 runner whose model and KV cache are ready, if the platform compiles.
 
-    Every rank does the same, since drafting exchanges candidates.
+    All ranks must call it, because drafting exchanges candidates.
     """
     backend, speculator = tree_backend(), runner.speculator
     if backend.warm_up is None:

@@ -1,4 +1,4 @@
-"""The same on CUDA; apart, since vLLM's CPU worker must not be imported there."""
+"""The V2 worker on CUDA; separate because vLLM's CPU worker must not be imported there."""
 
 from __future__ import annotations
 

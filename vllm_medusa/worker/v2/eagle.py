@@ -1,4 +1,4 @@
-"""EAGLE drafters on the V2 runner: `EagleTrees` drafts, from what the runner has on its device."""
+"""EAGLE drafters on the V2 runner: `EagleTrees` drafts from the runner's device state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EagleTreeDrafter(EagleTrees):
 
 
 class EagleTreeSpeculator(TreeSpeculator):
-    """A speculator whose drafter has a KV cache, which all accepted paths go through."""
+    """A speculator whose drafter has a KV cache that is updated with accepted paths."""
 
     drafter: EagleTreeDrafter
 
@@ -52,7 +52,7 @@ class EagleTreeSpeculator(TreeSpeculator):
         return drafter
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
-        """Load the drafter; its layers are vLLM's, as is what becomes of them in its sleep."""
+        """Load the drafter; vLLM manages its layers, also in sleep mode."""
         self.load_beside(target_model)
         return self.drafter.model
 
@@ -76,7 +76,7 @@ class EagleTreeSpeculator(TreeSpeculator):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile what levels of trees need: into how many parts keys go follows from lengths.
+        """Compile the kernels of tree levels; the number of key parts depends on lengths.
 
         No request's entries are written, and no context is read.
         """
@@ -99,7 +99,7 @@ class EagleTreeSpeculator(TreeSpeculator):
         drafts: bool,
         dummy_run: bool,
     ) -> Roots | None:
-        """Take in what was accepted; what plain steps gave waits for those that draft."""
+        """Process accepted tokens; those of plain steps are deferred to steps that draft."""
         shown = [last_hidden_states]
         if self.method == "eagle3":
             assert aux_hidden_states is not None

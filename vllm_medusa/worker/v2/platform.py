@@ -20,7 +20,7 @@ WarmUp = Callable[[Mapping[str, Any], Iterable[Any]], None]
 
 @dataclass(frozen=True)
 class TreeBackend:
-    """What a platform brings: an attention backend, and how KV is moved in its cache layout.
+    """A platform: its attention backend, and how KV is moved in its cache layout.
 
     The backend's metadata builder has an attribute ``step``: `TreeModelState` sets it to the
     `TreeStep` while the metadata of a step with trees is built, and to None else.

@@ -1,4 +1,4 @@
-"""Verification: a token is drawn at every node, then the walk down asks which drafts say the same.
+"""Verification: a token is drawn at every node, then the walk follows the drafts that match.
 
 On V2 a draw is a pure function of (logits, seed, position): the noise is hashed, no generator
 advances. So the token of every node can be drawn at once, each at its own position (base + depth),
@@ -45,9 +45,9 @@ from vllm_medusa.worker.trees import Trees
 
 
 class TreeSampler(RejectionSampler):
-    """Decides every request's path and tokens; in vLLM it judges drafts as a chain.
+    """Decides every request's path and tokens; vLLM's own class handles chains.
 
-    It inherits attributes that vLLM looks at, no step of the computation.
+    It inherits only attributes that vLLM reads, no computation.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class TreeSampler(RejectionSampler):
     def _logprobs(
         self, part: _Part, processed: Tensor, verdict: Verdict, batch: InputBatch
     ) -> LogprobsTensors | None:
-        """Logprobs of each request's path: (D + 1) rows a request, the last ones of no meaning."""
+        """Logprobs of each request's path: D + 1 rows per request; trailing rows are undefined."""
         sampler = self.sampler
         dims = sampler.get_logprobs_dims(batch.idx_mapping_np)
         if dims is None:
@@ -248,7 +248,7 @@ class _Part:
 
 
 def _join(verdicts: list[Verdict]) -> Verdict:
-    """The verdicts of parts, one behind the other."""
+    """Concatenate the verdicts of parts."""
     if len(verdicts) == 1:
         return verdicts[0]
     paths = [verdict.path for verdict in verdicts]

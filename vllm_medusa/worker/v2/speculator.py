@@ -1,4 +1,4 @@
-"""The speculator: loads the heads beside the target and drafts the next trees."""
+"""The speculator: loads the heads and drafts the next trees."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vllm_medusa.worker.v2.state import tree_model_state
 
 
 def install() -> None:
-    """Have the runner build a `TreeSpeculator` where Medusa is asked for; idempotent."""
+    """Make the runner build a `TreeSpeculator` for Medusa; idempotent."""
     override(model_runner, "init_speculator", _init_speculator)
 
 
@@ -86,16 +86,16 @@ class TreeSpeculator(DraftModelSpeculator):
         self._parents: np.ndarray | None = None  # int64 [B, N] of them, on the host
 
     def make_drafter(self) -> Any:
-        """What drafts, not loaded yet."""
+        """Create the drafter without loading it."""
         return MedusaDrafter(self.vllm_config)
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
-        """Load the heads, which vLLM is to keep when it sleeps."""
+        """Load the heads, which vLLM keeps in sleep mode."""
         self.load_beside(target_model)
         return self.drafter.buffers_for_sleep()
 
     def load_beside(self, target_model: Any) -> None:
-        """Load what drafts; have the target bring our state when the runner asks it for one."""
+        """Load the drafter; make the target return our model state to the runner."""
         self.drafter.load_model(target_model)
         self._target = target_model
         state_cls = tree_model_state(self.vllm_config, target_model, self)
@@ -113,7 +113,7 @@ class TreeSpeculator(DraftModelSpeculator):
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile what drafting needs."""
+        """Compile the drafting kernels."""
         if self.trees.options.heads is None:
             return
         hidden_size, device = self.vllm_config.model_config.get_hidden_size(), self.device
@@ -124,7 +124,7 @@ class TreeSpeculator(DraftModelSpeculator):
             self.drafter.draft(hidden, roots, self.trees.num_nodes, roots)
 
     def warm_up_lookup(self, texts: Tensor) -> None:
-        """Compile what finds and joins; ``texts`` is int32 [slots, most tokens of a text]."""
+        """Compile the lookup kernels; ``texts`` is int32 [slots, max tokens of a text]."""
         one = torch.ones(1, dtype=torch.int64, device=texts.device)
         nodes = self.trees.num_nodes
         _, found = continuations(texts, one - 1, one, nodes - 1)
@@ -141,7 +141,7 @@ class TreeSpeculator(DraftModelSpeculator):
         drafts: bool,
         dummy_run: bool,
     ) -> Any:
-        """What the drafter drafts from, see `trees.Drafter`: hidden states [B, H].
+        """The drafter's input, see `trees.Drafter`: hidden states [B, H].
 
         Args:
             batch: of B requests.
@@ -150,7 +150,7 @@ class TreeSpeculator(DraftModelSpeculator):
             aux_hidden_states: [T, H] each; None unless the drafter asks for them.
             next_tokens: int64 [B], the token that follows the accepted ones.
             drafts: Whether it is to draft now.
-            dummy_run: Nothing of it is to be kept.
+            dummy_run: Results are discarded.
 
         """
         last_rows = batch.cu_num_logits[: batch.num_reqs].to(torch.int64)
@@ -255,7 +255,7 @@ class TreeSpeculator(DraftModelSpeculator):
         return found
 
     def survival(self) -> tuple[list[str], Any] | None:
-        """Whom the last drafts were for and their log-survivals, on their way to the host.
+        """The requests of the last drafts and their log-survivals, copied to the host async.
 
         They are there with all that the device is asked for later.
         """
@@ -264,17 +264,17 @@ class TreeSpeculator(DraftModelSpeculator):
         return self._drafted_for, async_copy_to_np(self._drafts.log_survival[:, 1:])
 
     def copies(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The last drafts and their sources, int64 [B, K], on their way to the host."""
+        """The last drafts and their sources, int64 [B, K], copied to the host async."""
         if self._drafts is None or self.trees.lookup is None:
             return None
         tokens, source = self._drafts.token_ids, self._drafts.source
         return async_copy_to_np(tokens)[:, 1:], async_copy_to_np(source)[:, 1:]
 
     def _claim_memory(self, hidden_states: Tensor) -> None:
-        """Once hold the logits of as many nodes as a step can have.
+        """Allocate the logits of the max number of nodes of a step once.
 
-        vLLM's memory profiling samples one row a request; trees need one for each node, and it is
-        start-up that has to find out if they don't fit.
+        vLLM's memory profiling samples one row per request; trees need one per node. If they don't
+        fit, the error is raised at start-up.
         """
         rows = min(self.max_num_reqs * self.trees.num_nodes, len(hidden_states))
         with adapters_left_out(adapted_heads(self._target)):

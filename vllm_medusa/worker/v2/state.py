@@ -1,4 +1,4 @@
-"""The model state: where V2 lets a model have its own positions, metadata and sampler."""
+"""The model state: V2's hook for positions, metadata and sampler of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def tree_model_state(vllm_config: VllmConfig, model: nn.Module, speculator: TreeSpeculator) -> type:
-    """The state class that vLLM would take for ``model``, with trees mixed in."""
+    """Return vLLM's state class for ``model``, extended with trees."""
     base = resolve_model_state_cls(vllm_config, model)
     if not issubclass(base, DefaultModelState):
         raise MedusaConfigError(
@@ -41,13 +41,13 @@ def tree_model_state(vllm_config: VllmConfig, model: nn.Module, speculator: Tree
 
 
 class TreeModelState(DefaultModelState):
-    """Hands the step's trees to positions, attention, verification and the KV cache."""
+    """Passes the step's trees to positions, attention, verification and the KV cache."""
 
     speculator: ClassVar[TreeSpeculator]  # of the runner that this class was made for
     _adapted: list[LogitsProcessorWithLoRA] | None = None  # till there is a KV cache
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Note the request's options beside vLLM's own state of it."""
+        """Store the request's options in addition to vLLM's own state."""
         super().add_request(req_index, new_req_data)
         if new_req_data.sampling_params is not None:
             self.speculator.trees.requests.add(
@@ -80,7 +80,7 @@ class TreeModelState(DefaultModelState):
         ubatch_idx: int = 0,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Lay out the trees, and have the metadata built with them."""
+        """Lay out the trees, and build the metadata with them."""
         cu_nodes = input_batch.cu_num_logits_np
         nodes = np.diff(cu_nodes) if input_batch.num_draft_tokens else np.ones(1)
         step = self.speculator.trees.begin(
@@ -108,7 +108,7 @@ class TreeModelState(DefaultModelState):
             )
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """Put the nodes where their depth says; their slots are fixed by now."""
+        """Set node positions by depth; slots are already assigned."""
         inputs = super().prepare_inputs(input_batch, req_states)
         self.speculator.states = req_states
         if self._adapted:
@@ -123,12 +123,12 @@ class TreeModelState(DefaultModelState):
         return {**inputs, "positions": positions}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        """Let CUDA graphs capture the positions where `prepare_inputs` writes them."""
+        """Make CUDA graphs capture the positions buffer that `prepare_inputs` writes."""
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
         return {**inputs, "positions": self.speculator.positions[:num_tokens]}
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """Keep vLLM's sampler; trees take the place of its rejection sampler."""
+        """Keep vLLM's sampler; replace its rejection sampler."""
         config = self.vllm_config.speculative_config
         return sampler, TreeSampler(
             sampler, config, self.device, self.speculator.trees, self.speculator.positions
@@ -155,7 +155,7 @@ class TreeModelState(DefaultModelState):
 
 @contextmanager
 def _verifying(builders: list[Any], step: TreeStep | None) -> Iterator[None]:
-    """Within the block the metadata builders know the step's trees."""
+    """Within the block, metadata builders have the step's trees."""
     for builder in builders:
         builder.step = step
     try:

@@ -1,4 +1,4 @@
-"""What our workers add to vLLM's, whatever the platform."""
+"""Additions of our workers to vLLM's, for all platforms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_medusa.worker.target import heads_left_out
 
 
 class WithTrees(WorkerBase):
-    """Mixed into a worker of vLLM: its V2 runner gets our speculator and tree attention."""
+    """Mixin for vLLM's workers: adds our speculator and tree attention to the V2 runner."""
 
     def init_device(self) -> None:
         """Register tree attention and the speculator, then build the runner."""
@@ -42,7 +42,7 @@ class WithTrees(WorkerBase):
         times = super().compile_or_warm_up_model()
         measure_step_costs(self)
         if (lookup := cast(Any, self.model_runner).speculator.trees.lookup) is not None:
-            lookup.forget()  # made-up requests say nothing of a user's
+            lookup.forget()  # dummy requests are not representative
         return times
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ class WithTrees(WorkerBase):
             super().load_model(*args, **kwargs)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Verify and draft; what the verified drafts were worth goes to an asynchronous scheduler.
+        """Verify and draft; send survivals of verified drafts to an asynchronous scheduler.
 
         vLLM's output is on its way to the host here too, and holds what is attached to it.
         """
@@ -68,7 +68,7 @@ class WithTrees(WorkerBase):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Take the trees that the scheduler chose, for requests that follow a grammar.
 
-        Their tokens take the places of what was drafted on the device, which has all others'.
+        Their tokens replace the drafts on the device, which has those of all other requests.
         """
         runner: Any = self.model_runner
         ahead = self.vllm_config.scheduler_config.async_scheduling

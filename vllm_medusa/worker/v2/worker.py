@@ -1,4 +1,4 @@
-"""The worker that vLLM runs for V2 on CPU: its own, with trees put into the runner's seams."""
+"""The worker for V2 on CPU: vLLM's own, with trees added to the runner."""
 
 from __future__ import annotations
 
