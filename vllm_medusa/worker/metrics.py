@@ -7,6 +7,9 @@ what they are, nodes that were verified: that is what they cost.
 The scheduler of dynamic trees reports what its steps were like. vLLM sends its own numbers from
 the engine core to the front end as msgpack of the fields it declares, so the report takes the place
 of one of them: a list of whole numbers that nobody reads and that means nothing for trees.
+
+An engine's metrics leave Prometheus' registry, which is the process's, as soon as another engine
+registers its own. Each engine with trees remembers its own, so that `LLM.get_metrics` finds them.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+from prometheus_client import REGISTRY, CollectorRegistry
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
@@ -92,16 +99,41 @@ def install_metrics() -> None:
     """Count by depth in the front end, which has the registry and the log."""
     override(PrometheusStatLogger, "__init__", _prometheus)
     override(LoggingStatLogger, "__init__", _logging)
+    override(LLMEngine, "get_metrics", _metrics)
 
 
 def _prometheus(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if is_medusa(vllm_config.speculative_config):
-            # a class attribute of vLLM's, for this one object
-            self._spec_decoding_cls = partial(TreeCounters, self, vllm_config)
+        if not is_medusa(vllm_config.speculative_config):
+            return original(self, vllm_config, *args, **kwargs)
+        # a class attribute of vLLM's, for this one object
+        self._spec_decoding_cls = partial(TreeCounters, self, vllm_config)
         original(self, vllm_config, *args, **kwargs)
+        self.medusa_registry = _registered_by_vllm()
+        return None
 
     return __init__
+
+
+def _registered_by_vllm() -> CollectorRegistry:
+    """What vLLM has in the process's registry now: the metrics of the engine started last."""
+    found = CollectorRegistry()
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("vllm:"):
+            found.register(collector)
+    return found
+
+
+def _metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_metrics(self: Any) -> Any:
+        loggers = self.logger_manager.stat_loggers if self.logger_manager is not None else ()
+        for logger in loggers:
+            if (registry := getattr(logger, "medusa_registry", None)) is not None:
+                with patch.object(reader, "REGISTRY", registry):
+                    return original(self)
+        return original(self)
+
+    return get_metrics
 
 
 class TreeCounters:
