@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -68,15 +68,16 @@ class StepReport:
 
     def put_into(self, stats: SpecDecodingStats) -> None:
         """Put the report into vLLM's numbers of a step."""
-        stats.num_draft_tokens_per_pos = [_MARK, *astuple(self)]
+        stats.num_draft_tokens_per_pos = [_MARK, *vars(self).values()]
 
     @classmethod
     def of(cls, stats: SpecDecodingStats) -> StepReport | None:
         """Read what `put_into` put there; None: nothing."""
         mark, *numbers = stats.num_draft_tokens_per_pos or [0]
-        return cls(*numbers) if mark == _MARK and len(numbers) == len(fields(cls)) else None
+        return cls(*numbers) if mark == _MARK and len(numbers) == _NUM_FIELDS else None
 
 
+_NUM_FIELDS = len(fields(StepReport))
 _METRICS = {  # field of `StepReport` -> name, what it counts, divided by
     "requests": ("step_requests", "Requests of all steps together.", 1),
     "nodes": ("nodes", "Draft nodes verified; also of requests that had ended meanwhile.", 1),
@@ -183,15 +184,20 @@ class TreeCounters:
 
     def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         """Count a step."""
-        self._stock.observe(spec_decoding_stats, engine_idx)
+        if spec_decoding_stats.num_drafts:  # else it counts nothing, slowly
+            self._stock.observe(spec_decoding_stats, engine_idx)
         report = StepReport.of(spec_decoding_stats)
         if report is None or not self._steps:
             return
         for kind, metric in self._steps[engine_idx].items():
-            metric.inc(getattr(report, kind))
+            if count := getattr(report, kind):
+                metric.inc(count)
         for field, metric in self._metrics[engine_idx].items():
             value = getattr(report, field) / _METRICS[field][2]
-            metric.set(value) if field in _GAUGES else metric.inc(value)
+            if field in _GAUGES:
+                metric.set(value)
+            elif value:
+                metric.inc(value)
 
 
 def _logging(original: Callable[..., None]) -> Callable[..., None]:
