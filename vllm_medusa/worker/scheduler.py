@@ -224,7 +224,7 @@ class TreeScheduler(Scheduler):
         """Whether the report says only that a few steps were plain, and a step follows."""
         report = self._report
         told = report.tree or report.prefill or report.heads or report.chosen
-        return not told and 0 < report.plain < _REPORT_STEPS and self.has_unfinished_requests()
+        return not told and 0 < report.plain < _REPORT_STEPS and bool(self.running)
 
     def shutdown(self) -> None:
         """Keep what was learned; the rest is vLLM's."""
