@@ -78,7 +78,7 @@ def make_heads(target: Target, own: bool) -> HeadLogits:
         1,
         shape.hidden,
         shape.vocab,
-        shared_lm_head=not own,
+        num_lm_heads=HEADS if own else 0,
         device=target.device,
         dtype=target.dtype,
     )

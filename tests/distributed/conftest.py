@@ -48,7 +48,7 @@ def mapped_heads(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     some = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(4))[:300]
     folder = tmp_path_factory.mktemp("mapped_heads")
-    return _save(folder, shared_lm_head=True, token_map=some)
+    return _save(folder, num_lm_heads=0, token_map=some)
 
 
 def _save(folder: Path, **options: Any) -> str:

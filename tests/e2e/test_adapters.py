@@ -90,7 +90,7 @@ def test_heads_draft_with_the_target_s_own_lm_head(llm: LLM) -> None:
     own = target.logits_processor.base_layer(target.lm_head, rows.flatten(0, 1))
     assert drafter._lm_head(rows.flatten(0, 1))[:, :VOCAB].equal(own[:, :VOCAB])
     known = torch.tensor([300, 7, 11])
-    heads = MedusaHeads(1, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=known)
+    heads = MedusaHeads(1, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known)
     with adapters_left_out(drafter._adapted):
         store_target_rows(heads, target, states.device, states.dtype)
     logits = heads.compute_logits(states[:, None])[:, 0]

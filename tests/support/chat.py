@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-ASSETS = Path(__file__).parents[2] / "tests" / "assets" / "target"
+from support.assets import TARGET
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -48,7 +47,7 @@ def tokenizer(template: str | None) -> Any:
     """The test model's tokenizer with a chat template and its tokens."""
     from transformers import PreTrainedTokenizerFast
 
-    loaded = PreTrainedTokenizerFast.from_pretrained(ASSETS)
+    loaded = PreTrainedTokenizerFast.from_pretrained(TARGET)
     loaded.add_special_tokens({"additional_special_tokens": _TOKENS.split()})
     loaded.chat_template = template
     return loaded

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 
 
-def die(*_: object) -> None:
+def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

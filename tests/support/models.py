@@ -68,7 +68,7 @@ def save_random_heads(
 ) -> str:
     """Save heads whose residual layers are random; they share the target's LM head."""
     torch.manual_seed(1)
-    heads = MedusaHeads(num_heads, 1, hidden, vocab, shared_lm_head=True)
+    heads = MedusaHeads(num_heads, 1, hidden, vocab, num_lm_heads=0)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.05)

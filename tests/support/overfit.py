@@ -13,7 +13,7 @@ from vllm_medusa.training.hidden_cache import HiddenStates
 from vllm_medusa.training.loop import Loop
 from vllm_medusa.training.medusa1 import PIECE_ROWS, Medusa1, new_heads
 from vllm_medusa.training.method import Texts
-from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.options import HeadOptions, StepOptions
 from vllm_medusa.training.rows import cut_pieces, row_ranges
 from vllm_medusa.training.run import Stage, TrainingRun
 from vllm_medusa.training.target import Target
@@ -64,7 +64,7 @@ def looped(
     run.work.mkdir(exist_ok=True)
     size = min(PIECE_ROWS, settings.batch_tokens or PIECE_ROWS)
     train = texts(target, records, size, 1 << 30 if cached else 0)
-    heads = heads or new_heads(target, K, 1)
+    heads = heads or new_heads(target, HeadOptions(num_heads=K))
     method = Medusa1(target, heads, train, texts(target, records, 32), settings, Workers("cpu"))
     return Loop(method, Stage(run), **options)
 
@@ -75,6 +75,8 @@ def overfit(target: Target, folder: Path, draft_vocab: int | None = None) -> tup
     if draft_vocab is not None:
         some = frequent_tokens(count_tokens([record], target.vocab_size), draft_vocab)
     with TrainingRun(folder, {}) as run:
-        made = looped(target, [record], run, heads=new_heads(target, K, 1, token_map=some))
+        made = looped(
+            target, [record], run, heads=new_heads(target, HeadOptions(num_heads=K), some)
+        )
         made.train()
     return record, made

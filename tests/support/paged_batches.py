@@ -161,13 +161,6 @@ def random_parents(rows: int, nodes: int, shape: str, generator: torch.Generator
     return parents
 
 
-def depths_of(parents: list[int]) -> list[int]:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
-
-
 def make_case(
     requests: list[Request],
     *,
@@ -199,8 +192,8 @@ def make_case(
     nodes = nodes or max([r.rows for r in requests if r.is_tree], default=1)
     shapes = [requests[0].shape] if static else [r.shape for r in requests]
     parents = torch.tensor([random_parents(nodes, nodes, s, generator) for s in shapes])
-    depths = torch.tensor([depths_of(p) for p in parents.tolist()], dtype=torch.int32)
-    bits = pack_ancestors(dense_ancestors(parents))
+    ancestors = dense_ancestors(parents)
+    depths, bits = ancestors.sum(-1, dtype=torch.int32) - 1, pack_ancestors(ancestors)
     if static:
         parents, depths = parents.expand(count, -1), depths.to(device).expand(count, -1)
         bits = bits.to(device).expand(count, -1, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,14 +11,12 @@ from vllm_medusa.scorer.cpu import AttentionPlan, plan_trees
 from vllm_medusa.scorer.layout import CacheLayout, gather_tokens
 from vllm_medusa.scorer.reference import attention_reference, visible_keys
 from vllm_medusa.tree.batch import TreeBatch
-from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors
 
 
 def random_tree_batch(sizes: list[int], generator: torch.Generator, shape: str) -> TreeBatch:
     """Trees of ``sizes`` nodes; "random", "chain" or "star" (all children of the root)."""
     nodes = max(sizes)
     parents = torch.full((len(sizes), nodes), -1)
-    depths = torch.zeros(len(sizes), nodes, dtype=torch.int64)
     for b in range(len(sizes)):
         for i in range(1, nodes):
             if shape == "chain":
@@ -28,16 +26,8 @@ def random_tree_batch(sizes: list[int], generator: torch.Generator, shape: str) 
             else:
                 parent = int(torch.randint(0, i, (), generator=generator))
             parents[b, i] = parent
-            depths[b, i] = depths[b, parent] + 1
-    ancestors = dense_ancestors(parents)
-    return TreeBatch(
-        num_nodes=torch.tensor(sizes),
-        parents=parents,
-        depths=depths,
-        ancestor_bits=pack_ancestors(ancestors),
-        ancestors=ancestors,
-        max_depth=int(depths.max()),
-    )
+    tree = TreeBatch.from_parents(parents, torch.tensor(sizes), nodes - 1)
+    return replace(tree, max_depth=int(tree.depths.max()))
 
 
 @dataclass(frozen=True)

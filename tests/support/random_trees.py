@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vllm_medusa.tree.batch import TreeBatch
-from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors
 
 
 @dataclass
@@ -49,19 +48,10 @@ def make_case(seed: int, batch: int, max_nodes: int, vocab: int, deep: bool = Fa
             for _ in range(batch)
         ]
     )
-    depths = torch.zeros_like(parents)
-    for i in range(1, max_nodes):
-        depths[:, i] = depths.gather(1, parents[:, i : i + 1]).squeeze(1) + 1
-    ancestors = dense_ancestors(parents)
     num_nodes = torch.tensor([rng.randint(1, max_nodes) for _ in range(batch)])
-    tree = TreeBatch(
-        num_nodes=num_nodes,
-        parents=parents,
-        depths=depths,
-        ancestor_bits=pack_ancestors(ancestors),
-        ancestors=ancestors,
-        max_depth=int(depths.max()) + rng.randint(0, 1),  # a bound, not always met
-    )
+    tree = TreeBatch.from_parents(parents, num_nodes, max_nodes - 1)
+    depth = int(tree.depths.max()) + rng.randint(0, 1)  # a bound, not always met
+    tree = replace(tree, max_depth=depth)
     token_ids = torch.tensor(
         [[rng.randrange(vocab) for _ in range(max_nodes)] for _ in range(batch)]
     )

@@ -187,7 +187,7 @@ def test_lossless_sampling_equals_plain_sampling(llama, temperature, top_k, top_
 @pytest.mark.parametrize("shared", [False, True])
 def test_real_heads(llama, shared):
     torch.manual_seed(4)
-    heads = MedusaHeads(4, 1, HIDDEN, VOCAB, shared_lm_head=shared)
+    heads = MedusaHeads(4, 1, HIDDEN, VOCAB, num_lm_heads=0 if shared else 4)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     tokens, _ = plain(llama, prompt(), 30)
@@ -287,7 +287,7 @@ def test_typical_equals_brute_force(llama, greedy_root):
     config = AcceptanceConfig(mode="typical", epsilon=0.03, delta=1.0, greedy_root=greedy_root)
     tree, temperature = TokenTree.dense([3, 2, 2]), 2.5  # flat enough to accept about half
     torch.manual_seed(4)
-    heads = MedusaHeads(3, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    heads = MedusaHeads(3, 1, HIDDEN, VOCAB, num_lm_heads=0)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     generator = torch.Generator().manual_seed(1)

@@ -240,7 +240,7 @@ def check_served(
         elif drafter == "hydra":
             save_heads(folder, HydraHeads(1, 1, hidden, vocab, num_lm_heads=0, dtype=bf16))
         else:
-            save_heads(folder, MedusaHeads(1, 1, hidden, vocab, shared_lm_head=True, dtype=bf16))
+            save_heads(folder, MedusaHeads(1, 1, hidden, vocab, num_lm_heads=0, dtype=bf16))
         refuse_unserved(EngineSettings(target, speculation, serving["dtype"]))
 
 

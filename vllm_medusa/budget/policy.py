@@ -3,6 +3,9 @@
 The heads run at the end of a step, so how many nodes they may draft for a request (the limit) is
 decided a step earlier than how many of the drafts are verified. The best n nodes of a request lie
 no deeper than n, so a limit of nodes is also a limit of heads; 0 runs none.
+
+`worker.scheduler` calls it: `limit` before drafting, `counts` for the drafts that came in. With
+asynchronous scheduling, where drafts are not seen, `limit` is both.
 """
 
 from __future__ import annotations

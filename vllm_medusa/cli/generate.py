@@ -50,14 +50,8 @@ def run_distill(options: DistillOptions, progress: ConsoleProgress) -> int:
     from vllm_medusa.training.distill import distill
 
     done = distill(options, progress, invocation())
-    made, lengths = done.summary, done.summary.generated
-    if lengths:
-        progress.note(
-            f"{plural(made.records, 'record')}: {made.prompt_tokens} prompt tokens, {sum(lengths)} "
-            f"generated (per record {min(lengths)} to {max(lengths)}, mean "
-            f"{sum(lengths) / len(lengths):.1f}); {made.truncated / made.records:.1%} "
-            f"truncated, {plural(made.duplicates, 'duplicate')}, {made.empty} empty"
-        )
+    if done.summary:
+        progress.note(done.summary)
     return _conclude(done, "records", progress)
 
 

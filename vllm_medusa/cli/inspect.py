@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from vllm_medusa.heads.inspection import Inspection
 
 TEXT = """\
-Tell what a checkpoint of Medusa heads holds, where it comes from, whether anything about it is odd
-(every value is looked at), and, with --target, whether it fits that model. Of an EAGLE drafter the
-config and the headers are looked at.
+Tell what a checkpoint of Medusa heads holds, where it comes from, whether a value of it is damaged,
+and, with --target, whether it fits that model. Of an EAGLE drafter the config and the headers are
+looked at.
 
 Exit status: 0 it fits, 1 it does not, 2 it is not a checkpoint of heads, or --target
 is not a model."""
@@ -133,7 +133,7 @@ def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:
 
     tree, medusa = document.get("tree"), document.get("medusa") or {}
     for key, value in document.items():
-        if key not in ("source", "fits", "checks", "damage", "suspicions", "tree", "medusa"):
+        if key not in ("source", "fits", "checks", "damage", "tree", "medusa"):
             yield f"  {key:20} {_short(value)}"
     if "tree" in document:
         yield f"  {'tree':20} {f'{len(tree)} draft nodes' if tree else 'none of its own'}"
@@ -148,7 +148,6 @@ def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:
         else:
             yield f"  {key:20} {_short(value)}"
     yield from (f"DAMAGED: {text}" for text in document.get("damage", ()))
-    yield from (f"odd: {text}" for text in document.get("suspicions", ()))
     unsure = ""
     for check in document["checks"]:
         yield f"{_MARKS[check['verdict']]}{check['name']}: {check['text']}"

@@ -147,6 +147,11 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
             f"one ({_listing(sorted(files.files))}). Is this the target model? Give the heads' own "
             "folder or file"
         )
+    if spelling == "hydra" and Slot("skip") not in names:
+        raise HeadsError(
+            f"{label} has no 'hydra_mlp.0.0.res_connection.weight': these heads don't see tokens "
+            "(the reference calls them not grounded). Give grounded Hydra heads"
+        )
     lm_heads = [slot for slot in names if slot.part == "lm_head"]
     if config.get("original_lm_head") and {s.head for s in lm_heads} == {0} != heads:
         # vLLM writes the one LM head of all heads as head 0's, with this flag
@@ -155,12 +160,13 @@ def describe(files: CheckpointFiles) -> HeadsInfo:
     num_layers = 1 + max((slot.layer for slot in names if slot.part == "layer"), default=-1)
     stored = files.specs(names.values())
     specs = {slot: stored[name] for slot, name in names.items()}
-    shapes = _shapes(specs, spelling == "hydra", num_heads, num_layers)
-    if spelling == "hydra" and Slot("skip") not in names:
-        raise HeadsError(
-            f"{label} has no 'hydra_mlp.0.0.res_connection.weight': these heads don't see tokens "
-            "(the reference calls them not grounded). Give grounded Hydra heads"
-        )
+    wanted = _empty_heads(specs, spelling == "hydra", num_heads, num_layers)
+    shapes = {slot: tuple(t.shape) for slot, t in _tensors(wanted).items()}
+    if Slot("lm_head", None) in names and num_heads == 1:
+        names |= {s._replace(head=0): names.pop(s) for s in [*names] if s.head is None}
+        specs = {slot: stored[name] for slot, name in names.items()}
+    if TOKEN_MAP in specs:
+        shapes[TOKEN_MAP] = specs[TOKEN_MAP].shape[:1]
     missing = [prefix + name_of(s, spelling, num_layers) for s in shapes if s not in names]
     left_over += [name for slot, name in names.items() if slot not in shapes]
     if spelling == "hydra":
@@ -236,35 +242,35 @@ def _refuse_other_drafters(files: CheckpointFiles) -> None:
         )
 
 
-def _shapes(
+def _empty_heads(
     specs: Mapping[Slot, TensorSpec], is_hydra: bool, num_heads: int, num_layers: int
-) -> dict[Slot, tuple[int, ...]]:
-    """Every tensor that such heads must have, and its shape."""
+) -> MedusaHeads:
+    """Heads without memory, of the sizes that the first tensors of a kind have."""
+    found = {(slot.part, slot.kind) for slot in specs}
+    single = any(slot.head is None for slot in specs)
+    lm_head = Slot("lm_head", None if single else 0)
 
     def size(slot: Slot, dim: int = 0) -> int:
         shape = specs[slot].shape if slot in specs else ()
-        return shape[dim] if shape else 0
+        return (shape[dim] if shape else 0) or 1
 
-    found = {(slot.part, slot.kind) for slot in specs}
-    single = any(slot.head is None for slot in specs)
-    owners = [None] if single else [*range(num_heads)]
-    rows = size(Slot("lm_head", owners[0]))
-    hidden = size(Slot("layer")) if num_layers else size(Slot("lm_head", owners[0]), -1)
-    kinds = ["weight", "bias"] if is_hydra or ("layer", "bias") in found else ["weight"]
-    shapes: dict[Slot, tuple[int, ...]] = {}
-    for head, layer, kind in itertools.product(range(num_heads), range(num_layers), kinds):
-        first = is_hydra and layer == 0
-        width = (head + 2) * hidden if first else hidden
-        for part in ("layer", "skip") if first else ("layer",):
-            shape = (hidden, width) if kind == "weight" else (hidden,)
-            shapes[Slot(part, head, layer, kind)] = shape
-    if any(part == "lm_head" for part, _ in found):
-        kinds = ["weight", "bias"] if ("lm_head", "bias") in found else ["weight"]
-        for owner, kind in itertools.product(owners, kinds):
-            shapes[Slot("lm_head", owner, 0, kind)] = (rows, hidden)[: 2 if kind == "weight" else 1]
-    if TOKEN_MAP in specs:
-        shapes[TOKEN_MAP] = (size(TOKEN_MAP),)
-    return shapes
+    lm_heads = 1 if single else num_heads
+    return new_heads(
+        is_hydra,
+        num_heads=num_heads,
+        num_layers=num_layers,
+        hidden_size=size(Slot("layer")) if num_layers else size(lm_head, -1),
+        vocab_size=size(lm_head),
+        bias=("layer", "bias") in found,
+        num_lm_heads=lm_heads if any(part == "lm_head" for part, _ in found) else 0,
+        lm_head_bias=("lm_head", "bias") in found,
+        device="meta",
+    )
+
+
+def new_heads(is_hydra: bool, *, bias: bool = True, **sizes: Any) -> MedusaHeads:
+    """Medusa or Hydra heads of these ``sizes``; the layers of Hydra heads always have biases."""
+    return HydraHeads(**sizes) if is_hydra else MedusaHeads(bias=bias, **sizes)
 
 
 @dataclass(frozen=True)
@@ -356,19 +362,19 @@ def load_heads(
         )
     count = info.num_heads if max_heads is None else min(info.num_heads, max_heads)
     token_map = info.read_token_map()
-    common: dict[str, Any] = {
-        "num_lm_heads": min(info.num_lm_heads, count),
-        "lm_head_bias": info.lm_head_bias,
-        "token_map": token_map,
-        "device": device,
-        "dtype": dtype,
-    }
-    heads: MedusaHeads
-    if info.is_hydra:
-        heads = HydraHeads(count, info.num_layers, hidden_size, vocab_size, **common)
-    else:
-        common |= {"bias": info.bias, "shared_lm_head": not info.num_lm_heads}
-        heads = MedusaHeads(count, info.num_layers, hidden_size, vocab_size, **common)
+    heads = new_heads(
+        info.is_hydra,
+        num_heads=count,
+        num_layers=info.num_layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        bias=info.bias,
+        num_lm_heads=min(info.num_lm_heads, count),
+        lm_head_bias=info.lm_head_bias,
+        token_map=token_map,
+        device=device,
+        dtype=dtype,
+    )
     heads.requires_grad_(False)
     slots = {
         info.names.get(slot) or info.names[slot._replace(head=None)]: tensor

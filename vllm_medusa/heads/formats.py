@@ -11,6 +11,10 @@
 Medusa heads may have one ``lm_head`` for all heads, any heads a ``token_map``. Heads and layers are
 counted from the names because the numbers in published configs are wrong (five heads and
 ``medusa_num_heads: 2``).
+
+To add a format: its names in `NAMES`, a prefix in `_PREFIX`, a new file name in `files`; to write
+it, a row of `convert.heads.FORMATS` and its name in `convert.options`. The layouts of EAGLE-3
+drafters are read by `heads.eagle` and written by `convert.eagle.DRAFTER_FORMATS`.
 """
 
 from __future__ import annotations

@@ -63,21 +63,19 @@ class HydraHeads(MedusaHeads):
     ) -> None:
         if num_layers < 1:
             raise HeadsError(f"num_layers is {num_layers}; Hydra heads have at least 1")
-        count = num_heads if num_lm_heads is None else num_lm_heads
-        if count not in (0, num_heads):
+        if num_lm_heads not in (None, 0, num_heads):
             raise HeadsError(
-                f"num_lm_heads is {count}; Hydra heads have {num_heads} (one each) or 0 (the "
-                "target's)"
+                f"num_lm_heads is {num_lm_heads}; Hydra heads have {num_heads} (one each) or 0 "
+                "(the target's)"
             )
         super().__init__(
             num_heads,
             num_layers - 1,
             hidden_size,
             vocab_size,
-            shared_lm_head=count == 0,
             lm_head_bias=lm_head_bias,
             token_map=token_map,
-            num_lm_heads=count,
+            num_lm_heads=num_lm_heads,
             device=device,
             dtype=dtype,
         )

@@ -1,22 +1,19 @@
-"""What a checkpoint is, whether anything about it is odd, and whether it fits a target."""
+"""What a checkpoint is, whether it is damaged, and whether it fits a target."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vllm_medusa.heads.checkpoint import NO, Check, HeadsInfo, Verdict, fits, peek_heads
 from vllm_medusa.heads.files import find_target
 from vllm_medusa.heads.fingerprint import config_sizes, match_target
-from vllm_medusa.heads.formats import TOKEN_MAP, Slot
+from vllm_medusa.heads.formats import TOKEN_MAP
 from vllm_medusa.tree import TokenTree, TreeError
 from vllm_medusa.tree.forms import read_tree
 
@@ -31,30 +28,7 @@ class Inspection:
     info: HeadsInfo
     tree: TokenTree | None
     damage: list[str]  # such heads can't be loaded
-    suspicions: list[str]  # they load, and something is odd
     checks: list[Check]
-
-    @property
-    def files(self) -> dict[str, int]:
-        """Names of the files -> bytes."""
-        paths = {self.info.files.files[name] for name in self.info.names.values()}
-        return {path.name: path.stat().st_size for path in sorted(paths)}
-
-    @property
-    def bytes(self) -> int:
-        """Size of the heads' tensors."""
-        return sum(spec.bytes for spec in self.info.specs.values())
-
-    @property
-    def parameters(self) -> int:
-        """Values of the heads' weights."""
-        return sum(s.num_values for slot, s in self.info.specs.items() if slot != TOKEN_MAP)
-
-    @property
-    def dtypes(self) -> dict[str, int]:
-        """Numbers of tensors of each dtype."""
-        specs = self.info.specs.values()
-        return dict(Counter(str(spec.dtype).removeprefix("torch.") for spec in specs))
 
     @property
     def fits(self) -> bool:
@@ -62,18 +36,25 @@ class Inspection:
         return not self.damage and all(check.verdict != NO for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON of everything."""
+        """Plain JSON of everything; ``bytes`` and ``parameters`` are the heads' alone."""
+        info, specs = self.info, self.info.specs
         of_info = [
             *("format", "num_heads", "num_layers", "hidden_size", "vocab_size"),
             *("draft_vocab_size", "token_map", "bias", "num_lm_heads", "lm_head_bias"),
             *("lm_head_rows", "base_model", "includes_base"),
         ]
-        own = ["source", "files", "dtypes", "bytes", "parameters", "damage", "suspicions", "fits"]
+        paths = sorted({info.files.files[name] for name in info.names.values()})
         return {
-            **{key: getattr(self.info, key) for key in of_info},
-            **{key: getattr(self, key) for key in own},
+            **{key: getattr(info, key) for key in of_info},
+            "source": self.source,
+            "files": {path.name: path.stat().st_size for path in paths},
+            "dtypes": Counter(str(s.dtype).removeprefix("torch.") for s in specs.values()),
+            "bytes": sum(spec.bytes for spec in specs.values()),
+            "parameters": sum(s.num_values for slot, s in specs.items() if slot != TOKEN_MAP),
+            "damage": self.damage,
+            "fits": self.fits,
             "tree": None if self.tree is None else self.tree.to_lists(),
-            "medusa": {key: value for key, value in self.info.medusa.items() if key != "tree"},
+            "medusa": {key: value for key, value in info.medusa.items() if key != "tree"},
             "checks": [vars(check) for check in self.checks],
         }
 
@@ -99,8 +80,7 @@ def inspect_heads(
         match = match_target(info, target, heads=source)
         verdicts: dict[str, Verdict] = {"same": "fits", "different": NO, "unknown": "unknown"}
         checks.append(Check("fingerprint", verdicts[match.verdict], match.reason))
-    damage, suspicions = _scan(info, progress)
-    return Inspection(str(source), info, tree, damage, suspicions, checks)
+    return Inspection(str(source), info, tree, _scan(info, progress), checks)
 
 
 def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
@@ -121,55 +101,17 @@ def _own_tree(info: HeadsInfo) -> tuple[TokenTree | None, list[Check]]:
     return tree, [Check("tree", NO, text)]
 
 
-def _scan(info: HeadsInfo, progress: Progress | None) -> tuple[list[str], list[str]]:
-    """Read every tensor once; returns damage and suspicions.
-
-    Damage is NaN or infinity, and a token map that names a token twice. Suspicious are LM heads of
-    zeros, heads whose residual layers are all zero (never trained), and equal weights where each
-    should have its own: the layers of a head (the reference's ``[ResBlock] * n``), or the heads.
-    """
+def _scan(info: HeadsInfo, progress: Progress | None) -> list[str]:
+    """Read every tensor once; returns what is damaged: NaN or infinity, a token mapped twice."""
     damage: list[str] = []
     slots = {name: slot for slot, name in info.names.items()}
     total, done = sum(spec.bytes for spec in info.specs.values()), 0
-    seen: dict[Slot, tuple[str, bool]] = {}  # digest, any value but 0
     for name, tensor in info.files.tensors(slots):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             damage.append(f"{name!r} holds NaN or infinity: the training diverged")
         if slots[name] == TOKEN_MAP and tensor.unique().numel() != tensor.numel():
             damage.append(f"{name!r} names some token twice")
-        seen[slots[name]] = _digest(tensor), bool(tensor.any())
         done += info.specs[slots[name]].bytes
         if progress is not None:
             progress(done, total)
-    return damage, list(_suspicions(info, seen))
-
-
-def _digest(tensor: Tensor) -> str:
-    raw: Any = tensor.contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(raw).hexdigest()
-
-
-def _suspicions(info: HeadsInfo, seen: dict[Slot, tuple[str, bool]]) -> Iterator[str]:
-    if info.format == "vllm" and info.bias and not info.config.get("medusa_fc_bias"):
-        yield "config.json does not set medusa_fc_bias: stock vLLM would drop the layers' biases"
-    lm_heads = [slot for slot in seen if (slot.part, slot.kind) == ("lm_head", "weight")]
-    if zero := [info.names[slot] for slot in lm_heads if not seen[slot][1]]:
-        yield f"LM heads of zeros only, which guess nothing: {', '.join(zero)}"
-    elif len(lm_heads) > 1 and len({seen[slot] for slot in lm_heads}) == 1:
-        yield (
-            f"all {len(lm_heads)} LM heads are equal: one would do, or the target's (convert "
-            "--to v2 --target TARGET)"
-        )
-    layers: dict[int, list[Any]] = {}  # each head's, each with digests of all that it holds
-    for head, layer in itertools.product(range(info.num_heads), range(info.num_layers)):
-        own = [s for s in seen if (s.part, s.head, s.layer) == ("layer", head, layer)]
-        layers.setdefault(head, []).append([seen[slot] for slot in sorted(own)])
-    untrained = [h for h in layers if not any(v for each in layers[h] for _, v in each)]
-    if untrained:
-        yield f"residual layers of zeros only, never trained: heads {untrained}"
-    repeated = [h for h in layers if h not in untrained and layers[h][0] in layers[h][1:]]
-    if repeated:
-        yield (
-            f"layers of a head have the same weights: heads {repeated}. They were one layer "
-            "repeated ([ResBlock] * n) when they were trained"
-        )
+    return damage

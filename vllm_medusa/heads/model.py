@@ -61,7 +61,7 @@ class MedusaHeads(nn.Module):
 
     ``vocab_size`` is the target's. With ``token_map`` (int64 [V_draft], target id of each draft id)
     the heads score V_draft tokens only. ``num_lm_heads`` is K unless given; 1 stores one LM head
-    for all heads, and ``shared_lm_head`` stores none. Stored LM heads start as zeros: load them,
+    for all heads, and 0 stores none. Stored LM heads start as zeros: load them,
     or copy the target's with `init_lm_heads`.
     """
 
@@ -74,7 +74,6 @@ class MedusaHeads(nn.Module):
         hidden_size: int,
         vocab_size: int,
         bias: bool = True,
-        shared_lm_head: bool = False,
         lm_head_bias: bool = False,
         token_map: Tensor | None = None,
         *,
@@ -84,7 +83,7 @@ class MedusaHeads(nn.Module):
     ) -> None:
         super().__init__()
         if num_lm_heads is None:
-            num_lm_heads = 0 if shared_lm_head else num_heads
+            num_lm_heads = num_heads
         for name, value, minimum in (
             ("num_heads", num_heads, 1),
             ("num_layers", num_layers, 0),
@@ -93,12 +92,12 @@ class MedusaHeads(nn.Module):
         ):
             if value < minimum:
                 raise HeadsError(f"{name} is {value}; it must be at least {minimum}")
-        if num_lm_heads not in (0, 1, num_heads) or shared_lm_head != (num_lm_heads == 0):
+        if num_lm_heads not in (0, 1, num_heads):
             raise HeadsError(
                 f"num_lm_heads is {num_lm_heads}; allowed are {num_heads} (one for each head), 1 "
-                "(one for all heads) and, only with shared_lm_head=True, 0"
+                "(one for all heads) and 0 (the target's)"
             )
-        if shared_lm_head and lm_head_bias:
+        if not num_lm_heads and lm_head_bias:
             raise HeadsError("lm_head_bias needs stored LM heads: leave it out or store them")
         if token_map is not None and token_map.dim() != 1:
             raise HeadsError(f"token_map has shape {list(token_map.shape)}; it must be [V_draft]")

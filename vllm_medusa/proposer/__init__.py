@@ -3,6 +3,9 @@
 Node n at depth d with rank r holds the r-th best token of head d - 1, whatever its parent holds:
 Medusa's heads do not see each other's choices, so a depth needs one top-k for all its nodes
 (https://arxiv.org/abs/2401.10774, section 2.1.2).
+
+This is a static tree of Medusa's heads. All other drafters implement one of the two protocols of
+`build`; `worker.trees.Drafter` lists what a new drafter needs.
 """
 
 from __future__ import annotations

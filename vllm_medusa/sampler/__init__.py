@@ -1,6 +1,11 @@
 """Acceptance: logits at the nodes -> verdict (accepted path, emitted tokens).
 
 Batched tensors in and out; knows neither how the tree was proposed nor where its KV lies.
+
+To add a rule: a module here from a `TreeBatch` and logits to a `Path` or `Verdict` (for CUDA also
+in `dispatch`, `launch` and `kernel`); its option, `config.AcceptanceConfig`; which requests use it,
+`worker.requests.RequestOptions`; then its callers: V1's `worker.v1.verification`, V2's
+`worker.v2.sampler` (and `cuda_warmup`), `decode`.
 """
 
 from vllm_medusa.sampler.draw import Draw, draw_exponential, draw_splitmix, truncate_logits

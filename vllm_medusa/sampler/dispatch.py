@@ -1,6 +1,6 @@
 """The acceptance rules in the form a device has them: Triton where it runs, torch elsewhere.
 
-Neither waits for the device.
+Neither waits for the device. How to add a rule: see `vllm_medusa.sampler`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Training of Medusa heads: texts that the target wrote, losses, Medusa-1 and Medusa-2."""
+"""Training of heads and EAGLE-3 drafters: the target's own texts, losses, a module a method."""

@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_medusa.training.losses import (
-    CHUNK,
-    IGNORED,
-    AnyHeads,
-    LMHead,
-    draft_labels,
-    head_losses,
-)
+from vllm_medusa.training.losses import CHUNK, IGNORED, AnyHeads, LMHead, draft_labels
 
 TOP = 10
 
@@ -33,42 +27,12 @@ def token_ranks(logits: Tensor, ids: Tensor) -> Tensor:
     return ranks
 
 
-@torch.no_grad()
-def label_ranks(
-    heads: AnyHeads,
-    hidden_states: Tensor,  # [N, H]
-    labels: Tensor,  # int64 [N, K] target ids, IGNORED where none
-    lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
-    *,
-    path: Tensor | None = None,  # as for `head_losses`
-    x: Tensor | None = None,  # likewise
-    chunk: int = CHUNK,  # positions whose logits exist at a time, [chunk, K, V_draft]
-) -> Tensor:
-    """Rank of each label among its head's guesses, best is 0: int64 [N, K].
-
-    Labels outside the draft vocabulary and ignored ones rank behind everything, and never among the
-    best `TOP`.
-    """
-    drafts = draft_labels(labels, heads, IGNORED)
-    if x is None:
-        x = heads(hidden_states, None, path)  # [N, K, H]
-    ranks = []
-    for states, own in zip(x.split(chunk), drafts.split(chunk), strict=True):
-        if heads.lm_head_weight is None and lm_head is not None:
-            logits = lm_head(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        else:
-            logits = heads.compute_logits(states)
-        found = token_ranks(logits.float(), own.clamp_min(0))
-        ranks.append(found.masked_fill(own < 0, max(heads.draft_vocab_size, TOP)))
-    return torch.cat(ranks)
-
-
 class Measurement:
     """Sums over labels, which add up over batches and processes.
 
     Attributes:
-        sums: fp64 [K, 2 + 1 + TOP]: loss in nats, labels that have one, all labels, and those of
-            each rank.
+        sums: fp64 [K, 3 + TOP]: loss in nats, labels that have one, all labels, and those of each
+            rank.
 
     """
 
@@ -79,25 +43,23 @@ class Measurement:
     def measure(
         self,
         heads: AnyHeads,
-        states: Tensor,
-        labels: Tensor,
-        lm_head: LMHead | None = None,
-        path: Tensor | None = None,
-        x: Tensor | None = None,
+        x: Tensor,  # [N, K, H], the heads' states
+        labels: Tensor,  # int64 [N, K] target ids, IGNORED where none
+        lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     ) -> None:
-        """Add a batch of states [N, H]; see `label_ranks`."""
-        ones = torch.ones(labels.shape[1], device=labels.device)
-        found = head_losses(heads, states, labels, ones, lm_head, path=path, x=x)
-        ranks = label_ranks(heads, states, labels, lm_head, path=path, x=x)
-        self.add(found.sums, found.counts, ranks, labels)
-
-    def add(self, losses: Tensor, counts: Tensor, ranks: Tensor, labels: Tensor) -> None:
-        """Add a batch: sums of losses [K] over ``counts`` labels, ranks and labels [N, K]."""
-        counted = labels != IGNORED
-        at = torch.arange(TOP, device=ranks.device)
-        hits = ((ranks[..., None] == at) & counted[..., None]).sum(0)
-        columns = [losses[:, None], counts[:, None], counted.sum(0)[:, None], hits]
-        self.sums += torch.cat([column.double().cpu() for column in columns], 1)
+        """Add a batch; no guess hits a label outside the draft vocabulary, which has no loss."""
+        drafts = draft_labels(labels, heads, IGNORED)
+        size = max(1, CHUNK // labels.shape[1])  # positions whose logits exist at a time
+        for states, own, wanted in zip(*(t.split(size) for t in (x, drafts, labels)), strict=True):
+            shared = heads.lm_head_weight is None
+            logits = lm_head(states) if lm_head and shared else heads.compute_logits(states)
+            logits = logits.float()
+            losses = F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="none")
+            ranks, drafted = token_ranks(logits, own.clamp_min(0)), own != IGNORED
+            hits = ranks[..., None] == torch.arange(TOP, device=ranks.device)  # [C, K, TOP]
+            columns = [losses.view_as(own), drafted, wanted != IGNORED]
+            found = torch.cat([torch.stack(columns, -1), hits & drafted[..., None]], -1)
+            self.sums += found.sum(0, dtype=torch.float64).cpu()
 
     def summary(self) -> dict[str, Any]:
         """Plain JSON: ``loss`` [K], ``labels`` of head 0, ``top`` [K][TOP]: share within i + 1.

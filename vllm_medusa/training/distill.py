@@ -8,7 +8,7 @@ turn are those in the prompt of the next one. Where they aren't (the target chos
 the same text, or the chat template drops reasoning), what was written so far is a record of its
 own, so no token is trained in a context it was not written in.
 
-A slot owns ``stride`` indices. Its last record has the first of them, ``slot * stride``, and is
+A slot owns ``turns`` indices. Its last record has the first of them, ``slot * turns``, and is
 written after the others: where it is in a file, the slot is finished.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_medusa.heads.provenance import provenance
-from vllm_medusa.job import SILENT, Progress
+from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.batch import Answer, Conversation, Engine, Request, Result, Session
 from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.generate import Speed, open_results, run_prompts
@@ -41,7 +41,7 @@ class Distilled:
     output: Path
     failed: int  # texts whose line is an error
     speed: Speed | None  # of what was left to do; None: nothing was
-    summary: Summary  # of the whole file
+    summary: str  # of the whole file
 
 
 def distill(
@@ -92,7 +92,7 @@ def distill(
             options.seed,
             lines,
             total=len(prompts) * plan.samples,
-            done=sum(index % plan.stride == 0 for index in log.done),
+            done=sum(index % plan.turns == 0 for index in log.done),
             session=plan.session,
             progress=progress,
         )
@@ -128,13 +128,8 @@ class Plan:
     samples: int = 1  # texts of each prompt
     temperatures: tuple[float, ...] = (0.0,)  # sample s takes number s, modulo their count
     seed: int = 0  # of slot 0
-    turns: int = 1  # the most answers that a text may have
+    turns: int = 1  # the most answers, so the most records, that a text may have
     talker: Any = None  # the tokenizer, if the target is to write the user's later turns too
-
-    @property
-    def stride(self) -> int:
-        """Indices of each slot: the most records that a text can fall into."""
-        return self.turns
 
     def temperature(self, slot: int) -> float:
         """The temperature of a slot."""
@@ -148,7 +143,7 @@ class Plan:
         for prompt in prompts:
             for sample in range(self.samples):
                 slot = prompt.index * self.samples + sample
-                if slot * self.stride not in done:
+                if slot * self.turns not in done:
                     name = f"#{sample}" if self.samples > 1 else ""
                     yield replace(prompt, index=slot, request_id=prompt.request_id + name)
 
@@ -168,7 +163,7 @@ class Plan:
         slot = result.prompt.index
         pieces = _pieces(result.answers)
         if not pieces:
-            name = {"index": slot * self.stride, "request_id": result.prompt.request_id}
+            name = {"index": slot * self.turns, "request_id": result.prompt.request_id}
             return [name | {"error": result.error or "the target wrote nothing"}]
         first = next(a for a in result.answers if a.role == "assistant")  # not the user's opening
         prompt = list(first.prompt_token_ids)
@@ -176,7 +171,7 @@ class Plan:
         group = key_of(whole, len(prompt))
         return [
             {
-                "index": slot * self.stride + number,
+                "index": slot * self.turns + number,
                 "request_id": result.prompt.request_id,
                 "group": group,
                 "token_ids": piece.token_ids,
@@ -233,28 +228,22 @@ def _pieces(answers: Iterable[Answer]) -> list[_Piece]:
     return [piece for piece in pieces if piece.spans]
 
 
-@dataclass
-class Summary:
-    """Counts and lengths of a file of records."""
-
-    records: int = 0
-    prompt_tokens: int = 0
-    generated: list[int] = field(default_factory=list)  # generated tokens of each record
-    truncated: int = 0
-    empty: int = 0
-    duplicates: int = 0
-
-
-def summarize(lines: Iterable[Mapping[str, Any]]) -> Summary:
-    """Summarize lines that `Plan.records` made; those with an error aren't counted."""
-    found, texts = Summary(), set()
-    for line in lines:
+def summarize(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Counts and lengths of lines that `Plan.records` made; "" if all of them are errors."""
+    lengths, texts = [], set()
+    prompts = truncated = empty = 0
+    for line in lines:  # one at a time: files may be larger than memory
         if "error" not in line:
-            found.generated.append(sum(end - start for start, end in line["generated"]))
-            found.prompt_tokens += len(line["token_ids"]) - found.generated[-1]
-            found.truncated += line["finish_reason"] == "length"
-            found.empty += not line["text"].strip()
+            lengths.append(sum(end - start for start, end in line["generated"]))
             texts.add(hash(tuple(line["token_ids"])))
-    found.records = len(found.generated)
-    found.duplicates = found.records - len(texts)
-    return found
+            prompts += len(line["token_ids"]) - lengths[-1]
+            truncated += line["finish_reason"] == "length"
+            empty += not line["text"].strip()
+    count, generated = len(lengths), sum(lengths)
+    if not count:
+        return ""
+    return (
+        f"{plural(count, 'record')}: {prompts} prompt tokens, {generated} generated (per record "
+        f"{min(lengths)} to {max(lengths)}, mean {generated / count:.1f}); {truncated / count:.1%} "
+        f"truncated, {plural(count - len(texts), 'duplicate')}, {empty} empty"
+    )

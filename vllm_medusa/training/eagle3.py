@@ -13,16 +13,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape
-from vllm_medusa.training.method import Batch, Inputs, Method, Texts
+from vllm_medusa.training.method import Batch, Method, Texts
 from vllm_medusa.training.options import StepOptions
 from vllm_medusa.training.target import Target, TargetError
 from vllm_medusa.training.workers import Workers
 
 PIECE_ROWS = 2048
+EMBEDDING_SHARE = 0.3  # of their usual size, weights on embeddings at the start
 
 
 class Eagle3(Method):
@@ -47,10 +48,9 @@ class Eagle3(Method):
         self.width = target.hidden_size
         self.read_on = True
 
-    def inputs(self, batch: Batch) -> Inputs:
+    def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Method`."""
-        device = self.workers.device
-        states = super().inputs(batch).last
+        device, states = self.workers.device, self.states(batch)
         features, last = states.split([states.shape[1] - self.width, self.width], 1)
         sizes = [stop - start for _, start, stop in batch.wanted]
         there = pad_sequence([torch.ones(n, dtype=torch.bool) for n in sizes], batch_first=True)
@@ -59,7 +59,7 @@ class Eagle3(Method):
             pad_sequence(batch.tokens_after(self.heads.num_heads), batch_first=True).to(device),
             torch.tensor([start for _, start, _ in batch.wanted], device=device),
         )
-        return Inputs(last, x=x[there.to(device)])
+        return last, x[there.to(device)]
 
 
 def new_drafter(
@@ -72,7 +72,11 @@ def new_drafter(
     frozen_lm_head: bool,
     seed: int,
 ) -> EagleDrafter:
-    """An untrained drafter: the target's LM head, behind a norm as large as the target's states."""
+    """An untrained drafter that starts from the target's last decoder layer and LM head.
+
+    It reads the deepest of its features through that layer; of the token's embedding, which the
+    target's layer does not see, a little. What differs in shape or name is random.
+    """
     config = target.model.config.get_text_config()
     shape = EagleShape.of(config, layers, target.hidden_size, target.vocab_size)
     with torch.random.fork_rng(devices=[]):
@@ -81,11 +85,46 @@ def new_drafter(
     rows = slice(None) if token_map is None else token_map
     with torch.no_grad():
         drafter.lm_head.weight.copy_(target.lm_head_weight[rows].float() * target.logit_scale)
-        drafter.norm.weight.copy_(states.square().mean(0).sqrt())
+        drafter.norm.weight.copy_(states.square().mean(0).sqrt())  # as large as the states
+        _start_from(dict(decoder_layers(target)[-1].named_parameters()), drafter)
     drafter.frozen_lm_head = frozen_lm_head
     drafter = drafter.to(target.device)
     drafter.embedding = target.embedding_weight.detach()
     return drafter
+
+
+def _start_from(layer: dict[str, Tensor], drafter: EagleDrafter) -> None:
+    hidden, own = drafter.shape.hidden_size, drafter.midlayer
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -hidden:].fill_diagonal_(1.0)
+    if "input_layernorm.weight" in layer:
+        layer["hidden_norm.weight"] = layer.pop("input_layernorm.weight")
+    for name, weight in own.named_parameters():
+        given, state = layer.get(name), weight
+        if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj"):  # of an embedding and a state
+            embedding, state = weight.split(hidden, -1)
+            embedding.mul_(EMBEDDING_SHARE)
+        if given is not None and given.shape == state.shape and given.is_floating_point():
+            state.copy_(given)
+
+
+def decoder_layers(target: Target) -> Sequence[nn.Module]:
+    """The target's decoder layers.
+
+    Raises:
+        TargetError: it has no list of as many as its config says.
+
+    """
+    found = getattr(target.backbone, "layers", None)
+    if found is None:
+        found = getattr(target.backbone, "h", None)
+    count = getattr(target.model.config.get_text_config(), "num_hidden_layers", None)
+    if found is None or len(found) != count:
+        raise TargetError(
+            f"{type(target.model).__name__} has no plain list of decoder layers, whose inputs "
+            "EAGLE-3 reads. Train Medusa or Hydra heads for it."
+        )
+    return found  # type: ignore[no-any-return]
 
 
 class AuxiliaryStates:
@@ -96,25 +135,11 @@ class AuxiliaryStates:
     """
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:
-        """Find the target's decoder layers.
-
-        Raises:
-            TargetError: it has no list of as many as its config says.
-
-        """
+        """TargetError: see `decoder_layers`."""
         self.target, self.layers = target, tuple(sorted(layers))
         self.hidden_size = (len(self.layers) + 1) * target.hidden_size
         self.device = target.device
-        found = getattr(target.backbone, "layers", None)
-        if found is None:
-            found = getattr(target.backbone, "h", None)
-        count = getattr(target.model.config.get_text_config(), "num_hidden_layers", None)
-        if found is None or len(found) != count:
-            raise TargetError(
-                f"{type(target.model).__name__} has no plain list of decoder layers, whose inputs "
-                "EAGLE-3 reads. Train Medusa or Hydra heads for it."
-            )
-        self._modules: Any = found
+        self._modules = decoder_layers(target)
 
     def hidden_states(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Of ids int64 [B, L], padded on the right: [B, L, (A + 1) H], see `Target`."""

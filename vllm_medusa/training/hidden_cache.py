@@ -28,7 +28,6 @@ from vllm_medusa.offline.records import Record, digest_of
 from vllm_medusa.training.rows import Piece, pad
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_INTS = {4: (np.int32, torch.int32), 2: (np.int16, torch.int16)}  # numpy has no bfloat16
 _REMEDY = "Try another --dtype or --cache-dtype, or drop the line."
 
 
@@ -81,19 +80,12 @@ class HiddenStates:
         shards = range(len(self._shards) - 1)
         return [i for i in shards if i not in self._kept and not self._is_whole(i)]
 
-    def check_space(self) -> None:
-        """Refuse to start what the disk can't hold.
-
-        Raises:
-            CacheError: there is less free space than the missing shards take.
-
-        """
-        assert self.folder is not None
+    def _check_space(self, folder: Path) -> None:
         wanted = sum(self._num_rows(shard) for shard in self.missing()) * self._row_bytes
-        free = free_bytes(self.folder)
+        free = free_bytes(folder)
         if wanted > free:
             raise CacheError(
-                f"the hidden states take {wanted / 1e9:.1f} GB, and the disk of {self.folder} "
+                f"the hidden states take {wanted / 1e9:.1f} GB, and the disk of {folder} "
                 f"has {free / 1e9:.1f} GB free. Bound them with --cache-gb (the rest is computed "
                 "whenever it is needed), or name another disk with --cache."
             )
@@ -106,12 +98,14 @@ class HiddenStates:
         ``done`` is called with the rows that are done and the total.
 
         Raises:
-            CacheError: states that aren't finite in this dtype; names the record's line.
+            CacheError: states that aren't finite in this dtype; names the record's line. Or the
+                disk has less free space than the missing shards take.
 
         """
         todo = [shard for shard in self.missing() if shard % world == rank]
         tag = f"part-{os.getpid()}"  # of files aside
         if todo and self.folder is not None:
+            self._check_space(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "key.json", self._key, tag)
         total, ready = sum(map(self._num_rows, todo)), 0
@@ -128,7 +122,7 @@ class HiddenStates:
                 self._kept[shard] = states
             else:
                 with new_path(self._path(shard), tag) as part:
-                    states.view(_INTS[self.dtype.itemsize][1]).numpy().tofile(part)
+                    states.view(torch.uint8).numpy().tofile(part)
 
     def read(self, wanted: Sequence[tuple[int, int, int]]) -> Tensor:
         """States of (record, first row, last row + 1), concatenated.
@@ -181,10 +175,11 @@ class HiddenStates:
 
     def _mapped(self, shard: int) -> Tensor:
         if shard not in self._kept:
-            kind = _INTS[self.dtype.itemsize][0]
-            array = np.memmap(self._path(shard), kind, "c")  # never written; "r" makes torch warn
-            states = torch.from_numpy(array).view(self.dtype)
-            self._kept[shard] = states.view(-1, self.target.hidden_size)
+            shape = (self._num_rows(shard), self.target.hidden_size)
+            states = torch.from_file(
+                str(self._path(shard)), size=shape[0] * shape[1], dtype=self.dtype
+            )
+            self._kept[shard] = states.view(shape)
         return self._kept[shard]
 
     @torch.no_grad()

@@ -116,16 +116,11 @@ def require_labels(records: Sequence[Record], num_heads: int, name: str) -> None
     """
     rows = [end - start for record in records for start, end in row_ranges(record)]
     usable = max(rows, default=1) - 1  # heads that have a label in the longest span
-    if usable < 1:
-        raise DataError(
-            f"{name}: none of {len(records)} records has a generated span of 2 tokens or "
-            "more, so there is nothing to train on. Let the target write longer "
-            "texts (distill --max-tokens)."
-        )
     if usable < num_heads:
+        fewer = f"Train --num-heads {usable}, or bring" if usable else "Bring"
         raise DataError(
-            f"{name}: the longest generated span gives labels to {usable} heads, and {num_heads} "
-            f"are wanted. Train --num-heads {usable}, or bring longer texts."
+            f"{name}: the longest generated span of {len(records)} records has labels for {usable} "
+            f"heads, and {num_heads} are wanted. {fewer} longer texts (distill --max-tokens)."
         )
 
 

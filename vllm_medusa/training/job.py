@@ -131,15 +131,7 @@ class Job:
 
     def new_heads(self, target: Target) -> MedusaHeads:
         """Untrained Medusa or Hydra heads."""
-        options = self.options.heads
-        return medusa1.new_heads(
-            target,
-            options.num_heads,
-            options.num_layers,
-            lm_heads=options.lm_heads or "shared",
-            token_map=self.token_map(target),
-            kind=options.kind,
-        )
+        return medusa1.new_heads(target, self.options.heads, self.token_map(target))
 
     def heads_alone(self, target: Target, run: TrainingRun) -> Method:
         """Medusa-1 or EAGLE-3 with new heads, on built states."""
@@ -269,10 +261,7 @@ class Job:
             save_heads(self.options.files.output, heads, config)
 
     def _build(self, states: HiddenStates) -> None:
-        """Compute the missing states, after a check of the disk."""
-        if self.workers.main:
-            states.check_space()
-        self.workers.wait()
+        """Compute the missing states."""
         states.build(
             lambda ready, total: self.progress.at("hidden states", ready, total),
             rank=self.workers.rank,

@@ -37,7 +37,6 @@ class Loop:
         method: Method,
         stage: Stage,
         *,
-        max_steps: int | None = None,
         save_seconds: float = 60.0,  # between two checkpoints; the result doesn't depend on it
     ) -> None:
         self.method, self.stage, self.workers = method, stage, method.workers
@@ -55,7 +54,7 @@ class Loop:
             batch=settings.batch_tokens,
             epochs=settings.epochs,
             seed=settings.seed,
-        )[:max_steps]
+        )
         self.step, self.steps = 0, len(self.plan)
 
     def train(self, report: Report = lambda *_: None) -> None:

@@ -83,58 +83,43 @@ class HeadLosses(NamedTuple):
 
 def head_losses(
     heads: AnyHeads,
-    hidden_states: Tensor,  # [N, H], what the target's LM head sees
-    labels: Tensor,  # int64 [N, K] target ids, IGNORED where none; the first K heads are used
+    x: Tensor,  # [N, K, H], what the heads make of the target's states
+    labels: Tensor,  # int64 [N, K] target ids, IGNORED where none
     weights: Tensor,  # [K], the factor of each head's sum
     lm_head: LMHead | None = None,  # over the draft vocabulary, for heads that store none
     *,
-    temperatures: Tensor | None = None,  # fp32 [N] of soft labels; 0 is the token itself
-    teacher_states: Tensor | None = None,  # [N, H], soft labels are made of; None: hidden_states
-    teacher_lm_head: LMHead | None = None,  # over the whole vocabulary, for soft labels
-    path: Tensor | None = None,  # int64 [N, K], the tokens after each row, for Hydra heads
-    x: Tensor | None = None,  # [N, K, H], what the heads make of the states, if that is known
+    teacher: Teacher | None = None,  # of soft labels
     chunk: int = CHUNK,  # positions at a time: 4 * chunk * V floats, twice that if soft
 ) -> HeadLosses:
     """Each head's cross-entropy, and their weighted sum with its gradient.
 
-    Divide ``weights`` by the labels' counts for means. Gradients reach the heads (stored LM heads
-    too) and, where they require them, the ``hidden_states``; never the ``lm_head``.
+    Divide ``weights`` by the labels' counts for means. Gradients reach ``x`` and the heads' stored
+    LM heads; never the ``lm_head``.
 
-    With ``temperatures`` the labels are soft, the target's distribution, and row n + h + 1 has to
-    be the state h + 1 positions on wherever (n, h) has a label. Without a token map
-    ``teacher_lm_head`` may be left out: it is ``lm_head`` then. With one, labels outside the draft
-    vocabulary don't count, nor does the mass of soft labels there.
+    With a ``teacher`` the labels are soft: wherever (n, h) has a label, the teacher's row n + h + 1
+    has to be the state h + 1 positions on. With a token map, labels outside the draft vocabulary
+    don't count, nor does the mass of soft labels there.
     """
-    count = labels.shape[1]
     drafts = draft_labels(labels, heads, IGNORED)
-    valid = (drafts if temperatures is None else labels) != IGNORED
-    teacher = None
-    if temperatures is not None:
-        scorer = teacher_lm_head or (lm_head if heads.token_map is None else None)
-        if scorer is None:
-            raise ValueError(
-                "soft labels need teacher_lm_head or, without a token map, lm_head to be given"
-            )
-        states = hidden_states if teacher_states is None else teacher_states
-        teacher = _Teacher(states.detach(), scorer, temperatures, heads.token_map)
+    valid = (drafts if teacher is None else labels) != IGNORED
     weight, bias = heads.lm_head_weight, heads.lm_head_bias
-    if weight is None and lm_head is None:
-        raise ValueError("heads that store no LM head need lm_head, the target's")
-    if x is None:
-        x = heads(hidden_states, count, path)  # [N, K, H]
     loss, sums = _ChunkedLosses.apply(
         x, weight, bias, drafts, valid, weights.float(), lm_head, teacher, chunk
     )
     return HeadLosses(loss, sums, valid.sum(0))
 
 
-class _Teacher:
+class Teacher:
     """The target's distribution over labels; of the draft vocabulary's, if there is one."""
 
     def __init__(
-        self, states: Tensor, lm_head: LMHead, temperatures: Tensor, token_map: Tensor | None
+        self,
+        states: Tensor,  # [N, H], what the target's LM head sees
+        lm_head: LMHead,  # over the whole vocabulary
+        temperatures: Tensor,  # fp32 [N]; 0 is the token itself
+        token_map: Tensor | None,
     ) -> None:
-        self.states, self.lm_head, self.temperatures = states, lm_head, temperatures
+        self.states, self.lm_head, self.temperatures = states.detach(), lm_head, temperatures
         self.token_map = token_map
         self.greedy = temperatures == 0  # [N]
         self.any_greedy = bool(self.greedy.any())
@@ -175,7 +160,7 @@ class _ChunkedLosses(torch.autograd.Function):
         valid: Tensor,  # bool [N, K]
         weights: Tensor,  # fp32 [K]
         lm_head: LMHead | None,
-        teacher: _Teacher | None,
+        teacher: Teacher | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         count = x.shape[1]

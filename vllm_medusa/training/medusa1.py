@@ -12,11 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_medusa.heads.checkpoint import new_heads as make_heads
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import MedusaHeads
 from vllm_medusa.training.losses import LMHead
-from vllm_medusa.training.method import Batch, Inputs, Method, Texts
-from vllm_medusa.training.options import StepOptions
+from vllm_medusa.training.method import Batch, Method, Texts
+from vllm_medusa.training.options import HeadOptions, StepOptions
 from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
@@ -46,46 +47,41 @@ class Medusa1(Method):
         if self.soft and heads.token_map is not None:
             self.teacher = target.lm_head_of(dtype=dtype)
 
-    def inputs(self, batch: Batch) -> Inputs:
-        """See `Method`."""
-        inputs = super().inputs(batch)
+    def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Method`; Hydra heads see the tokens before their own."""
         if not isinstance(self.heads, HydraHeads):
-            return inputs
-        path = torch.cat(batch.tokens_after(self.heads.num_heads))
-        return inputs._replace(path=path.to(self.workers.device))
+            return super().outputs(batch)
+        last, path = self.states(batch), torch.cat(batch.tokens_after(self.heads.num_heads))
+        return last, self.heads(last, path=path.to(self.workers.device))
 
 
 def new_heads(
     target: Target,
-    num_heads: int,
-    num_layers: int,
-    *,
-    lm_heads: str = "shared",
+    options: HeadOptions,
     token_map: Tensor | None = None,  # int64 [V_draft], the token ids that are scored; None: all
-    kind: str = "medusa",  # or "hydra"
 ) -> MedusaHeads:
     """Make fp32 heads, on the LM head's device, each of which gives the target's own logits.
 
-    ``lm_heads`` "shared" uses the target's; "own" gives every head a copy of it to train (paper,
-    section 2.1.1), bias included and the logits' scale multiplied in. A soft cap stays out of
-    copies: it changes no ranking.
+    ``lm_heads`` "own" gives every head a copy of the target's to train (paper, section 2.1.1), bias
+    included and the logits' scale multiplied in. A soft cap stays out of copies: it changes no
+    ranking.
     """
-    own, weight, bias = lm_heads == "own", target.lm_head_weight, target.lm_head_bias
-    heads = (HydraHeads if kind == "hydra" else MedusaHeads)(
-        num_heads,
-        num_layers,
-        target.hidden_size,
-        target.vocab_size,
-        num_lm_heads=num_heads if own else 0,
+    own, bias = options.lm_heads == "own", target.lm_head_bias
+    heads = make_heads(
+        options.kind == "hydra",
+        num_heads=options.num_heads,
+        num_layers=options.num_layers,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_lm_heads=options.num_heads if own else 0,
         lm_head_bias=own and bias is not None,
         token_map=token_map,
-        device=weight.device,
+        device=target.lm_head_weight.device,
         dtype=torch.float32,
-        **({} if kind == "hydra" else {"shared_lm_head": not own}),
     )
     if isinstance(heads, HydraHeads):
         heads.use_target_embedding(target.embedding_weight)
     if own:
-        scale = target.logit_scale
-        heads.init_lm_heads(weight.float() * scale, None if bias is None else bias.float() * scale)
+        weight, scale = target.lm_head_weight.float(), target.logit_scale
+        heads.init_lm_heads(weight * scale, None if bias is None else bias.float() * scale)
     return heads

@@ -123,15 +123,16 @@ class Medusa2(Method):
         states = self.target.hidden_states(ids, mask)[mask.bool()]  # [N, H]
         labels = batch.labels
         own = lm_loss(states, labels[:, 0], self.target.lm_head, teacher if distill else None)
+        soft = None
+        if self.soft and teacher is not None:
+            soft = self.teacher_of(batch, teacher.float())
         found = head_losses(  # the heads are fp32, and compute so unless autocast is on
             self.heads,
-            states.float(),
+            self.heads(states.float()),
             labels[:, 1:],
             weights[1:],
             self.lm_head,
-            temperatures=batch.temperatures if self.soft else None,
-            teacher_states=None if teacher is None else teacher.float(),
-            teacher_lm_head=self.teacher,
+            teacher=soft,
         )
         return weights[0] * own + found.loss, torch.cat([own.detach().view(1), found.sums])
 
@@ -190,11 +191,11 @@ def measure_joint(
     """Measure heads (`Measurement.summary`) and target on the generated tokens.
 
     Raises:
-        QualityError: the texts hold no generated token.
+        ValueError: the texts hold no generated token.
         CacheError: the target's states aren't finite.
 
     """
-    total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head, target.lm_head)
+    total, meter = Measurement(heads.num_heads), QualityMeter(target.lm_head)
     original, lengths = heldout.states, [piece.num_rows for piece in heldout.pieces]
     assert original is not None
     now = HiddenStates(
@@ -213,7 +214,7 @@ def measure_joint(
         ).to(target.device)
         before, after = (s.read(wanted).to(target.device) for s in (original, now))  # [n, H]
         meter.add(labels[:, 0], before, after)
-        total.measure(heads, after, labels[:, 1:], draft_head)
+        total.measure(heads, heads(after), labels[:, 1:], draft_head)
     if workers is not None:
         for each in (total, meter):
             each.sums = workers.add_up(each.sums).cpu()
@@ -224,7 +225,7 @@ def train_medusa2(job: Job) -> None:
     """Train heads alone, then with the target, and write both.
 
     Raises:
-        ValueError: a dtype without gradients, or no room for the new target.
+        ValueError: a dtype without gradients, a quantised target, or no room for the new one.
 
     """
     options, inputs, workers = job.options, job.inputs, job.workers
@@ -232,6 +233,11 @@ def train_medusa2(job: Job) -> None:
         raise ValueError(
             "the target computes in float16, in which the gradients of a backbone underflow. Train "
             "it with --dtype bfloat16 (or float32); what is stored keeps the target's own dtype."
+        )
+    if "quantization_config" in inputs.config:
+        raise ValueError(
+            f"{inputs.source} is stored quantised, and an adapter can't be merged into that without"
+            " loss. Train on the unquantised model (--quantization quantises it while it trains)."
         )
     written = all(record.temperature is not None for record in inputs.train)
     joint, steps = complete_joint(options.joint, options.training, self_distilled=written)
@@ -245,20 +251,20 @@ def train_medusa2(job: Job) -> None:
             return
         origin = job.provenance()
         target = job.load_target()
-        lora.adaptable_modules(target.model, joint.lora.modules)  # refused before the warm-up
         _check_space(job, run, target)
+        adapted = lora.attach(target.model, joint.lora, seed=steps.seed)
         run.work.mkdir(exist_ok=True)
         if workers.main:
             for name in (MODEL, DEGRADED):  # of a run that --overwrite throws away
                 shutil.rmtree(run.output / name, ignore_errors=True)
-        heads = _first_heads(job, run, target)
-        heldout = _heldout(job, target)
-        adapted = lora.attach(target.model, joint.lora, seed=steps.seed)
+        with adapted.disable_adapter():
+            heads = _first_heads(job, run, target)
+            heldout = _heldout(job, target)
         texts = Texts(inputs.train, cut_pieces(inputs.train, 1 << 31, whole=True))
         parts = (heads, texts, heldout, joint, steps, workers)
         method = Medusa2(target, adapted, *parts, bf16=job.bf16)
         stage = Stage(run)
-        loop = Loop(method, stage, max_steps=joint.joint_steps)
+        loop = Loop(method, stage)
         tokens = sum(method.lengths[item] for items in loop.plan for item in items)
         share = sum(p.numel() for p in method.adapter.values()) / sum(
             p.numel() for p in target.model.parameters()

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.accuracy import Measurement
 from vllm_medusa.training.hidden_cache import HiddenStates
-from vllm_medusa.training.losses import IGNORED, AnyHeads, LMHead, head_losses, head_weights
+from vllm_medusa.training.losses import (
+    IGNORED,
+    AnyHeads,
+    LMHead,
+    Teacher,
+    head_losses,
+    head_weights,
+)
 from vllm_medusa.training.options import StepOptions
 from vllm_medusa.training.rows import Piece, labels_at, split_passes, tokens_after
 from vllm_medusa.training.workers import Workers
@@ -44,16 +51,12 @@ class Batch(NamedTuple):
         return [tokens_after(records[r], a, b, num_heads) for r, a, b in self.wanted]
 
 
-class Inputs(NamedTuple):
-    """What `head_losses` takes of a batch."""
-
-    last: Tensor  # [N, H], what the target's LM head sees
-    path: Tensor | None = None  # int64 [N, K], for Hydra heads
-    x: Tensor | None = None  # [N, K, H], the heads' states, where they don't follow from `last`
-
-
 class Method:
     """What a method of training defines; the rest is `loop.Loop`'s.
+
+    To add one: a subclass, like `Medusa1`, `Medusa2` and `Eagle3`, created in `job.Job.heads_alone`
+    or by a driver of its own that `train.train` selects; its name and what it refuses in
+    `options.TrainOptions`; its defaults in `recipe.complete`; its option in `adapt.options`.
 
     Attributes:
         heads: what is trained, fp32, in place.
@@ -134,26 +137,26 @@ class Method:
         heats = torch.cat(temperatures).to(device)
         return Batch(texts, wanted, whole.to(device), counted.sum(0), heats)
 
-    def inputs(self, batch: Batch) -> Inputs:
-        """States of a batch, from those that are kept."""
+    def states(self, batch: Batch) -> Tensor:
+        """The target's states of a batch, from those that are kept: [N, H]."""
         assert batch.texts.states is not None
-        return Inputs(batch.texts.states.read(batch.wanted).to(self.workers.device))
+        return batch.texts.states.read(batch.wanted).to(self.workers.device)
+
+    def outputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the target's LM head sees [N, H], and what the heads make of it [N, K, H]."""
+        last = self.states(batch)
+        return last, self.heads(last)
 
     def loss(self, batch: Batch, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of a batch's losses, and each one's sum in nats, detached [M]."""
-        inputs = self.inputs(batch)
-        found = head_losses(
-            self.heads,
-            inputs.last,
-            batch.labels,
-            weights,
-            self.lm_head,
-            temperatures=batch.temperatures if self.soft else None,
-            teacher_lm_head=self.teacher,
-            path=inputs.path,
-            x=inputs.x,
-        )
+        last, x = self.outputs(batch)
+        teacher = self.teacher_of(batch, last) if self.soft else None
+        found = head_losses(self.heads, x, batch.labels, weights, self.lm_head, teacher=teacher)
         return found.loss, found.sums
+
+    def teacher_of(self, batch: Batch, states: Tensor) -> Teacher:
+        """What makes soft labels of the target's own states [N, H]."""
+        return Teacher(states, self.teacher, batch.temperatures, self.heads.token_map)
 
     @torch.no_grad()
     def measure(self) -> dict[str, Any] | None:
@@ -165,8 +168,8 @@ class Method:
         for part in split_passes(range(len(lengths)), lengths, self.pass_rows):
             batch = self.collate(part, self.heldout)
             with self.autocast():
-                last, path, x = self.inputs(batch)
-                total.measure(self.heads, last, batch.labels, self.lm_head, path, x)
+                _, x = self.outputs(batch)
+                total.measure(self.heads, x, batch.labels, self.lm_head)
         total.sums = self.workers.add_up(total.sums).cpu()
         return {"heldout": total.summary()}
 

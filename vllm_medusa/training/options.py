@@ -214,7 +214,6 @@ class JointOptions(Options):
     backbone_rate: Above = option("learning rate's peak", default=5e-4)
     heads_rate: Above = option("times that, for the heads", default=4.0)
     joint_epochs: Positive = option(default=1)
-    joint_steps: Positive | None = option("at most", default=None, metavar="N")
     joint_tokens: Positive = option("of text per step", default=8192, metavar="N")
     pass_tokens: Positive = option(
         "of one pass of the target; fewer take less memory", default=4096, metavar="N"
@@ -245,14 +244,20 @@ class TrainOptions(Options):
 
     def check(self) -> None:
         """See `Options.check`."""
-        if self.heads.kind == "hydra":
-            self._check_hydra()
-        elif self.heads.kind == "eagle3":
-            self._check_eagle3()
-        if self.heads.aux_layers and self.heads.kind != "eagle3":
+        heads, kind = self.heads, self.heads.kind
+        if kind != "medusa" and self.method != "medusa-1":
             raise ValueError(
-                f"--aux-layers is an option of --heads eagle3; the heads are {self.heads.kind}. "
-                "Leave it out."
+                f"--heads {kind} leaves the target as it is; the method is {self.method}. Leave it "
+                "out, or train Medusa heads with it."
+            )
+        if kind == "eagle3" and heads.num_layers != 1:
+            raise ValueError(
+                f"--num-layers {heads.num_layers} is for Medusa and Hydra heads: EAGLE-3 has one "
+                "decoder layer. Leave it out."
+            )
+        if heads.aux_layers and kind != "eagle3":
+            raise ValueError(
+                f"--aux-layers is an option of --heads eagle3; the heads are {kind}. Leave it out."
             )
         if self.method == "medusa-1":
             if joint := command_line(self.joint):
@@ -274,23 +279,3 @@ class TrainOptions(Options):
                         f"{name} is of new heads and their warm-up, and --start-heads brings "
                         "trained ones. Leave one of the two out."
                     )
-
-    def _check_hydra(self) -> None:
-        if self.method != "medusa-1":
-            raise ValueError(
-                f"--heads hydra goes with --method medusa-1; the method is {self.method}. Leave it "
-                "out, or train Medusa heads with it."
-            )
-
-    def _check_eagle3(self) -> None:
-        heads = self.heads
-        if self.method != "medusa-1":
-            raise ValueError(
-                f"--heads eagle3 leaves the target as it is; the method is {self.method}. Leave it "
-                "out, or train Medusa heads with it."
-            )
-        if heads.num_layers != 1:
-            raise ValueError(
-                f"--num-layers {heads.num_layers} is for Medusa and Hydra heads: EAGLE-3 has one "
-                "decoder layer. Leave it out."
-            )

@@ -6,7 +6,6 @@ positions exist at a time, [C, V] of each model.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,10 +15,6 @@ from torch import Tensor
 
 from vllm_medusa.training.losses import CHUNK, IGNORED, LMHead
 from vllm_medusa.training.options import QualityBounds
-
-
-class QualityError(ValueError):
-    """Nothing to measure."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +63,22 @@ def kl_rows(teacher: Tensor, student: Tensor) -> Tensor:
 class QualityMeter:
     """Sums over held-out texts, fp64 [6], which add up over processes."""
 
-    def __init__(self, lm_head_before: LMHead, lm_head_after: LMHead, chunk: int = CHUNK):
-        self.heads, self.chunk = (lm_head_before, lm_head_after), chunk
-        self.sums = torch.zeros(6, dtype=torch.float64)
+    def __init__(self, lm_head: LMHead) -> None:
+        self.lm_head, self.sums = lm_head, torch.zeros(6, dtype=torch.float64)
 
     @torch.no_grad()
     def add(
         self,
         following: Tensor,  # int64 [N], the next token, `IGNORED` where it doesn't count
-        before: Tensor,  # [N, H], what the original's LM head sees
+        before: Tensor,  # [N, H], what the LM head sees of the original
         after: Tensor,  # [N, H], the same of the new model
+        *,
+        chunk: int = CHUNK,  # positions whose logits exist at a time
     ) -> None:
         """Add some positions."""
         (positions,) = (following != IGNORED).nonzero(as_tuple=True)
-        for at in positions.split(self.chunk):
-            old, new = self.heads[0](before[at]).float(), self.heads[1](after[at]).float()  # [C, V]
+        for at in positions.split(chunk):
+            old, new = (self.lm_head(states[at]).float() for states in (before, after))  # [C, V]
             rows = (
                 torch.ones(len(at)),
                 F.cross_entropy(old, following[at], reduction="none"),
@@ -94,21 +90,12 @@ class QualityMeter:
             self.sums += torch.stack([row.double().sum().cpu() for row in rows])
 
     def result(self) -> Quality:
-        """Return the means.
-
-        Raises:
-            QualityError: no token was counted.
-
-        """
+        """Return the means; ValueError if no token was counted."""
         count = int(self.sums[0])
         if not count:
-            raise QualityError(
+            raise ValueError(
                 "the held-out texts hold no generated token, so quality can't be measured; give "
                 "others by --heldout"
             )
-        old, new, kl, reverse, same = (self.sums[1:] / count).tolist()
-        return Quality(count, _exp(old), _exp(new), kl, reverse, same)
-
-
-def _exp(nats: float) -> float:
-    return math.inf if nats >= 700 else math.exp(nats)  # NaN stays NaN
+        means = self.sums[1:] / count
+        return Quality(count, *means[:2].exp().tolist(), *means[2:].tolist())

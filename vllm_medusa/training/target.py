@@ -84,7 +84,7 @@ class Target:
         source: str | Path,
         *,
         dtype: torch.dtype = torch.float32,  # it computes in; or bfloat16 or float16
-        device: torch.device | str = "cpu",  # "auto" spreads it over all GPUs (accelerate)
+        device: torch.device | str = "cpu",
         quantization: str | None = None,  # "4bit" (NF4) or "8bit" weights by bitsandbytes
     ) -> Target:
         """Load a model from a folder or by its hub name, frozen.
@@ -98,14 +98,12 @@ class Target:
         options: dict[str, Any] = {"dtype": dtype}
         if quantization is not None:
             options["quantization_config"] = _bitsandbytes(quantization, dtype)
-            options["device_map"] = device if device == "auto" else {"": torch.device(device)}
-        elif device == "auto":
-            options["device_map"] = "auto"
+            options["device_map"] = {"": torch.device(device)}
         try:
             model = AutoModelForCausalLM.from_pretrained(str(source), **options)
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise TargetError(f"{source} can't be loaded as a causal LM: {error}") from error
-        if "device_map" not in options:
+        if quantization is None:
             model = model.to(device)
         return cls(model, source)
 

@@ -1,1 +1,4 @@
-"""The only code, with `plugin`, that imports vLLM: hooks, checks and the runner adapters."""
+"""The code that reaches into vLLM: hooks, checks and the runner adapters.
+
+Elsewhere only `plugin`, `offline` and `cli.serve` import vLLM, through its public interface.
+"""

@@ -65,7 +65,7 @@ class TreeMetadata(CPUAttentionMetadata):
 
 @dataclass
 class BranchMetadata(TreeMetadata):
-    """A drafter's metadata of one level of its trees, see `scorer.branches`."""
+    """A drafter's metadata of one level of its trees, see `scorer.cpu.plan_branches`."""
 
     seen: Tensor | None = None  # bool [B, queries, S]
 

@@ -31,7 +31,15 @@ from vllm_medusa.worker.requests import RequestOptions
 
 
 class Drafter(Protocol):
-    """What drafts beside the target: Medusa or Hydra heads, or an EAGLE drafter."""
+    """What drafts beside the target: Medusa or Hydra heads, or an EAGLE drafter.
+
+    To add heads that draft from the target's hidden state: the model and its tensors' names
+    (`heads`, `heads.formats`), its step (`proposer.steps`, a `Marginal` or `Branching` of
+    `proposer.build`), and its case in `drafting.MedusaDrafter`, `proposer.drafts.propose_tree` and
+    `options._dynamic`. A drafter with a KV cache of its own is another class with this protocol,
+    like `eagle_trees.EagleTrees`: `engine_args` prepares its options, `options.is_medusa`
+    recognises it, `v1.worker` and `v2.speculator` choose its runner or speculator.
+    """
 
     tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees
     scratch: int  # KV slots behind a request's tokens that drafting takes

@@ -88,7 +88,7 @@ class Run:
         split_texts(self.asked["split"])
 
     def _train(self, here: Path) -> None:
-        heads = MedusaHeads(2, 1, 8, 16, shared_lm_head=True, dtype=torch.float32)
+        heads = MedusaHeads(2, 1, 8, 16, num_lm_heads=0, dtype=torch.float32)
         training = {"heldout": {"top": [[0.5, 0.7], [0.25, 0.4]], "labels": 90}}
         save_heads(here / "heads", heads, {"training": training})
         (here / "heads" / "training").mkdir(exist_ok=True)

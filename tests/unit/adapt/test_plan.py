@@ -44,10 +44,8 @@ def test_a_faster_machine_takes_less_and_measuring_as_long(monkeypatch: pytest.M
 
     slow, fast = seconds(1e10), seconds(2e10)
     assert list(slow) == ["distill", "train", "compare"]
-    token, heads = 2 * SIZES.values / 1e10, training_of(asked()).heads
-    row = heads.num_heads * (heads.num_layers * 576 + 16_384) * 576 * 6 / 1e10
-    assert slow["distill"] == pytest.approx(75 + 204_000 * token)
-    assert slow["train"] == pytest.approx(204_000 * token + asked().epochs * 136_000 * row)
+    forward = 204_000 * 2 * SIZES.values / 1e10  # a multiplication and an addition of each weight
+    assert slow["distill"] == pytest.approx(75 + forward) and slow["train"] > 2 * forward
     assert slow["train"] == 2 * fast["train"]
     assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # starting takes its time
     assert slow["compare"] == fast["compare"] == pytest.approx(380)

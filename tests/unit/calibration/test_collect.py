@@ -51,7 +51,7 @@ class Causal:
 
 def make_heads(kind="medusa"):
     torch.manual_seed(1)
-    heads = MedusaHeads(HEADS, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    heads = MedusaHeads(HEADS, 1, HIDDEN, VOCAB, num_lm_heads=0)
     if kind == "hydra":
         known = torch.randperm(VOCAB)[: VOCAB * 3 // 4]
         heads = HydraHeads(HEADS, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known)

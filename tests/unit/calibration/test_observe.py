@@ -13,7 +13,7 @@ VOCAB, HIDDEN, HEADS, COUNT = 23, 8, 3, 40
 
 def make(token_map=None):
     torch.manual_seed(0)
-    heads = MedusaHeads(HEADS, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
+    heads = MedusaHeads(HEADS, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_()

@@ -1,11 +1,10 @@
 """On the test model's target and heads: what walks predict is what decoding does, step for step."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.assets import code_prompts
+from support.assets import HEADS, HIDDEN, TARGET, VOCAB, code_prompts
 from transformers import AutoModelForCausalLM
 
 from vllm_medusa.calibration.collect import collect
@@ -15,15 +14,14 @@ from vllm_medusa.files import Run
 from vllm_medusa.heads import load_heads
 from vllm_medusa.tree import TokenTree
 
-ASSETS = Path(__file__).parents[3] / "tests" / "assets"
 TREE = TokenTree.dense([4, 3, 2, 1])
 TOKENS = 60
 
 
 @pytest.fixture(scope="module")
 def trained():
-    model = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32).eval()
-    heads, _ = load_heads(ASSETS / "heads", hidden_size=256, vocab_size=4096, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    heads, _ = load_heads(HEADS, hidden_size=HIDDEN, vocab_size=VOCAB, dtype=torch.float32)
     return model, heads
 
 

@@ -1,6 +1,10 @@
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from support.assets import HEADS
+from support.commands import run
 from support.fake_engine import FakeProcess
 
 from vllm_medusa.offline import generate
@@ -26,6 +30,23 @@ class Engine(FakeProcess):
 def no_hub(monkeypatch):
     """Names such as "target" are not looked up."""
     monkeypatch.setattr("vllm_medusa.cli.find_models", lambda *_: None)
+
+
+@pytest.fixture
+def heads(tmp_path):
+    """The test model's heads, in a folder that may be changed."""
+    return Path(shutil.copytree(HEADS, tmp_path / "heads"))
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run a command: its exit status, what it printed, and to standard error."""
+
+    def ran(*words):
+        monkeypatch.setattr("sys.argv", ["vllm-medusa", *map(str, words)])
+        return run(*words), *capsys.readouterr()
+
+    return ran
 
 
 @pytest.fixture

@@ -1,10 +1,9 @@
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.assets import TARGET, VOCAB
 from support.commands import run, said
 from transformers import AutoModelForCausalLM
 
@@ -14,8 +13,7 @@ from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.checkpoint import update_config
 from vllm_medusa.heads.provenance import provenance
 
-ASSETS = Path(__file__).parents[3] / "tests" / "assets"
-TARGET = str(ASSETS / "target")
+ROOM = 2048  # tokens that the target reads
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +37,6 @@ def records(tmp_path_factory):
     path = tmp_path_factory.mktemp("records") / "records.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-@pytest.fixture
-def heads(tmp_path):
-    folder = tmp_path / "heads"
-    shutil.copytree(ASSETS / "heads", folder)
-    return folder
 
 
 def test_from_records_to_a_tree_that_serving_uses(heads, records, capsys):
@@ -115,37 +106,27 @@ def test_no_more_choices_than_the_heads_have(heads, records, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("token_ids", "arguments", "message"),
     [
-        (["--temperature", "0.3"], "it has 0.8"),
-        (["--max-text-tokens", "7"], "4 bad lines"),
+        ([], ["--temperature", "0.3"], "it has 0.8"),
+        ([], ["--max-text-tokens", "7"], "4 bad lines"),
+        ([5] * (ROOM + 1), [], f"line 1: {ROOM + 1} tokens"),
+        ([5] * (ROOM + 1), [], f"--max-text-tokens {ROOM}"),
+        ([5] * 8 + [VOCAB], [], f"token {VOCAB} is outside the target's vocabulary of {VOCAB}"),
     ],
 )
-def test_what_can_not_work_is_refused(heads, records, capsys, arguments, message):
+def test_what_can_not_work_is_refused(
+    heads, records, tmp_path, capsys, monkeypatch, token_ids, arguments, message
+):
+    monkeypatch.setattr(calibrate, "find_tokenizer", lambda source: None)  # which would know better
+    if token_ids:
+        records = tmp_path / "records.jsonl"
+        records.write_text(json.dumps({"token_ids": token_ids, "generated": [[1, 9]]}) + "\n")
     before = (heads / "config.json").read_bytes()
     assert run("calibrate", TARGET, heads, "--data", records, *arguments) == 2
     assert message in said(capsys)
     assert (heads / "config.json").read_bytes() == before
     assert not (heads / "calibration.safetensors").exists()
-
-
-def test_texts_longer_than_the_target_reads_are_refused(heads, tmp_path, capsys):
-    room = json.loads((ASSETS / "target" / "config.json").read_text())["max_position_embeddings"]
-    path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps({"token_ids": [5] * (room + 1), "generated": [[1, 9]]}) + "\n")
-    assert run("calibrate", TARGET, heads, "--data", path) == 2
-    shown = said(capsys)
-    assert f"line 1: {room + 1} tokens" in shown and f"--max-text-tokens {room}" in shown
-
-
-def test_tokens_that_the_target_lacks_are_refused(heads, tmp_path, capsys, monkeypatch):
-    """Where no tokenizer knows better."""
-    monkeypatch.setattr(calibrate, "find_tokenizer", lambda source: None)
-    vocab = json.loads((ASSETS / "target" / "config.json").read_text())["vocab_size"]
-    path = tmp_path / "foreign.jsonl"
-    path.write_text(json.dumps({"token_ids": [5] * 8 + [vocab], "generated": [[1, 9]]}) + "\n")
-    assert run("calibrate", TARGET, heads, "--data", path) == 2
-    assert f"line 1: token {vocab} is outside the target's vocabulary of {vocab}" in said(capsys)
 
 
 def test_heads_must_lie_in_a_folder(records, capsys):

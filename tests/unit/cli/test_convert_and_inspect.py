@@ -1,32 +1,28 @@
-"""The commands on the test model's heads: what they print and their exit status."""
+"""`convert` and `inspect`: what they print of heads and EAGLE drafters, and their exit status."""
 
 import json
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.assets import HEADS, TARGET
+from support.eagle import Eagle1, Eagle3
 
-from vllm_medusa import cli
 from vllm_medusa.heads import peek_heads, target_fingerprint
+from vllm_medusa.offline.comparison import drafter_budgets
+from vllm_medusa.offline.engine import medusa_config
+from vllm_medusa.offline.options import CompareOptions, Speculation
 
-ASSETS = Path(__file__).parents[3] / "tests" / "assets"
-HEADS, TARGET = str(ASSETS / "heads"), str(ASSETS / "target")
 
-
-@pytest.fixture
-def command(capsys, monkeypatch):
-    """Run a command: its exit status, what it printed, and to standard error."""
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["vllm-medusa", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return ended.value.code, printed.out, printed.err
-
-    return run
+def target(folder, **changes):
+    """A target of which only the shapes are told; returns its folder."""
+    folder.mkdir(exist_ok=True)
+    config = {"hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 4} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"model.embed_tokens.weight": torch.zeros(4, 4)}, folder / "model.safetensors")
+    return folder
 
 
 def test_there_and_back(command, tmp_path):
@@ -58,33 +54,11 @@ def test_inspect_says_what_it_is_and_that_it_fits(command, tmp_path):
         f"{TARGET}: it fits\n",
     ):
         assert words in out, words
-    assert "odd:" not in out
+    status, out, _ = command("inspect", tmp_path / "a", "--target", target(tmp_path / "t"))
+    assert status == 1 and "NO fingerprint" in out and "IT DOES NOT FIT" in out
     status, out, _ = command("inspect", HEADS, "--json")  # for programs
     found = json.loads(out)
     assert (status, found["num_heads"], found["fits"]) == (0, 5, True)
-
-
-def test_inspect_says_that_it_does_not_fit(command, tmp_path):
-    shutil.copytree(TARGET, tmp_path / "tuned")
-    weights = load_file(tmp_path / "tuned" / "model.safetensors")
-    weights["model.norm.weight"] = weights["model.norm.weight"] * 2
-    save_file(weights, tmp_path / "tuned" / "model.safetensors", {"format": "pt"})
-    heads = tmp_path / "heads"
-    command("convert", HEADS, "--to", "native", "-o", heads, "--target", TARGET)
-    status, out, _ = command("inspect", heads, "--target", tmp_path / "tuned")
-    assert (status, "NO fingerprint" in out, "IT DOES NOT FIT" in out) == (1, True, True)
-
-
-def test_a_model_is_not_overwritten(command, tmp_path):
-    out = tmp_path / "onlymodel"
-    out.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(ASSETS / "target" / name, out / name)
-    options = ("--to", "vllm", "--output", out, "--target", TARGET, "--overwrite")
-    status, _, err = command("convert", HEADS, *options)
-    assert status == 2
-    assert "model.safetensors is, or holds, something else than heads" in err
-    assert target_fingerprint(out) == target_fingerprint(TARGET)
 
 
 @pytest.mark.parametrize("form", ["native", "vllm", "v1", "tensorrt-llm"])
@@ -109,3 +83,56 @@ def test_inspect_of_a_target_and_of_neither(command, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     status, out, err = command("inspect", HEADS, "--target", tmp_path)
     assert (status, out) == (2, "") and str(tmp_path) in "".join(err.split("\n"))
+
+
+def test_eagle_3(command, tmp_path):
+    drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), (1, 2, 3)).save(tmp_path / "e")
+    code, out, _ = command("inspect", drafter, "--target", target(tmp_path / "t"))
+    assert code == 0 and "method               eagle3" in out and "[1, 2, 3]" in out
+    assert "draft_vocab_size     200" in out and "it fits" in out
+    for changes, word in (
+        ({"hidden_size": 32}, "NO hidden size"),
+        ({"num_hidden_layers": 2}, "NO aux"),
+    ):
+        code, out, _ = command("inspect", drafter, "--target", target(tmp_path / "t", **changes))
+        assert code == 1 and word in out and "IT DOES NOT FIT" in out
+    file = tmp_path / "e" / "model.safetensors"
+    save_file(load_file(file) | {"d2t": torch.full((200,), 400)}, file)
+    code, out, _ = command("inspect", drafter, "--json")
+    assert code == 1 and json.loads(out)["checks"][0]["verdict"] == "does not fit"
+
+
+def test_eagle_1(command, tmp_path):
+    weights = SimpleNamespace(weight=torch.nn.Parameter(torch.zeros(512, 64)))
+    model = SimpleNamespace(get_input_embeddings=lambda: weights, lm_head=weights)
+    drafter = Eagle1(model).save(tmp_path / "e")
+    code, out, _ = command("inspect", drafter, "--target", target(tmp_path / "t"))
+    assert code == 0 and "method               eagle\n" in out
+
+
+def test_one_that_reads_the_last_state_only(command, tmp_path):
+    """NVIDIA has such; vLLM serves their chains."""
+    last = {"eagle_config": {"use_aux_hidden_state": False}}
+    drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), (1, 2, 3))
+    folder = drafter.save(tmp_path / "e", **last)
+    file = tmp_path / "e" / "model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if n != "fc.weight"}, file)
+    code, out, _ = command("inspect", folder, "--target", target(tmp_path / "t"))
+    assert code == 1 and "NO trees: it reads the target's last hidden state only" in out
+    assert medusa_config(folder)["method"] == "eagle3"
+
+
+def test_commands_take_its_folder_for_what_it_is(tmp_path):
+    """`generate`, `compare` and the like, by `--speculative-model`."""
+    drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")
+    own = {"method": "eagle3", "model": drafter, "tree": "dynamic"}
+    assert medusa_config(drafter) == own
+    assert medusa_config(drafter, "chain", budget="4") == own | {"tree": "chain", "budget": 4}
+    assert medusa_config(str(tmp_path))["method"] == "medusa"
+    Speculation(speculative_model=drafter, tree='{"width": 4}')
+    with pytest.raises(ValueError, match="width"):
+        Speculation(speculative_model=drafter, tree="mc_sim_7b_63")
+    options = CompareOptions(
+        target="t", heads=drafter, prompts=tmp_path, budgets=(80, 4, 60), tree='{"depth": 1}'
+    )
+    assert drafter_budgets(options) == [4, 10]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from support import chat, commands
+from support.assets import TARGET
 from support.commands import said
 
 from vllm_medusa.offline.records import load_records
@@ -103,7 +104,7 @@ def test_contradictions_are_refused(prompts, tmp_path, options, message, engine,
 
 
 @pytest.mark.parametrize(
-    ("model", "needed"), [(chat.ASSETS, "a chat template"), (None, "the target's tokenizer")]
+    ("model", "needed"), [(TARGET, "a chat template"), (None, "the target's tokenizer")]
 )
 def test_self_talk_needs_more_before_an_engine(prompts, tmp_path, engine, capfd, model, needed):
     options = ("-i", prompts, "-o", tmp_path / "r.jsonl", "--self-talk")

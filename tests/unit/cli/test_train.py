@@ -114,26 +114,20 @@ def test_killed_while_caching_and_while_training_it_ends_the_same(data, trained,
     assert not work.exists()
 
 
-def test_the_same_command_again_has_nothing_to_do(data, trained, capsys):
+def test_the_same_command_again_has_nothing_to_do(data, trained, tmp_path, capsys):
     before = (trained / "model.safetensors").stat().st_mtime_ns
     assert run(*arguments(data, trained)) == 0
     assert "nothing to do" in capsys.readouterr().err
-    assert run(*arguments(data, trained, "--seed", "9")) == 2
-    assert "recipe.seed was 0 and is now 9" in said(capsys)
-    assert (trained / "model.safetensors").stat().st_mtime_ns == before
-
-
-def test_another_quantisation_makes_another_run(data, trained, capsys):
-    assert run(*arguments(data, trained, "--quantization", "8bit")) == 2
-    assert "quantization was None and is now '8bit'" in said(capsys)
-
-
-def test_a_span_that_no_head_learns_from_makes_another_run(data, trained, tmp_path, capsys):
-    """Draft vocabularies and Medusa-2's own loss read it."""
-    other = tmp_path / "records.jsonl"
+    other = tmp_path / "records.jsonl"  # a span that Medusa-2's loss and draft vocabularies read
     other.write_text(data[1].read_text().replace("[[6, 20], ", "[[6, 20], [20, 21], "))
-    assert run(*arguments((data[0], other), trained)) == 2
-    assert "data.train was" in said(capsys)
+    for file, more, words in (
+        (data[1], ("--seed", "9"), "recipe.seed was 0 and is now 9"),
+        (data[1], ("--quantization", "8bit"), "quantization was None and is now '8bit'"),
+        (other, (), "data.train was"),
+    ):
+        assert run(*arguments((data[0], file), trained, *more)) == 2
+        assert words in said(capsys)
+    assert (trained / "model.safetensors").stat().st_mtime_ns == before
 
 
 def test_two_processes_train_as_one(data, trained, tmp_path):
@@ -185,7 +179,7 @@ def test_refused_before_anything_is_made(data, tmp_path, capsys):
         (full, (), f"{full}: a folder, not a file"),
         (tmp_path / "bad", (), "line 25: token_ids[1] is 600"),
         (tmp_path / "bad", (), "line 26: not JSON"),
-        (tmp_path / "short", whole, "2 tokens or more"),
+        (tmp_path / "short", whole, "has labels for 0 heads, and 2 are wanted"),
         (tmp_path / "brief", whole, "Train --num-heads 1"),
         (tmp_path / "short", (), "--heldout-share 0"),
         (tmp_path / "empty", whole, "no usable records"),

@@ -3,9 +3,9 @@
 import json
 import math
 import os
-import signal
-from collections.abc import Callable
+import shutil
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -117,17 +117,14 @@ def test_what_is_stated_is_measured_on_the_merged_files(source, data, done):
                 if t + head + 2 < end:
                     right[head].append(float(guesses[t, head] == ids[0, t + head + 2]))
 
-    def mean(values):
-        return sum(values) / len(values)
-
     quality = training["quality"]
     assert quality["num_tokens"] == len(kl)
-    assert quality["kl"] == pytest.approx(mean(kl), rel=1e-3, abs=1e-6)
+    assert quality["kl"] == pytest.approx(fmean(kl), rel=1e-3, abs=1e-6)
     for name, values in zip(("before", "after"), nats, strict=True):
-        expected = float(torch.tensor(mean(values)).exp())
+        expected = float(torch.tensor(fmean(values)).exp())
         assert quality[f"perplexity_{name}"] == pytest.approx(expected, rel=1e-4)
     top1 = [top[0] for top in training["heldout"]["top"]]
-    assert top1 == pytest.approx([mean(head) for head in right], abs=1e-3)
+    assert top1 == pytest.approx([fmean(head) for head in right], abs=1e-3)
     assert max(training["heldout"]["loss"]) < 5.5  # untrained heads: about log(512) = 6.2
 
 
@@ -159,7 +156,7 @@ def test_a_target_that_diverged_is_kept_as_degraded(
 
         monkeypatch.setattr(Target, "load", loaded)
     output = tmp_path / "heads"
-    options = (*LOOSE, "--start-heads", str(done), "--joint-steps", "1")
+    options = (*LOOSE, "--start-heads", str(done), "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 1
     text = said(capsys)
     training = told(output)["training"]
@@ -176,7 +173,7 @@ def test_a_target_that_diverged_is_kept_as_degraded(
 
 def test_given_heads_need_no_warm_up(source, data, done, tmp_path):
     output = tmp_path / "heads"
-    options = (*LOOSE, "--start-heads", str(done), "--joint-steps", "3")
+    options = (*LOOSE, "--start-heads", str(done), "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 0
     assert (output / MODEL).exists() and not (output / "training" / "warm-up.jsonl").exists()
 
@@ -196,11 +193,21 @@ def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
         assert not (tmp_path / "heads").exists()
 
 
+def test_a_target_that_is_stored_quantised_is_refused(source, data, tmp_path, capsys):
+    folder = tmp_path / "quantised"
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert train(str(folder), data, tmp_path / "heads") == 2
+    assert "stored quantised" in said(capsys) and not (tmp_path / "heads").exists()
+
+
 def test_options_of_the_warm_up_reach_where_they_are_said_to(source, data, tmp_path):
     output, cache = tmp_path / "heads", tmp_path / "cache"
     options = (*LOOSE, "--cache", str(cache))
     options += ("--cache-dtype", "bfloat16", "--cache-gb", "0.00002", "--warmup-steps", "1")
-    options += ("--epochs", "1", "--joint-steps", "1")
+    options += ("--epochs", "1", "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 0
     (key,) = cache.glob("hidden-*/key.json")
     assert json.loads(key.read_text())["dtype"] == "torch.bfloat16"
@@ -221,18 +228,8 @@ class Syncs:
     def __call__(self, descriptor: int) -> None:
         self.count += 1
         if self.count == self.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kills.die()
         self.sync(descriptor)
-
-
-def killed(work: Callable[[], object], die_at: int) -> bool:
-    """Run ``work`` in a process of its own; whether it died at that write."""
-
-    def dying() -> None:
-        os.fsync = Syncs(die_at)
-        work()
-
-    return kills.killed(dying)
 
 
 def files(output: Path) -> dict[str, Any]:
@@ -251,6 +248,11 @@ def test_killed_at_any_write_it_ends_with_the_same_files(source, data, done, tmp
     assert whole.count >= 12
     for share in (0.1, 0.4, 0.65, 0.95):
         output = tmp_path / str(share)
-        assert killed(lambda at=output: train(source, data, at, *LOOSE), int(share * whole.count))
+
+        def dying(die_at=int(share * whole.count), output=output):
+            os.fsync = Syncs(die_at)
+            train(source, data, output, *LOOSE)
+
+        assert kills.killed(dying)
         assert train(source, data, output, *LOOSE) == 0
         assert files(output) == files(done)

@@ -1,5 +1,4 @@
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,20 @@ from vllm_medusa.calibration.observations import Observations
 from vllm_medusa.calibration.search import walk_taus, walked_tree
 from vllm_medusa.heads.files import digest_heads, find_checkpoint
 
-ASSETS = Path(__file__).parents[3] / "tests" / "assets"
-
 
 @pytest.fixture
-def heads(tmp_path):
+def heads(heads):
     """Heads with a calibration in which head 1 is right only after the second choice of head 0."""
-    folder = tmp_path / "heads"
-    shutil.copytree(ASSETS / "heads", folder)
     rng = np.random.default_rng(0)
     ranks = rng.choice([0, 1, 7], (400, 5), p=[0.5, 0.3, 0.2])
     ranks[:, 1] = np.where(ranks[:, 0] == 1, 0, 7)
-    source = {"heads": digest_heads(find_checkpoint(folder))}
-    observed(ranks, [50] * 8, 4, temperature=0.7, source=source).save(folder)
-    return folder
+    source = {"heads": digest_heads(find_checkpoint(heads))}
+    observed(ranks, [50] * 8, 4, temperature=0.7, source=source).save(heads)
+    return heads
 
 
 def medusa(heads: Path) -> dict[str, Any]:
-    found = json.loads((heads / "config.json").read_text())["medusa"]
-    return found
+    return json.loads((heads / "config.json").read_text())["medusa"]
 
 
 def test_the_tree_in_the_config_is_the_best(heads):
@@ -91,14 +85,10 @@ def test_only_a_tree_of_this_command_is_replaced(heads, capsys):
     assert len(medusa(heads)["tree"]) == 4, "as it was"
 
 
-def changed(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-5000] ^= 1
-    file.write_bytes(content)
-
-
 def test_heads_that_changed_or_were_never_calibrated(heads, capsys):
-    changed(heads / "model.safetensors")
+    content = bytearray((heads / "model.safetensors").read_bytes())
+    content[-5000] ^= 1
+    (heads / "model.safetensors").write_bytes(content)
     assert run("tree", heads) == 2
     assert "have changed since they were calibrated" in said(capsys)
     (heads / "calibration.safetensors").unlink()

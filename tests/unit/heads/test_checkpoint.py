@@ -259,9 +259,7 @@ def test_values_too_large_for_the_dtype(tmp_path):
 @pytest.mark.parametrize("token_map", [None, torch.tensor([4, 9, 1])])
 def test_what_is_saved_is_loaded(num_heads, num_lm_heads, token_map, tmp_path):
     count = num_heads if num_lm_heads == "own" else num_lm_heads
-    heads = MedusaHeads(
-        num_heads, 2, HIDDEN, VOCAB, True, count == 0, count > 0, token_map, num_lm_heads=count
-    )
+    heads = MedusaHeads(num_heads, 2, HIDDEN, VOCAB, True, count > 0, token_map, num_lm_heads=count)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
     tree = [[0], [1], [0, 0]]

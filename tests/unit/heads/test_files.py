@@ -23,6 +23,11 @@ def saved(value):
     return lambda path: torch.save(value, path)
 
 
+def truncated(path):
+    write(path, random_heads(2, 1).spelled("vllm"))
+    path.write_bytes(path.read_bytes()[:-10])
+
+
 def written(content):
     return lambda path: path.write_bytes(content)
 
@@ -40,6 +45,7 @@ def written(content):
         ("medusa_lm_head.pt", written(b""), "it is empty"),
         ("medusa_lm_head.pt", saved([torch.zeros(1)]), "must hold a state dict"),
         ("medusa_lm_head.pt", saved({"0.0.linear.weight": torch.zeros(1), "e": 3}), "a state dict"),
+        ("model.safetensors", truncated, "is not a safetensors file"),
         (
             "model.safetensors",  # the target itself
             lambda path: write(path, {"model.norm.weight": torch.zeros(8)}),
@@ -52,13 +58,6 @@ def test_what_is_no_file_of_heads_is_refused_and_runs_no_code(name, put, message
     put(tmp_path / name)
     with pytest.raises(HeadsError, match=message):
         peek_heads(tmp_path)
-
-
-def test_truncated_safetensors(tmp_path):
-    path = write(tmp_path / "model.safetensors", random_heads(2, 1).spelled("vllm"))
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(HeadsError, match="is not a safetensors file"):
-        load_heads(tmp_path, **SIZES)
 
 
 @pytest.mark.parametrize("source", ["./no/such", "no/such/folder", "heads.d/../x", "~/no such"])

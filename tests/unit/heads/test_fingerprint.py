@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.assets import TARGET
 from support.random_heads import random_heads, write, write_sharded
 
 from vllm_medusa.heads import HeadsError, match_target, peek_heads, target_fingerprint
 
-ASSETS = Path(__file__).parents[3] / "tests" / "assets" / "target"
 LAYERS, HIDDEN, VOCAB = 3, 96, 400
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": HIDDEN, "vocab_size": VOCAB,
@@ -112,12 +112,12 @@ def test_layers_in_another_order_show(plain, tmp_path):
 
 
 def test_the_target_stored_again_is_the_same(tmp_path):
-    tensors = load_file(ASSETS / "model.safetensors")
+    tensors = load_file(f"{TARGET}/model.safetensors")
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
-    config = json.loads((ASSETS / "config.json").read_text())
+    config = json.loads(Path(TARGET, "config.json").read_text())
     write(tmp_path / "pytorch_model.bin", twice, config)
-    assert target_fingerprint(tmp_path) == target_fingerprint(ASSETS)
-    assert target_fingerprint(ASSETS) == {
+    assert target_fingerprint(tmp_path) == target_fingerprint(TARGET)
+    assert target_fingerprint(TARGET) == {
         "sha256": "2fbae0fcfc51a0968b6fbc57bd22c27c9dc3f9e524c1f53a91375df0719c1ac1",
         "scheme": 1,  # another digest of the same weights needs another scheme
         "architecture": "LlamaForCausalLM",

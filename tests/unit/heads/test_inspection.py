@@ -1,4 +1,4 @@
-"""Inspection sees what a checkpoint is, what is odd about it, and whether it fits."""
+"""Inspection sees what a checkpoint is, what is damaged, and whether it fits."""
 
 import json
 
@@ -35,51 +35,12 @@ def test_sizes(tmp_path):
     path = write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"), {"medusa_num_heads": 3})
     found = inspect_heads(tmp_path)
     parameters = 3 * (2 * (HIDDEN * HIDDEN + HIDDEN) + VOCAB * HIDDEN)
-    assert (found.parameters, found.bytes, found.dtypes) == (
-        parameters,
-        2 * parameters,
-        {"bfloat16": 15},
-    )
-    assert found.files == {"medusa_lm_head.pt": path.stat().st_size}
-    assert (found.damage, found.suspicions, found.checks, found.fits) == ([], [], [], True)
+    assert (found.damage, found.checks, found.fits) == ([], [], True)
     document = json.loads(json.dumps(found.to_dict()))
+    assert (document["parameters"], document["bytes"]) == (parameters, 2 * parameters)
+    assert document["dtypes"] == {"bfloat16": 15}
+    assert document["files"] == {"medusa_lm_head.pt": path.stat().st_size}
     assert (document["format"], document["num_heads"], document["num_layers"]) == ("v1", 3, 2)
-
-
-def test_a_config_from_which_vllm_would_drop_biases(tmp_path):
-    write(tmp_path / "model.safetensors", random_heads().spelled("vllm"), {"num_heads": 2})
-    found = inspect_heads(tmp_path)
-    assert found.fits and "medusa_fc_bias" in found.suspicions[0]
-
-
-def zeros_for_an_lm_head(plain):
-    plain.lm_heads[1][0].zero_()
-
-
-def one_layer_repeated(plain):
-    plain.layers[1][1] = plain.layers[1][0]
-
-
-def untrained(plain):
-    for head in (1, 2):
-        for tensor in plain.layers[head][0]:
-            tensor.zero_()
-
-
-@pytest.mark.parametrize(
-    ("options", "spoil", "words"),
-    [
-        ({}, zeros_for_an_lm_head, ["LM heads of zeros", ": 1.1.weight"]),
-        ({"num_layers": 2}, one_layer_repeated, ["[ResBlock] * n", "heads [1]"]),
-        ({"num_lm_heads": 0}, untrained, ["never trained: heads [1, 2]"]),
-    ],
-)
-def test_odd_weights(options, spoil, words, tmp_path):
-    plain = random_heads(**options)
-    spoil(plain)
-    write(tmp_path / "medusa_lm_head.pt", plain.spelled("v1"))
-    (text,) = inspect_heads(tmp_path).suspicions
-    assert all(word in text for word in words), text
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -106,24 +67,14 @@ def test_its_own_target(tmp_path, target):
     found = inspect_heads(heads, folder)
     assert set(verdicts(found).values()) == {"fits"}
     assert found.tree.num_draft_tokens == 2
-    found = inspect_heads(heads, target("other"))
-    assert verdicts(found)["fingerprint"] == "does not fit"
-    assert not found.fits
-
-
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"hidden_size": 16}, "hidden size"),
-        ({"vocab_size": 21}, "vocabulary"),
-        ({"vocab_size": 19}, "vocabulary"),
-    ],
-)
-def test_a_target_of_other_sizes(changes, name, tmp_path, target):
-    write(tmp_path / "heads" / "medusa_lm_head.pt", random_heads().spelled("v1"))
-    found = inspect_heads(tmp_path / "heads", target(**changes))
-    assert verdicts(found)[name] == "does not fit"
-    assert not found.fits
+    for name, changes in (
+        ("fingerprint", {}),
+        ("hidden size", {"hidden_size": 16}),
+        ("vocabulary", {"vocab_size": 21}),
+        ("vocabulary", {"vocab_size": 19}),
+    ):
+        found = inspect_heads(heads, target("other", **changes))
+        assert verdicts(found)[name] == "does not fit" and not found.fits
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,7 @@ def naive(heads, hidden, target=None):
     ],
 )
 def test_batched_equals_the_naive_loop(layers, bias, lm_heads, lm_bias, hidden, target_lm_head):
-    heads = randomize(
-        MedusaHeads(4, layers, HIDDEN, VOCAB, bias, lm_heads == 0, lm_bias, num_lm_heads=lm_heads)
-    )
+    heads = randomize(MedusaHeads(4, layers, HIDDEN, VOCAB, bias, lm_bias, num_lm_heads=lm_heads))
     with torch.no_grad():
         logits = heads.compute_logits(heads(hidden), lambda rows: rows @ target_lm_head.T)
         assert logits.shape == (5, 4, VOCAB)
@@ -63,14 +61,14 @@ def test_untrained_heads_give_the_lm_heads_logits(layers, hidden, target_lm_head
     own = MedusaHeads(3, layers, HIDDEN, VOCAB)
     own.init_lm_heads(target_lm_head)
     torch.testing.assert_close(own.compute_logits(own(hidden)), expected, rtol=1e-5, atol=1e-5)
-    shared = MedusaHeads(3, layers, HIDDEN, VOCAB, shared_lm_head=True)
+    shared = MedusaHeads(3, layers, HIDDEN, VOCAB, num_lm_heads=0)
     shared.store_lm_head(target_lm_head)
     torch.testing.assert_close(shared.compute_logits(shared(hidden)), expected)
 
 
 def test_a_truncated_vocabulary_scores_its_own_tokens_only(hidden, target_lm_head):
     token_map = torch.tensor([3, 17, 5])
-    heads = randomize(MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map))
+    heads = randomize(MedusaHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map))
     expected = naive(heads, hidden, target_lm_head)
     padded = torch.cat([target_lm_head, torch.full((4, HIDDEN), 9.0)])
     through_callable = heads.compute_logits(heads(hidden), lambda rows: rows @ padded.T)
@@ -98,8 +96,7 @@ def test_every_head_learns_on_its_own(hidden):
         ({"num_heads": 0}, "num_heads is 0; it must be at least 1"),
         ({"num_layers": -1}, "num_layers is -1"),
         ({"num_lm_heads": 2}, "num_lm_heads is 2; allowed are 3"),
-        ({"num_lm_heads": 0}, "only with shared_lm_head=True"),
-        ({"shared_lm_head": True, "lm_head_bias": True}, "needs stored LM heads"),
+        ({"num_lm_heads": 0, "lm_head_bias": True}, "needs stored LM heads"),
         ({"token_map": torch.zeros(2, 2)}, r"token_map has shape \[2, 2\]"),
     ],
 )
@@ -111,7 +108,7 @@ def test_impossible_heads_are_refused(arguments, message):
 
 def test_misuse_is_refused(hidden, target_lm_head):
     own = MedusaHeads(2, 1, HIDDEN, VOCAB)
-    shared = MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True)
+    shared = MedusaHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0)
     for message, misuse in (
         ("num_heads is 3; there are 2 heads", lambda: own(hidden, 3)),
         ("pass lm_head", lambda: shared.compute_logits(shared(hidden))),

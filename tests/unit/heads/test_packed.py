@@ -24,7 +24,6 @@ def random_heads(num_layers: int, num_lm_heads: int, bias: bool, mapped: bool) -
         HIDDEN,
         VOCAB,
         bias=bias,
-        shared_lm_head=num_lm_heads == 0,
         lm_head_bias=bias and num_lm_heads > 0,
         token_map=torch.randperm(VOCAB)[:10] if mapped else None,
         num_lm_heads=num_lm_heads,

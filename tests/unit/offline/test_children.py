@@ -76,25 +76,25 @@ def test_all_that_it_says_is_behind_what_the_log_had(log):
 
 @pytest.mark.parametrize("error", [ValueError("no"), FileNotFoundError(2, "no", "x")])
 def test_errors_keep_kind_and_text(log, error):
-    kind = OSError if isinstance(error, OSError) else ValueError
-    with pytest.raises(kind) as raised:
+    with pytest.raises(OSError if isinstance(error, OSError) else ValueError) as raised:
         run_in_process(jobs.fail, error, log=log)
-    assert str(raised.value) == str(error)
-    assert str(error) in log.read_text()
+    assert str(raised.value) == str(error) and str(error) in log.read_text()
 
 
-def test_failures_keep_their_status_and_faults_their_place(log):
-    with pytest.raises(JobFailed, match="mend it") as raised:
-        run_in_process(jobs.broken, "mend it", log=log)
-    assert raised.value.status == 3
-    with pytest.raises(JobFailed, match="the job failed: RuntimeError: a fault"):
-        run_in_process(jobs.fail, RuntimeError("a fault"), log=log)
-    assert "in fail\n" in log.read_text()
-
-
-def test_a_process_that_dies_is_told_with_its_last_words(log):
-    with pytest.raises(JobFailed, match=r"the job ended with status -9;[^$]*the last words"):
-        run_in_process(jobs.die, signal.SIGKILL, log=log)
+@pytest.mark.parametrize(
+    ("job", "argument", "message", "status", "logged"),
+    [
+        (jobs.broken, "mend it", "mend it", 3, ""),
+        (jobs.fail, RuntimeError("a fault"), "the job failed: RuntimeError: a", 1, "in fail\n"),
+        (jobs.die, signal.SIGKILL, r"job ended with status -9;[^$]*the last words", 1, ""),
+    ],
+)
+def test_failures_keep_their_status_and_faults_their_place(
+    log, job, argument, message, status, logged
+):
+    with pytest.raises(JobFailed, match=message) as raised:
+        run_in_process(job, argument, log=log)
+    assert raised.value.status == status and logged in log.read_text()
 
 
 def test_an_interrupted_job_interrupts_who_waits(log):

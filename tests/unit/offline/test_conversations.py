@@ -95,24 +95,15 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
         (chat.CHATML, [], "a list of messages that isn't empty"),
         (chat.CHATML, [USER, {"role": "assistant"}], "use {'role': text, 'content': text}"),
         (chat.CHATML, [USER, {"role": "assistant", "content": "\ud800"}], "surrogate"),
+        (chat.CHATML, [{"from": "narrator", "value": "x"}], "speaker 'narrator'; known are system"),
+        (chat.CHATML, [{"from": "human"}], "use {'from': speaker, 'value': text}"),
+        (chat.CHATML, [{"from": None, "value": "x"}], "use {'from': speaker, 'value': text}"),
     ],
 )
 def test_what_can_not_be_masked_is_refused(template, talk, reason):
+    share_gpt = talk and "from" in talk[0]
     with pytest.raises(PromptError) as error:
-        encode(talk, template)
-    assert reason in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("talk", "reason"),
-    [
-        ([{"from": "narrator", "value": "x"}], "the speaker 'narrator'; known are system, human"),
-        ([{"role": "user", "content": "x"}], "use {'from': speaker, 'value': text}"),
-    ],
-)
-def test_bad_share_gpt(talk, reason):
-    with pytest.raises(PromptError) as error:
-        encode(talk, chat.CHATML, "conversations")
+        encode(talk, template, "conversations" if share_gpt else "messages")
     assert reason in str(error.value)
 
 

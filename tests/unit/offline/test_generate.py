@@ -1,7 +1,5 @@
 """The job without a command around it: what it returns, tells and reads."""
 
-from typing import Any
-
 import pytest
 from support.fake_engine import FakeProcess
 from support.told import Told
@@ -9,11 +7,6 @@ from support.told import Told
 from vllm_medusa.offline import generate as job
 from vllm_medusa.offline import prompts
 from vllm_medusa.offline.options import GenerateOptions, Speculation
-
-
-class Engine(FakeProcess):
-    def __init__(self, *_: Any, **__: Any):
-        super().__init__(max_tokens=6, step_sizes=(2, 1), longest_prompt=20)
 
 
 @pytest.fixture
@@ -24,20 +17,16 @@ def reads(monkeypatch):
     monkeypatch.setattr(
         prompts, "read_prompts", lambda path, *rest: read.append(path) or real(path, *rest)
     )
-    monkeypatch.setattr(job, "EngineProcess", Engine)
+    engine = FakeProcess(max_tokens=6, step_sizes=(2, 1), longest_prompt=20)
+    monkeypatch.setattr(job, "EngineProcess", lambda *_, **__: engine)
     return read
 
 
 def test_what_was_done_is_returned_and_told(tmp_path, reads):
     path = tmp_path / "p.txt"
     path.write_text("one\n" + "x" * 30 + "\nthree\n")
-    options = GenerateOptions(
-        model="target",
-        prompts=path,
-        output=tmp_path / "o.jsonl",
-        on_bad_line="skip",
-        batch=1,
-    )
+    files = {"prompts": path, "output": tmp_path / "o.jsonl"}
+    options = GenerateOptions(model="target", **files, on_bad_line="skip", batch=1)
     told = Told()
     done = job.generate(options, told)
     assert (done.output, done.failed) == (tmp_path / "o.jsonl", 1)

@@ -30,22 +30,23 @@ def test_equal_tokens_are_identical_however_many_come_in_a_step(concurrency):
     assert sorted(comparison.candidate.results) == list(range(10))
 
 
-def test_one_wrong_token_is_found_and_named():
-    comparison = run_in_turn(
-        FakeProcess(), FakeProcess(wrong_at=2), PROMPTS, concurrency=4, seed=3, rounds=1
-    )
+def differences(candidate, **baseline):
+    """What is found beside a plain engine."""
+    plain = FakeProcess(**baseline)
+    comparison = run_in_turn(plain, candidate, PROMPTS, concurrency=4, seed=3, rounds=1)
     assert not comparison.identical
-    difference = comparison.differences[0]
+    return comparison.differences
+
+
+def test_one_wrong_token_is_found_and_named():
+    difference = differences(FakeProcess(wrong_at=2))[0]
     assert (difference.position, difference.reason) == (2, "token")
     assert difference.candidate == difference.baseline + 1000
 
 
 def test_a_shorter_answer_differs():
-    comparison = run_in_turn(
-        FakeProcess(max_tokens=50), FakeProcess(max_tokens=2), PROMPTS, concurrency=4, seed=3
-    )
-    assert comparison.differences
-    assert any(d.candidate is None and d.baseline is not None for d in comparison.differences)
+    found = differences(FakeProcess(max_tokens=2), max_tokens=50)
+    assert any(d.candidate is None and d.baseline is not None for d in found)
 
 
 def test_another_reason_to_end_differs():
@@ -53,9 +54,8 @@ def test_another_reason_to_end_differs():
         def step(self):
             return [replace(d, finish_reason=d.finish_reason and "stop") for d in super().step()]
 
-    comparison = run_in_turn(FakeProcess(), Stopping(), PROMPTS, concurrency=4, seed=3)
-    assert len(comparison.differences) == 10
-    assert {difference.reason for difference in comparison.differences} == {"finish reason"}
+    found = differences(Stopping())
+    assert [difference.reason for difference in found] == ["finish reason"] * 10
 
 
 @pytest.mark.parametrize(

@@ -66,27 +66,30 @@ def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, reason):
     assert (first, last) == (Prompt(0, 1, "0", text="a"), Prompt(2, 4, "2", text="b"))
 
 
-def test_parquet_reads_as_json_lines_do(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+@pytest.fixture
+def parquet(tmp_path):
+    arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def written(rows):
+        tables.write_table(arrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+        return tmp_path / "p.parquet"
+
+    return written
+
+
+def test_parquet_reads_as_json_lines_do(tmp_path, parquet):
     rows = [{"id": f"r{i}", "turns": [f"q{i}", "and?"], "note": "x"} for i in range(3)]
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "p.parquet")
     jsonl = write(tmp_path / "p.jsonl", "".join(json.dumps(r) + "\n" for r in rows))
-    assert list(read_prompts(tmp_path / "p.parquet")) == list(read_prompts(jsonl))
+    assert list(read_prompts(parquet(rows))) == list(read_prompts(jsonl))
 
 
-def test_a_column_is_chosen_by_name_in_both_formats(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [{"prompt": "no", "body": "yes"}, {"prompt": "no", "body": None}]
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "p.parquet")
-    good, bad = read_prompts(tmp_path / "p.parquet", column="body")
-    assert isinstance(good, Prompt)
-    assert good.text == "yes"
-    assert isinstance(bad, BadLine)
-    assert bad.line == 2
+def test_a_column_is_chosen_by_name(parquet):
+    path = parquet([{"prompt": "no", "body": "yes"}, {"prompt": "no", "body": None}])
+    good, bad = read_prompts(path, column="body")
+    assert isinstance(good, Prompt) and good.text == "yes"
+    assert isinstance(bad, BadLine) and bad.line == 2
     with pytest.raises(PromptError, match=r"no column 'nope'; it has 'prompt', 'body'"):
-        list(read_prompts(tmp_path / "p.parquet", column="nope"))
+        list(read_prompts(path, column="nope"))
 
 
 def test_files_that_can_not_be_read_say_what_to_do(tmp_path):

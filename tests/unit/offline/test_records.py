@@ -159,26 +159,22 @@ def test_the_order_of_the_lines_makes_no_difference(tmp_path):
     assert sides[0][0] == sorted(sides[0][0])
 
 
-def test_all_samples_of_a_prompt_are_on_one_side(tmp_path):
-    records, _ = load_records(write(tmp_path / "a.jsonl", *rows(20, 3)))
-    for share, prompts in ((0.01, 1), (0.3, 6), (0.99, 19)):
-        train, heldout = split_heldout(records, share)
-        assert len(heldout) == 3 * prompts
-        assert not {r.token_ids[1] for r in train} & {r.token_ids[1] for r in heldout}
-        assert len(train) + len(heldout) == 60
+@pytest.mark.parametrize("grouped", [False, True])
+def test_samples_of_a_prompt_or_records_of_a_group_are_on_one_side(tmp_path, grouped):
+    """Pieces of a conversation begin differently; only their group says that they belong to it."""
+    made = rows(20, 3)
+    if grouped:
+        made = [row | {"group": f"{row['index'] % 10:064x}"} for row in made]
+    records, _ = load_records(write(tmp_path / "a.jsonl", *made))
+    num_units = 10 if grouped else 20
+    for share, units in ((0.01, 1), (0.3, 0.3 * num_units), (0.99, num_units - 1)):
+        sides = split_heldout(records, share)
+        seen = [{r.index % 10 if grouped else r.token_ids[1] for r in side} for side in sides]
+        assert not seen[0] & seen[1] and len(seen[1]) == units
+        assert len(sides[1]) == units * 60 / num_units == 60 - len(sides[0])
     assert split_heldout(records, 0) == (records, [])
     third = {r.index for r in split_heldout(records, 0.3)[1]}
     assert third < {r.index for r in split_heldout(records, 0.5)[1]}
-
-
-def test_records_of_one_group_are_on_one_side(tmp_path):
-    """Pieces of a conversation begin differently; only their group says that they belong to it."""
-    made = [row | {"group": f"{row['index'] % 10:064x}"} for row in rows(20, 3)]
-    records, _ = load_records(write(tmp_path / "a.jsonl", *made))
-    for share in (0.1, 0.3, 0.5):
-        train, heldout = split_heldout(records, share)
-        assert len(heldout) == 60 * share
-        assert not {r.index % 10 for r in train} & {r.index % 10 for r in heldout}
 
 
 def test_texts_without_a_prompt_are_told_apart_by_their_content(tmp_path):

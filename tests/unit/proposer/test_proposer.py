@@ -68,7 +68,7 @@ def test_draft_runs_only_the_heads_the_tree_uses():
 
 
 def test_draft_uses_the_targets_lm_head_and_the_token_map():
-    heads = MedusaHeads(2, 1, 8, 20, shared_lm_head=True, token_map=torch.tensor([4, 11, 2]))
+    heads = MedusaHeads(2, 1, 8, 20, num_lm_heads=0, token_map=torch.tensor([4, 11, 2]))
     weight = torch.randn(20, 8, generator=torch.Generator().manual_seed(3))
     hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(4))
     tree = TreeTensors.from_tree(TokenTree.chain(2))

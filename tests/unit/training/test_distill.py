@@ -96,9 +96,9 @@ def test_no_split_divides_a_conversation_that_falls_into_records(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     records, bad = load_records(path)
     assert not bad and len(records) == 36
-    of = {record.index // plan.stride // 2: record.prompt_key for record in records}
+    of = {record.index // plan.turns // 2: record.prompt_key for record in records}
     assert len(set(of.values())) == 6
-    assert all(r.prompt_key == of[r.index // plan.stride // 2] for r in records)
+    assert all(r.prompt_key == of[r.index // plan.turns // 2] for r in records)
     train, heldout = split_heldout(records, 0.5)
     names = [{r.request_id.split("#")[0] for r in part} for part in (train, heldout)]
     assert len(heldout) == 18 and not names[0] & names[1]
@@ -169,9 +169,11 @@ def test_the_summary_counts():
         line([1, 0], 1, text=""),
         {"index": 3, "error": "no"},
     ]
-    summary = summarize(lines)
-    assert (summary.records, summary.prompt_tokens, summary.generated) == (4, 4, [2, 2, 3, 1])
-    assert (summary.truncated, summary.duplicates, summary.empty) == (1, 1, 1)
+    assert summarize(lines) == (
+        "4 records: 4 prompt tokens, 8 generated (per record 1 to 3, mean 2.0); 25.0% truncated, "
+        "1 duplicate, 1 empty"
+    )
+    assert summarize(lines[:0]) == ""
 
 
 @pytest.mark.parametrize("concurrency", [1, 7])

@@ -154,6 +154,24 @@ def test_a_cut_run_ends_with_the_same_weights(target, records, trained, tmp_path
     assert not (trained / "training/work").exists()
 
 
+def test_it_starts_from_the_targets_last_layer(target):
+    loaded = Target.load(target, dtype=torch.float32, device="cpu")
+    states = torch.randn(8, loaded.hidden_size, generator=torch.Generator().manual_seed(0))
+    drafter = eagle3.new_drafter(loaded, (0, 1, 2), K, states, None, frozen_lm_head=True, seed=0)
+    last, hidden = dict(eagle3.decoder_layers(loaded)[-1].named_parameters()), loaded.hidden_size
+    own = dict(drafter.midlayer.named_parameters())
+    for name in ("q", "k", "v"):
+        given, (embedding, state) = (
+            last[f"self_attn.{name}_proj.weight"],
+            own[f"self_attn.{name}_proj.weight"].split(hidden, 1),
+        )
+        assert torch.equal(state, given) and 0 < embedding.std() < given.std()
+    for name in ("self_attn.o_proj", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"):
+        assert torch.equal(own[f"{name}.weight"], last[f"{name}.weight"])
+    assert torch.equal(own["hidden_norm.weight"], last["input_layernorm.weight"])
+    assert torch.equal(drafter.fc.weight, torch.eye(3 * hidden)[-hidden:])
+
+
 def test_what_is_written_says_what_it_is(target, trained):
     config = json.loads((trained / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]

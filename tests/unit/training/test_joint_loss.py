@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training import lora, losses, medusa2
-from vllm_medusa.training.losses import IGNORED, head_losses, head_weights
+from vllm_medusa.training.losses import IGNORED, Teacher, head_losses, head_weights
 from vllm_medusa.training.medusa2 import Medusa2, lm_loss
 from vllm_medusa.training.method import Texts
 from vllm_medusa.training.options import JointOptions, LoraSettings, StepOptions
@@ -45,7 +45,7 @@ class Joint:
         path = save_model(folder, architecture, initializer_range=0.1, **changes)
         self.target = Target.load(path, dtype=dtype)
         self.adapted = lora.attach(self.target.model, LoraSettings(rank=4), seed=0)
-        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True)
+        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0)
         torch.manual_seed(3)
         with torch.no_grad():
             for parameter in (*self.adapter.values(), *self.heads.parameters()):
@@ -194,15 +194,16 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tm
 def test_what_is_counted_is_what_has_a_loss(llama, monkeypatch):
     """With a draft vocabulary and tokens as labels; soft labels all have one."""
     token_map = torch.arange(0, VOCAB, 2)
-    heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
+    heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
     monkeypatch.setattr(llama, "heads", heads)
     states, whole = torch.randn(37, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB)
     drafted = torch.nn.Linear(HIDDEN, len(token_map))
     counts = []
     for soft in (False, True):
         batch = llama.method(soft).collate(range(3))
-        options = {"teacher_lm_head": whole, "temperatures": batch.temperatures if soft else None}
-        found = head_losses(heads, states, batch.labels[:, 1:], torch.ones(K), drafted, **options)
+        teacher = Teacher(states, whole, batch.temperatures, token_map) if soft else None
+        parts = (heads, heads(states), batch.labels[:, 1:], torch.ones(K), drafted)
+        found = head_losses(*parts, teacher=teacher)
         assert torch.equal(batch.counts[1:], found.counts)
         counts.append(found.counts)
     assert bool((counts[0] < counts[1]).all()) and bool((counts[0] > 0).all())

@@ -7,7 +7,7 @@ import torch
 
 from vllm_medusa.heads import MedusaHeads
 from vllm_medusa.training import losses
-from vllm_medusa.training.losses import IGNORED, head_labels, head_losses
+from vllm_medusa.training.losses import IGNORED, Teacher, head_labels, head_losses
 
 H, V, K = 16, 40, 3
 DECAY = 0.8
@@ -39,7 +39,7 @@ def make_heads(kind: str) -> MedusaHeads:
     token_map = torch.randperm(V)[:25] if "map" in kind else None
     stored = {"own": K, "single": 1}.get(kind.split("+")[0], 0)
     more = {"num_lm_heads": stored, "lm_head_bias": bool(stored), "token_map": token_map}
-    heads = MedusaHeads(K, 2, H, V, shared_lm_head=not stored, **more)
+    heads = MedusaHeads(K, 2, H, V, **more)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.normal_(std=0.4)
@@ -104,8 +104,9 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind, soft, chunk):
         hidden = torch.randn(length, H, generator=torch.Generator().manual_seed(4))
         hidden.requires_grad_()
         if ours:
-            options = {"temperatures": sampled_at, "teacher_lm_head": whole, "chunk": chunk}
-            out = head_losses(heads, hidden, tokens, weights, drafted, **options)
+            teacher = Teacher(hidden, whole, sampled_at, heads.token_map) if soft else None
+            options = {"teacher": teacher, "chunk": chunk}
+            out = head_losses(heads, heads(hidden), tokens, weights, drafted, **options)
             loss, sums, counts = out.loss, out.sums, out.counts
         else:
             loss, sums, counts = naive(heads, hidden, tokens, weights, whole, sampled_at)
@@ -129,21 +130,6 @@ def test_logits_never_exist_all_at_once_and_none_of_a_prompt(generated):
     if generated is not None:
         labels.fill_(IGNORED)[generated, 0] = 3
     states, heads = torch.randn(200, H), make_heads("shared")
-    out = head_losses(heads, states, labels, torch.ones(K), lm_head, chunk=16)
+    out = head_losses(heads, heads(states), labels, torch.ones(K), lm_head, chunk=16)
     assert max(seen) == 16 and sum(seen) == (200 if generated is None else 16) * K
     assert out.counts.tolist() == ([200] * K if generated is None else [1, 0, 0])
-
-
-@pytest.mark.parametrize(
-    ("kind", "lm_head", "options", "message"),
-    [
-        ("shared", None, {}, "need lm_head"),
-        ("own", None, {"temperatures": torch.ones(4)}, "soft labels need"),
-        # the LM head over the draft vocabulary is there, that over the whole one is not
-        ("shared+map", lambda x: x, {"temperatures": torch.ones(4)}, "soft labels need"),
-    ],
-)
-def test_what_is_missing_is_said(kind, lm_head, options, message):
-    labels = torch.zeros(4, K, dtype=torch.int64)
-    with pytest.raises(ValueError, match=message):
-        head_losses(make_heads(kind), torch.randn(4, H), labels, torch.ones(K), lm_head, **options)

@@ -12,6 +12,7 @@ from vllm_medusa.decode import decode
 from vllm_medusa.training import method as methods
 from vllm_medusa.training.loop import Loop, NotFiniteError
 from vllm_medusa.training.medusa1 import new_heads
+from vllm_medusa.training.options import HeadOptions
 from vllm_medusa.training.run import TrainingRun
 from vllm_medusa.training.target import Target
 from vllm_medusa.tree import TokenTree
@@ -95,7 +96,7 @@ def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp
 
     def heads():
         some = seen_tokens(warm)[::2] if kind == "hydra" else None  # others have no label
-        return new_heads(target, K, 2, kind=kind, token_map=some)
+        return new_heads(target, HeadOptions(kind=kind, num_heads=K, num_layers=2), some)
 
     with TrainingRun(tmp_path / "whole", {}) as run:
         whole = looped(target, warm, run, settings, heads=heads())
@@ -139,7 +140,7 @@ def test_untrained_heads_give_the_targets_own_logits(lm_heads, architecture, tmp
     target = Target.load(save_model(tmp_path, architecture, head_dim=None, **options))
     token_map = torch.tensor([4, 9, 300])
     for rows in (None, token_map):
-        heads = new_heads(target, 2, 2, lm_heads=lm_heads, token_map=rows)
+        heads = new_heads(target, HeadOptions(num_heads=2, num_layers=2, lm_heads=lm_heads), rows)
         states = torch.randn(5, 64)
         wanted = target.lm_head(states)
         wanted = wanted if rows is None else wanted[:, rows]
@@ -160,7 +161,7 @@ def test_the_draft_lm_head_is_the_targets_rows(tmp_path):
 
 
 def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained):
-    heads = new_heads(target, K, 1, lm_heads="own", token_map=seen_tokens(records))
+    heads = new_heads(target, HeadOptions(num_heads=K, lm_heads="own"), seen_tokens(records))
     first = heads.lm_head_weight.detach().clone()
     made, losses = trained(heads=heads)
     assert losses[-1] < 0.8 * losses[0]
@@ -172,7 +173,7 @@ def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained)
 def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, tmp_path):
     seen = seen_tokens(records)
     warm = [replace(record, temperature=0.7) for record in records]
-    heads = new_heads(target, K, 1, token_map=seen)
+    heads = new_heads(target, HeadOptions(num_heads=K), seen)
     with TrainingRun(tmp_path / "soft", {}) as run:
         method = looped(target, warm, run, replace(SHORT, labels="soft"), heads=heads).method
     first = [i for i, piece in enumerate(method.texts.pieces) if piece.record == 0]

@@ -81,7 +81,7 @@ class Job:
         states = HiddenStates(self.target, kept, ranges, dtype=torch.float32)
         states.build()
         self.adapted = lora.attach(self.target.model, joint.lora, seed=steps.seed)
-        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=token_map)
+        self.heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
         texts = texts or records(16)
         train = Texts(texts, cut_pieces(texts, 1 << 31, whole=True))
         parts = (self.target, self.adapted, self.heads, train)
@@ -184,10 +184,11 @@ def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(source, tmp_pa
 
 def test_layers_computed_twice_give_the_same_gradients(source, tmp_path):
     results = []
+    steps = dataclasses.replace(STEPS, batch_tokens=10_000)
     for number, twice in enumerate((False, True)):
         (tmp_path / str(number)).mkdir()
         joint = dataclasses.replace(JOINT, checkpoint_layers=twice)
-        job = Job(source, tmp_path / str(number), joint, max_steps=2)
+        job = Job(source, tmp_path / str(number), joint, steps)
         calls = []
         note = functools.partial(lambda seen, *_: seen.append(1), calls)
         job.target.model.model.layers[0].mlp.register_forward_pre_hook(note)
@@ -223,7 +224,8 @@ def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(source, tmp_pat
 
 def test_before_and_after_are_measured_alike_in_bfloat16_too(source, tmp_path):
     """Rounding is no loss of quality: a fresh adapter has lost exactly nothing."""
-    job = Job(source, tmp_path, bf16=True, max_steps=1)
+    steps = dataclasses.replace(STEPS, batch_tokens=10_000, epochs=1)
+    job = Job(source, tmp_path, steps=steps, bf16=True)
     job.loop.train()
     first = next(entry["quality"] for entry in job.log() if "quality" in entry)
     assert first["kl"] == 0.0 and first["top1_agreement"] == 1.0

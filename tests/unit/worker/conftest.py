@@ -7,7 +7,7 @@ def target(tmp_path_factory):
     pytest.importorskip("vllm")
     from support.triton_steps import save_target
 
-    return save_target(tmp_path_factory.mktemp("target"))
+    return str(save_target(tmp_path_factory.mktemp("target")))
 
 
 @pytest.fixture

@@ -124,10 +124,7 @@ class TestMetadata:
         trees = own_trees(real, seed=2) if dynamic else None
         fresh = paged(build(builder, buffers.batch(requests, padded=4), nodes, trees))
         assert addresses(fresh) == addresses(captured)
-        query, keys, values = random_layer(4 * size)
-        outs = [torch.full_like(query, torch.nan) for _ in range(2)]
-        for batch, out in zip((captured, fresh), outs, strict=True):
-            paged_tree_attention(query, keys, values, batch, 0.2, out=out)
+        outs = [attended(batch, 4 * size) for batch in (captured, fresh)]
         assert torch.equal(*[out[: real * size] for out in outs])
         assert outs[0][: real * size].isfinite().all()
         assert outs[0][real * size :].isnan().all()
@@ -157,15 +154,11 @@ class TestMetadata:
         got = paged(build(builder, common, [5, 1, 4], trees))
         tree = trees(5, torch.tensor([5, 1, 4]))
         assert got.is_tree.tolist() == [True, False, True]
-        query, keys, values = random_layer(10)
-        outs = [torch.full_like(query, torch.nan) for _ in range(2)]
         alone = replace(got, depths=tree.depths, ancestor_bits=tree.ancestor_bits)
-        for batch, out in zip((got, alone), outs, strict=True):
-            paged_tree_attention(query, keys, values, batch, 0.2, out=out)
-        assert torch.equal(*outs) and outs[0].isfinite().all()
         wrong = replace(got, ancestor_bits=got.ancestor_bits.flip(0), depths=got.depths.flip(0))
-        paged_tree_attention(query, keys, values, wrong, 0.2, out=outs[1])
-        assert not torch.equal(*outs)
+        out = attended(got, 10)
+        assert torch.equal(out, attended(alone, 10)) and out.isfinite().all()
+        assert not torch.equal(out, attended(wrong, 10))
 
     def test_prefill_gets_no_more_parts_than_fit(self, make_builder, monkeypatch):
         monkeypatch.setattr(cuda_metadata, "_splits", lambda shape, batch, *_: 8 // batch)
@@ -188,10 +181,12 @@ def own_trees(batch: int, seed: int) -> Trees:
     return lambda width, counts: TreeBatch.from_parents(parents[:, :width], counts, 4)
 
 
-def random_layer(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, and caches in vLLM's layout."""
+def attended(batch: PagedBatch, rows: int) -> Tensor:
+    """Attention over random queries and caches in vLLM's layout; NaN where it writes nothing."""
     generator = torch.Generator().manual_seed(rows)
     query = torch.randn(rows, HEADS, DIM, generator=generator)
     cache = torch.randn(MOST * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     keys, values = cache.transpose(1, 2).split(DIM, -1)
-    return query, keys, values
+    out = torch.full_like(query, torch.nan)
+    paged_tree_attention(query, keys, values, batch, 0.2, out=out)
+    return out

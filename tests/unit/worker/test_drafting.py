@@ -33,6 +33,12 @@ def alone(tmp_path_factory):
         yield
 
 
+def randomized(module: torch.nn.Module) -> torch.nn.Module:
+    for parameter in module.requires_grad_(False).parameters():
+        torch.nn.init.normal_(parameter)
+    return module
+
+
 def drafted(drafter: MedusaDrafter, states: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
     """The tokens of a static tree, the root left out."""
     nodes = drafter.options.tree.num_nodes
@@ -120,9 +126,7 @@ def test_a_rank_s_device_never_holds_rows_of_others(tmp_path, monkeypatch):
 def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
     torch.manual_seed(0)
     known = torch.tensor([7, 11, 9, 13, 5])
-    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=known).requires_grad_(False)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter)
+    heads = randomized(MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=known))
     save_heads(tmp_path, heads)
     drafter = make_drafter(tmp_path, TokenTree.dense([3]))
     drafter.load_model(torch.nn.Module())
@@ -138,13 +142,12 @@ def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_only_the_draft_vocabularys_rows_are_read(kind, alone, tmp_path):
     known = torch.tensor([7, 11, 9, 13, 5])
+    torch.manual_seed(1)
     heads = {
-        "medusa": MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=known),
+        "medusa": MedusaHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known),
         "hydra": HydraHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known),
-    }[kind].requires_grad_(False)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, generator=torch.manual_seed(1))
-    save_heads(tmp_path, heads)
+    }[kind]
+    save_heads(tmp_path, randomized(heads))
     target = CappedTarget(soft_cap=None, scale=1.0, bias=False)
     drafter = make_drafter(tmp_path, TokenTree.dense([3, 1]))
     drafter.load_model(target)
@@ -164,7 +167,7 @@ def test_only_the_draft_vocabularys_rows_are_read(kind, alone, tmp_path):
 def test_stored_rows_give_the_targets_logits(soft_cap, scale, bias, alone):
     torch.manual_seed(0)
     known = torch.tensor([7, 11, 9, 13, 5])
-    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, shared_lm_head=True, token_map=known)
+    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=known)
     target = CappedTarget(soft_cap, scale, bias)
     cap = store_target_rows(heads, target, torch.device("cpu"), torch.float32)
     states = torch.randn(6, HIDDEN)
@@ -184,8 +187,7 @@ class CappedTarget(torch.nn.Module):
         super().__init__()
         self.embedding = VocabParallelEmbedding(VOCAB, HIDDEN)
         self.lm_head = ParallelLMHead(VOCAB, HIDDEN, bias=bias)
-        for parameter in self.parameters():
-            torch.nn.init.normal_(parameter)
+        randomized(self)
         for layer in (self.embedding, self.lm_head):
             layer.quant_method.process_weights_after_loading(layer)
         self.processor = LogitsProcessor(VOCAB, soft_cap=soft_cap, scale=scale)
@@ -196,9 +198,7 @@ class CappedTarget(torch.nn.Module):
 
 def test_heads_outlive_a_sleep_of_level_2(tmp_path, monkeypatch):
     """By vLLM's own code, whose allocator drops the weights and says nothing."""
-    heads = MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=torch.arange(5)).requires_grad_(False)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter)
+    heads = randomized(MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=torch.arange(5)))
     before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
 
     def load(self, target):

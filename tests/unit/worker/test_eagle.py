@@ -58,6 +58,23 @@ def config(target: str, drafter: Path) -> Config:
     return made
 
 
+@pytest.fixture
+def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
+    """The options of a drafter with a changed config; tensors, and layers, that are None go."""
+
+    def made(changes: dict[str, Any], **tensors: Any) -> EngineOptions:
+        shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
+        own = json.loads((drafter / "config.json").read_text()) | changes
+        own = {name: value for name, value in own.items() if name != IDS or value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(own))
+        kept = load_file(drafter / "model.safetensors") | tensors
+        kept = {name: tensor for name, tensor in kept.items() if tensor is not None}
+        save_file(kept, tmp_path / "model.safetensors")
+        return EngineOptions.of(config(folder=tmp_path))
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("asked", "beam", "most", "budget"),
     [
@@ -134,15 +151,9 @@ def test_what_is_refused(config: Config, asked: Any, words: str) -> None:
         ({"draft_vocab_size": 8}, "width is 10, but"),
     ],
 )
-def test_drafters_of_others(
-    config: Config, drafter: Path, tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
-    shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
-    own = json.loads((drafter / "config.json").read_text()) | changes
-    own = {name: value for name, value in own.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(own))
+def test_drafters_of_others(other: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(MedusaConfigError, match=words):
-        config(folder=tmp_path)
+        other(changes)
 
 
 @pytest.mark.parametrize(
@@ -155,15 +166,9 @@ def test_drafters_of_others(
         ("mask_hidden", torch.zeros(3 * HIDDEN), "all depths at once"),
     ],
 )
-def test_tensors_of_others(
-    config: Config, drafter: Path, tmp_path: Path, name: str, tensor: Any, words: str
-) -> None:
-    shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
-    tensors = load_file(drafter / "model.safetensors")
-    tensors.pop(name, None)
-    save_file(tensors | ({} if tensor is None else {name: tensor}), tmp_path / "model.safetensors")
+def test_tensors_of_others(other: Any, name: str, tensor: Any, words: str) -> None:
     with pytest.raises(MedusaConfigError, match=words):
-        config(folder=tmp_path)
+        other({}, **{name: tensor})
 
 
 def test_heads_are_no_drafter(config: Config, tmp_path: Path) -> None:
@@ -184,13 +189,9 @@ def test_heads_are_no_drafter(config: Config, tmp_path: Path) -> None:
     ],
 )
 def test_what_configs_of_others_hold_besides(
-    config: Config, drafter: Path, tmp_path: Path, changes: dict[str, Any]
+    other: Any, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
-    own = json.loads((drafter / "config.json").read_text()) | changes
-    own = {name: value for name, value in own.items() if name != IDS or value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(own))
-    assert EngineOptions.of(config(folder=tmp_path)).heads == str(tmp_path)
+    assert other(changes).heads == str(tmp_path)
 
 
 def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The command line, through vLLM's own parser, down to vLLM's own config."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from vllm_medusa.tree.presets import DEFAULT_TREE
 from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import CPU_WORKER, DRAFTER, EngineOptions
 
-Parse = Callable[..., AsyncEngineArgs]
 TREE = [[0], [0, 0], [1]]
 
 
@@ -31,30 +29,25 @@ def parser():
 
 
 @pytest.fixture(scope="module")
-def model(target):
-    return str(target)
-
-
-@pytest.fixture(scope="module")
 def heads(tmp_path_factory):
     return save_random_heads(tmp_path_factory.mktemp("heads"))
 
 
 @pytest.fixture(scope="module")
-def parse(parser, model):
+def parse(parser, target):
     def parsed(*arguments):
-        basics = ["--model", model, "--dtype", "float32", "--skip-tokenizer-init"]
+        basics = ["--model", target, "--dtype", "float32", "--skip-tokenizer-init"]
         return AsyncEngineArgs.from_cli_args(parser.parse_args([*basics, *arguments]))
 
     return parsed
 
 
 @pytest.fixture
-def config(model):
+def config(target):
     """The engine's config where Python code asks for this much."""
 
     def made(asked, **more):
-        args = EngineArgs(model, skip_tokenizer_init=True, speculative_config=asked, **more)
+        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked, **more)
         return args.create_engine_config()
 
     return made
@@ -62,23 +55,6 @@ def config(model):
 
 def options(args: EngineArgs) -> EngineOptions:
     return EngineOptions.of(args.create_engine_config())
-
-
-def test_the_json_of_speculative_config(parse, heads):
-    asked = {
-        "method": "medusa", "model": heads, "tree": "mc_sim_7b_63", "num_speculative_tokens": 20,
-        "acceptance": {"mode": "typical", "epsilon": 0.2},
-    }  # fmt: skip
-    args = parse("--speculative-config", json.dumps(asked))
-    config = args.create_engine_config()
-    found = EngineOptions.of(config)
-    assert found.tree == load_preset("mc_sim_7b_63").prefix(21)
-    assert (found.acceptance.mode, found.acceptance.epsilon) == ("typical", 0.2)
-    assert found.heads == heads
-    spec = config.speculative_config
-    assert (spec.method, spec.model, spec.num_speculative_tokens) == ("custom_class", DRAFTER, 20)
-    assert config.parallel_config.worker_cls == CPU_WORKER
-    assert args.speculative_config == asked
 
 
 @pytest.mark.parametrize(
@@ -103,14 +79,15 @@ def test_every_way_to_say_it(parse, heads, arguments):
 
 
 def test_the_flag_beside_other_options(parse, heads):
-    found = options(
-        parse(
-            "--speculative-model", heads, "--spec-tokens", "2",
-            "--speculative-config", json.dumps({"tree": TREE, "acceptance": "typical"}),
-        )
-    )  # fmt: skip
-    assert found.tree == TokenTree.from_paths(TREE).prefix(3)
-    assert found.acceptance.mode == "typical"
+    asked = {"tree": "mc_sim_7b_63", "acceptance": {"mode": "typical", "epsilon": 0.2}}
+    more = "--spec-tokens", "20", "--speculative-config", json.dumps(asked)
+    config = parse("--speculative-model", heads, *more).create_engine_config()
+    found = EngineOptions.of(config)
+    assert found.tree == load_preset("mc_sim_7b_63").prefix(21)
+    assert (found.acceptance.mode, found.acceptance.epsilon) == ("typical", 0.2)
+    spec = config.speculative_config
+    assert (spec.method, spec.model, spec.num_speculative_tokens) == ("custom_class", DRAFTER, 20)
+    assert config.parallel_config.worker_cls == CPU_WORKER
 
 
 @pytest.mark.parametrize(
@@ -168,28 +145,24 @@ def test_a_tree_of_a_file_is_capped(config, heads, tmp_path):
         assert found == TokenTree.from_paths(TREE).prefix(1 + min(3, cap or 3))
 
 
-def test_the_heads_own_tree(config, tmp_path):
-    heads = MedusaHeads(3, 1, 64, 512, shared_lm_head=True)
+def test_the_heads_own_tree(config, heads, tmp_path):
+    without = {"method": "medusa", "model": heads, "tree": "heads"}
+    cut = DEFAULT_TREE.cut(max_depth=4, num_ranks=512)
+    assert EngineOptions.of(config(without)).tree == cut
+    heads = MedusaHeads(3, 1, 64, 512, num_lm_heads=0)
     save_heads(tmp_path, heads.to(torch.float32), {"tree": TREE})
     asked = {"method": "medusa", "model": str(tmp_path)}
-    own = asked | {"tree": "heads"}
-    assert EngineOptions.of(config(own)).tree == TokenTree.from_paths(TREE)
+    assert EngineOptions.of(config(asked | {"tree": "heads"})).tree == TokenTree.from_paths(TREE)
     assert EngineOptions.of(config(asked | {"tree": {"chain": 2}})).tree == TokenTree.chain(2)
     assert isinstance(EngineOptions.of(config(asked)).tree, DynamicTree)
 
 
-def test_the_default_of_heads_without_a_tree(config, heads):
-    asked = {"method": "medusa", "model": heads, "tree": "heads"}
-    cut = DEFAULT_TREE.cut(max_depth=4, num_ranks=512)
-    assert EngineOptions.of(config(asked)).tree == cut
-
-
-def test_nothing_of_the_user_s_is_changed(model, heads):
+def test_nothing_of_the_user_s_is_changed(target, heads):
     asked = {"method": "medusa", "model": heads, "tree": TREE}
     extra = {"mine": {"a": 1}}
     kept = json.dumps([asked, extra])
     args = EngineArgs(
-        model=model, skip_tokenizer_init=True, speculative_config=asked, additional_config=extra
+        target, skip_tokenizer_init=True, speculative_config=asked, additional_config=extra
     )
     first = args.create_engine_config()
     second = args.create_engine_config()
@@ -255,9 +228,8 @@ def test_adapters_bound_the_drafts_of_a_request(config, heads):
         config(asked | {"num_speculative_tokens": 30}, **few)
     with pytest.raises(ValueError, match=r"2 or more"):
         config(asked, **few | {"max_num_seqs": 128})
-    assert (
-        config(asked, **few | {"enable_lora": False}).speculative_config.num_speculative_tokens > 7
-    )
+    many = config(asked, **few | {"enable_lora": False}).speculative_config
+    assert many.num_speculative_tokens > 7
 
 
 def test_hydra_heads_expand_a_beam(config, tmp_path):

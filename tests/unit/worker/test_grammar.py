@@ -44,6 +44,25 @@ def schema(compiler):
     return compiler.compile_json_schema(json.dumps(SCHEMA))
 
 
+@pytest.fixture(params=range(4))
+def drafted(request):
+    """The tokens of an answer so far, and drafts of 40 nodes behind them."""
+    rng, text = random.Random(request.param), tokenizer().encode(TEXT, add_special_tokens=False)
+    begun = text[: request.param * 3]
+    return begun, random_drafts(rng, 40, text[len(begun) :])
+
+
+@pytest.fixture
+def spelling():
+    return Spelling(tokenizer().convert_ids_to_tokens)
+
+
+@pytest.fixture
+def row():
+    """Room for one mask."""
+    return xgr.allocate_token_bitmask(1, VOCAB)
+
+
 def at(compiled, tokens):
     """A grammar that has accepted ``tokens``; None if it does not."""
     grammar = XgrammarGrammar(
@@ -76,13 +95,11 @@ def random_drafts(rng, num_nodes, text):
     return Candidates(tokens, parents)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_every_mask_is_that_of_the_path(schema, seed):
-    rng, text = random.Random(seed), tokenizer().encode(TEXT, add_special_tokens=False)
-    begun = text[: seed * 3]
-    drafts = random_drafts(rng, 40, text[len(begun) :])
+def test_every_mask_is_that_of_the_path(schema, drafted):
+    begun, drafts = drafted
     grammar, masks = at(schema, begun), xgr.allocate_token_bitmask(50, VOCAB)
     root = masks[5] = mask_of(grammar)
+    masks[6:46] = 7  # of an earlier step
     fill_masks(grammar, masks, 5, drafts.token_ids, drafts.parents)
     live = 0
     for node in range(1, 41):
@@ -95,21 +112,10 @@ def test_every_mask_is_that_of_the_path(schema, seed):
     assert (masks[46:] == -1).all() and (masks[:5] == -1).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_only_allowed_drafts_are_chosen(schema, seed):
-    rng, text = random.Random(seed), tokenizer().encode(TEXT, add_special_tokens=False)
-    begun = text[: seed * 3]
-    drafts = random_drafts(rng, 40, text[len(begun) :])
+def test_only_allowed_drafts_are_chosen(schema, drafted, row, spelling):
+    begun, drafts = drafted
     grammar = at(schema, begun)
-    chosen = choose(
-        grammar,
-        drafts,
-        5,
-        xgr.allocate_token_bitmask(1, VOCAB),
-        VOCAB,
-        Spelling(tokenizer().convert_ids_to_tokens),
-        0.85,
-    )
+    chosen = choose(grammar, drafts, 5, row, VOCAB, spelling, 0.85)
     found = {tuple(chosen.path(node)) for node in range(1, 1 + len(chosen.parents))}
     assert len(found) == len(chosen.parents)
     assert all(at(schema, [*begun, *path]) for path in found)
@@ -121,11 +127,10 @@ def test_only_allowed_drafts_are_chosen(schema, seed):
     assert torch.equal(mask_of(grammar), mask_of(at(schema, begun)))
 
 
-def test_what_is_forced_is_drafted_without_heads(compiler):
+def test_what_is_forced_is_drafted_without_heads(compiler, row, spelling):
     """To the end token, below which there is nothing."""
     compiled = compiler.compile_regex("return self")
-    spelling = Spelling(tokenizer().convert_ids_to_tokens)
-    more = xgr.allocate_token_bitmask(1, VOCAB), VOCAB, spelling, 0.85
+    more = row, VOCAB, spelling, 0.85
     chosen = choose(at(compiled, []), Candidates([], []), 9, *more)
     best, node = [], 0
     while node in chosen.parents:
@@ -140,30 +145,21 @@ def test_what_is_forced_is_drafted_without_heads(compiler):
     deep = choose(at(compiled, []), Candidates([], []), 1, *more, 2)  # heads are less deep
     run = [token for token, kind in zip(deep.token_ids, deep.forced, strict=True) if kind]
     assert run == best[:2]
+    longest = forced_run(at(compiled, []), 9, row, VOCAB, spelling, 0.99)
+    assert tokenizer().decode(longest.token_ids) == "return self</s>", "it ends with the grammar"
 
 
 @pytest.mark.parametrize("begun", [0, 3, 6])
 @pytest.mark.parametrize(("longest", "depth"), [(0.85, 9), (0.85, 1), (0.45, 9), (0.1, 9)])
-def test_a_forced_run_is_the_surest_path(schema, begun, longest, depth):
+def test_a_forced_run_is_the_surest_path(schema, row, spelling, begun, longest, depth):
     text = tokenizer().encode(TEXT, add_special_tokens=False)[:begun]
-    grammar, row = at(schema, text), xgr.allocate_token_bitmask(1, VOCAB)
-    spelling = Spelling(tokenizer().convert_ids_to_tokens)
+    grammar = at(schema, text)
     run = forced_run(grammar, depth, row, VOCAB, spelling, longest)
     assert torch.equal(mask_of(grammar), mask_of(at(schema, text)))  # it is where it was
     assert 0 < len(run.token_ids) <= depth and at(schema, text + run.token_ids)
     assert run.parents == list(range(len(run.parents))) and all(run.forced)
     assert run.survival == sorted(run.survival, reverse=True)
     assert all(worth >= MIN_RUN_SURVIVAL for worth in run.survival[1:])
-
-
-def test_a_forced_run_ends_with_the_grammar(compiler):
-    row, spelling = (
-        xgr.allocate_token_bitmask(1, VOCAB),
-        Spelling(tokenizer().convert_ids_to_tokens),
-    )
-    grammar = at(compiler.compile_regex("return self"), [])
-    run = forced_run(grammar, 9, row, VOCAB, spelling, 0.99)
-    assert tokenizer().decode(run.token_ids) == "return self</s>"
 
 
 def test_chances_among_few_tokens():
@@ -194,13 +190,13 @@ def test_few_tokens_are_found():
     assert few_tokens(mask.numpy(), VOCAB) is None
 
 
-def test_a_dead_end_has_no_drafts(compiler):
+def test_a_dead_end_has_no_drafts(compiler, spelling):
     """Stop tokens end an answer: where only they could go on, nothing is allowed."""
     compiled = compiler.compile_regex("no")
     stops = [token for token in range(VOCAB) if tokenizer().decode([token])[:1] == "n"]
     matcher = xgr.GrammarMatcher(compiled, override_stop_tokens=stops, max_rollback_tokens=64)
     grammar = XgrammarGrammar(vocab_size=VOCAB, matcher=matcher, ctx=compiled)
-    mask, spelling = mask_of(grammar)[None], Spelling(tokenizer().convert_ids_to_tokens)
+    mask = mask_of(grammar)[None]
     assert few_tokens(mask.numpy()[0], VOCAB) == []
     assert choose(grammar, Candidates([5, 6], [0, 0]), 5, mask, VOCAB, spelling, 0.9) == (
         Candidates([], [], [])

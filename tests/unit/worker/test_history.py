@@ -1,5 +1,6 @@
 """What the sampler is told at each node of a path."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_medusa.worker.v1.verification import _is_plain_greedy
 
 ALL = torch.tensor([True, True])
 FIRST = torch.tensor([True, False])
+OTHER: Any = SimpleNamespace(is_argmax_invariant=lambda: False)  # a processor that must stay
 
 
 class MinTokens:
@@ -21,13 +23,6 @@ class MinTokens:
 
     def __init__(self, rules: dict[int, tuple[Any, ...]]):
         self.min_toks = rules
-
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-
-class Other:
-    """Some other processor, which must stay."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -80,15 +75,15 @@ def test_paths_may_be_given():
 
 
 def test_min_tokens_counts_the_path():
-    processors, other = LogitsProcessors(), Other()
+    processors = LogitsProcessors()
     rules = {1: (4, [8, 9], {0, 3}, False)}
-    processors.non_argmax_invariant = [other, MinTokens(rules)]
+    processors.non_argmax_invariant = [OTHER, MinTokens(rules)]
     given = metadata(logitsprocs=processors)
     history = PathHistory(given, 2)
     barred = []
     for level in range(4):  # 2, 3, 4, 5 tokens are out at request 1
         kept, mine = history.at(level, ALL).logitsprocs.non_argmax_invariant
-        assert kept is other and isinstance(mine, MinTokensAt)
+        assert kept is OTHER and isinstance(mine, MinTokensAt)
         logits = mine.apply(torch.zeros(2, 5))
         assert not logits[0].isinf().any()
         barred.append(logits[1].isinf().nonzero().flatten().tolist())
@@ -124,7 +119,7 @@ def test_a_finished_grammar_may_stop_before_min_tokens():
         {"max_num_logprobs": 0},
         {"logprob_token_ids": {0: [1]}},
         {"logitsprocs": LogitsProcessors([MinTokens({0: (2, [], {5}, False)})])},
-        {"logitsprocs": LogitsProcessors([Other()])},
+        {"logitsprocs": LogitsProcessors([OTHER])},
     ],
     ids=lambda changes: next(iter(changes)),
 )
