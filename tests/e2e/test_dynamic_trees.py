@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from vllm import LLM, envs
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
+from vllm_medusa.budget import policy
 from vllm_medusa.budget.cost import StepCost
 from vllm_medusa.decode import decode
 from vllm_medusa.heads import PackedHeads, load_heads
@@ -298,11 +299,14 @@ def test_max_rows_counts_the_requests_themselves(
     assert max(sum(row.num_nodes for row in step) for step in decoding) == most
 
 
-def test_automatic_budgets(automatic: LLM, reference: Reference, costs: Path) -> None:
+def test_automatic_budgets(
+    automatic: LLM, reference: Reference, costs: Path, monkeypatch: Patch
+) -> None:
     """Whatever it decides, tokens are plain vLLM's, and it learns from what it sees.
 
     What it learned is kept as soon as there is nothing to do.
     """
+    monkeypatch.setattr(policy, "_AT_REST_MS", 0.0)  # steps at rest all teach
     budget = policy_of(automatic)
     before = budget.cost.steps
     scheduler_of(automatic).costs._saved_at -= 20

@@ -41,18 +41,25 @@ class _Curve:
         self.offset = np.zeros_like(knots)  # of the logarithm, from the prior
         self.variance = np.full_like(knots, _UNSEEN)
         self.seen = np.zeros(len(knots), np.bool_)
-        self._values: Floats | None = None
+        self._values = np.exp(self.prior)
+        self._is_stale = True  # `_values` of knots that were never seen
 
     @property
     def values(self) -> Floats:
         """[knots]; those that were never seen lie between their neighbours that were."""
-        if self._values is None:
+        if self._is_stale:
             if not self.seen.all() and self.seen.any():
                 known = np.flatnonzero(self.seen)
                 logs = np.log(self.knots)
                 self.offset = np.interp(logs, logs[known], self.offset[known])
             self._values = np.exp(self.prior + self.offset)
+            self._is_stale = False
         return self._values
+
+    def value(self, knot: int) -> float:
+        """One of `values`."""
+        values = self._values if self.seen[knot] else self.values
+        return float(values[knot])
 
     def beside(self, count: int) -> list[tuple[int, float]]:
         """The knots on both sides of a count, and the weight of each."""
@@ -66,7 +73,8 @@ class _Curve:
         self.offset[knot] += by
         self.variance[knot] = variance
         self.seen[knot] = True
-        self._values = None
+        self._values[knot] = math.exp(self.prior[knot] + self.offset[knot])
+        self._is_stale = True
 
 
 class StepCost:
@@ -102,24 +110,27 @@ class StepCost:
         """Expected time of a step without drafts and heads."""
         return self._scalar(self._plain, requests) * math.exp(self._log_speed)
 
-    def observe(self, rows: int, requests: int, heads: float, ms: float) -> None:
-        """Learn from a step; one without requests or time teaches nothing."""
+    def observe(self, rows: int, requests: int, heads: float, ms: float) -> float | None:
+        """Learn from a step; return the milliseconds that were expected of it.
+
+        None: it teaches nothing, for want of requests or time.
+        """
         if not (0 < ms < math.inf and 0 < requests <= rows):
-            return
+            return None
         parts = [(self._plain, rows, 1.0)]
         parts += [(self._trees, rows - requests, 1.0)] if rows > requests else []
         parts += [(self._heads, requests, float(_of_heads(heads)))] if heads > 0 else []
         total, slopes = 0.0, []  # derivatives of the logarithm of the time by that of a knot
         for curve, count, factor in parts:
             found = [
-                (weight * factor * float(curve.values[knot]), knot)
-                for knot, weight in curve.beside(count)
+                (weight * factor * curve.value(knot), knot) for knot, weight in curve.beside(count)
             ]
             total += sum(value for value, _ in found)
             slopes.append((curve, max(found)[1], max(found)[0]))  # the nearest knot learns
         error = math.log(ms / total) - self._log_speed
         if self.steps == 0:
             self._log_speed, error = self._log_speed + error, 0.0
+        expected = total * math.exp(self._log_speed)
         self.steps += 1
         self._age(ms / 1e3)
         slopes = [(curve, knot, slope / total) for curve, knot, slope in slopes]
@@ -136,6 +147,7 @@ class StepCost:
             gain = slope * variance / whole
             curve.move(knot, gain * error, variance * (1.0 - gain * slope))
         self._log_speed += _SPEED / whole * error
+        return expected
 
     def _is_change(self, error: float) -> bool:
         """Whether enough steps in a row were off in the same direction; if so, doubt all."""
@@ -162,7 +174,7 @@ class StepCost:
 
     @staticmethod
     def _scalar(curve: _Curve, count: int) -> float:
-        return sum(weight * float(curve.values[knot]) for knot, weight in curve.beside(count))
+        return sum(weight * curve.value(knot) for knot, weight in curve.beside(count))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; how certain they are is not kept."""

@@ -10,6 +10,7 @@ asynchronous scheduling, where drafts are not seen, `limit` is both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ _MAX_SAVED = 2.0  # trials of the dearest kind that can be saved up
 _WAIT = 16  # steps between trials
 _NEXT_SIZES = (1, 2, -1, 3)  # steps from the best number of nodes to others to try
 _MEASURED_STEPS, _MIN_SPEED = 128, 0.97  # window, and speed below which drafting is given up
+_AT_REST_MS = 25.0  # between two steps at rest that teach, and between decisions to stay there
+_LEARN_STEPS = 64  # that all teach, from the start or when the machine has changed
 _REST_MS = (4e3, 60e3)  # then no head runs for so long, doubling
 
 
@@ -123,6 +126,10 @@ class Auto:
         self._took = self._plain = 0.0  # ms of steps with drafts; of plain ones for as many tokens
         self._measured = 0  # steps
         self._rest, self._rest_until = _REST_MS[0], 0.0
+        self._at_rest: tuple[int, int] | None = None  # requests and room for which it was decided
+        self._learned_at, self._learned_plain = -math.inf, 0.0  # ms of steps; of a plain one
+        self._learned_requests = 0
+        self._learned_steps = 0  # since the start, or since the machine changed
 
     @property
     def expected_ratio(self) -> float:
@@ -145,6 +152,10 @@ class Auto:
         """
         if requests < 1 or room < 1 or not self.limits:
             return 0
+        if self._at_rest == (requests, room):
+            self._idle += requests
+            self._waited += 1
+            return 0
         plan = self.plan(requests, room)
         if not plan.limit or self._now < self._rest_until:
             return 0
@@ -161,7 +172,10 @@ class Auto:
             if self._trial_left:
                 self._trial_left -= 1
                 return self._trial[0]
-        return plan.limit if self.drafting else 0
+        if self.drafting:
+            return plan.limit
+        self._at_rest = requests, room
+        return 0
 
     def counts(self, drafts: Sequence[Drafted], requests: int, room: int) -> list[int]:
         """How many of each request's drafts to verify: as many as are worth their time."""
@@ -195,13 +209,33 @@ class Auto:
 
     def observe(
         self, rows: int, requests: int, heads: float, ms: float, tokens: float = 0.0
-    ) -> None:
-        """Learn what a step took, and for how many tokens; see `StepCost.observe`."""
-        self.cost.observe(rows, requests, heads, ms)
+    ) -> float | None:
+        """Learn what a step took, and for how many tokens; see `StepCost.observe`.
+
+        Of plain steps while nothing is drafted, one in `_AT_REST_MS` teaches: they are to cost
+        no more than they do without trees.
+        """
+        if (
+            self._at_rest is not None
+            and self._learned_steps >= _LEARN_STEPS
+            and rows == requests == self._learned_requests
+            and not heads
+            and 0 < ms < _AT_REST_MS
+            and self._now - self._learned_at < _AT_REST_MS
+        ):
+            self._now += ms
+            self._saved += _TRIAL_SHARE * min(ms, 2 * self._learned_plain)
+            return None
+        self._at_rest = None
+        surprises = self.cost.surprises
+        expected = self.cost.observe(rows, requests, heads, ms)
+        self._learned_steps = 1 + self._learned_steps if surprises == self.cost.surprises else 0
         if not 0 < ms < 1e6 or requests < 1:
-            return
+            return expected
         self._now += ms
         plain = self.cost.plain_ms(requests)
+        self._learned_at, self._learned_plain = self._now, plain
+        self._learned_requests = requests
         if self._saved < 0:
             self._saved = _MAX_SAVED * _TRIAL_STEPS * plain
         self._saved += _TRIAL_SHARE * min(ms, 2 * plain)
@@ -210,6 +244,7 @@ class Auto:
             self._took = keep * self._took + min(ms, 4 * plain)
             self._plain = keep * self._plain + plain * tokens / requests
             self._measured += 1
+        return expected
 
     def plan(self, requests: int, room: int) -> Plan:
         """What drafts would bring to a batch, as of a short time ago if it is about the same."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from vllm_medusa.heads.inspection import Inspection
 
 TEXT = """\
-Describe a checkpoint of Medusa heads: its contents, its provenance, whether a value is damaged, and,
-with --target, whether it fits that model. For an EAGLE drafter, the config and the headers are
+Describe a checkpoint of Medusa heads: its contents, its provenance, whether a value is damaged,
+and, with --target, whether it fits that model. For an EAGLE drafter, the config and the headers are
 checked.
 
 Exit status: 0 it fits, 1 it does not, 2 it is not a checkpoint of heads, or --target

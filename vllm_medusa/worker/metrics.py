@@ -7,6 +7,9 @@ what they are, nodes that were verified: that is what they cost.
 The scheduler of dynamic trees reports what its steps were like. vLLM sends its own numbers from
 the engine core to the front end as msgpack of the fields it declares, so the report takes the place
 of one of them: a list of whole numbers that nobody reads and that means nothing for trees.
+
+An engine's metrics leave Prometheus' registry, which is the process's, as soon as another engine
+registers its own. Each engine with trees remembers its own, so that `LLM.get_metrics` finds them.
 """
 
 from __future__ import annotations
@@ -14,10 +17,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+from prometheus_client import REGISTRY, CollectorRegistry
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
@@ -61,15 +68,16 @@ class StepReport:
 
     def put_into(self, stats: SpecDecodingStats) -> None:
         """Put the report into vLLM's numbers of a step."""
-        stats.num_draft_tokens_per_pos = [_MARK, *astuple(self)]
+        stats.num_draft_tokens_per_pos = [_MARK, *vars(self).values()]
 
     @classmethod
     def of(cls, stats: SpecDecodingStats) -> StepReport | None:
         """Read what `put_into` put there; None: nothing."""
         mark, *numbers = stats.num_draft_tokens_per_pos or [0]
-        return cls(*numbers) if mark == _MARK and len(numbers) == len(fields(cls)) else None
+        return cls(*numbers) if mark == _MARK and len(numbers) == _NUM_FIELDS else None
 
 
+_NUM_FIELDS = len(fields(StepReport))
 _METRICS = {  # field of `StepReport` -> name, what it counts, divided by
     "requests": ("step_requests", "Requests of all steps together.", 1),
     "nodes": ("nodes", "Draft nodes verified; also of requests that had ended meanwhile.", 1),
@@ -92,16 +100,41 @@ def install_metrics() -> None:
     """Count by depth in the front end, which has the registry and the log."""
     override(PrometheusStatLogger, "__init__", _prometheus)
     override(LoggingStatLogger, "__init__", _logging)
+    override(LLMEngine, "get_metrics", _metrics)
 
 
 def _prometheus(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if is_medusa(vllm_config.speculative_config):
-            # a class attribute of vLLM's, for this one object
-            self._spec_decoding_cls = partial(TreeCounters, self, vllm_config)
+        if not is_medusa(vllm_config.speculative_config):
+            return original(self, vllm_config, *args, **kwargs)
+        # a class attribute of vLLM's, for this one object
+        self._spec_decoding_cls = partial(TreeCounters, self, vllm_config)
         original(self, vllm_config, *args, **kwargs)
+        self.medusa_registry = _registered_by_vllm()
+        return None
 
     return __init__
+
+
+def _registered_by_vllm() -> CollectorRegistry:
+    """What vLLM has in the process's registry now: the metrics of the engine started last."""
+    found = CollectorRegistry()
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", "").startswith("vllm:"):
+            found.register(collector)
+    return found
+
+
+def _metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_metrics(self: Any) -> Any:
+        loggers = self.logger_manager.stat_loggers if self.logger_manager is not None else ()
+        for logger in loggers:
+            if (registry := getattr(logger, "medusa_registry", None)) is not None:
+                with patch.object(reader, "REGISTRY", registry):
+                    return original(self)
+        return original(self)
+
+    return get_metrics
 
 
 class TreeCounters:
@@ -151,15 +184,20 @@ class TreeCounters:
 
     def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         """Count a step."""
-        self._stock.observe(spec_decoding_stats, engine_idx)
+        if spec_decoding_stats.num_drafts:  # else it counts nothing, slowly
+            self._stock.observe(spec_decoding_stats, engine_idx)
         report = StepReport.of(spec_decoding_stats)
         if report is None or not self._steps:
             return
         for kind, metric in self._steps[engine_idx].items():
-            metric.inc(getattr(report, kind))
+            if count := getattr(report, kind):
+                metric.inc(count)
         for field, metric in self._metrics[engine_idx].items():
             value = getattr(report, field) / _METRICS[field][2]
-            metric.set(value) if field in _GAUGES else metric.inc(value)
+            if field in _GAUGES:
+                metric.set(value)
+            elif value:
+                metric.inc(value)
 
 
 def _logging(original: Callable[..., None]) -> Callable[..., None]:

@@ -62,6 +62,12 @@ OVERRIDES = (
         "the counters do.",
     ),
     Override(
+        "LLMEngine.get_metrics",
+        "Reads the metrics of this engine. vLLM reads the process's registry, from which each "
+        "engine that starts removes the metrics of those before.",
+        "vLLM's engines in one process have metrics of their own.",
+    ),
+    Override(
         "AsyncLLM.shutdown",
         "Fails open requests: on SIGTERM vLLM stops the engine, and streams wait for its tokens, "
         "the server for the streams, until the clients give up.",

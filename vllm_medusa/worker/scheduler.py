@@ -45,6 +45,7 @@ from vllm_medusa.worker.options import EngineOptions, absolute
 
 _SAVE_SECONDS, _SAVE_IDLE_SECONDS = 60.0, 10.0  # nobody says when an engine ends
 _SAVE_STEPS = 50  # new ones that are worth writing
+_REPORT_STEPS = 8  # plain steps that are reported together
 _PREFILL_STEPS = 32  # that the share of prefills is a mean of
 _FORCED_EVERY = 4  # steps: what grammars force is looked for this often where it doesn't pay
 
@@ -120,9 +121,12 @@ class TreeScheduler(Scheduler):
         output: Any = super().schedule(*args, **kwargs)
         scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         nodes = {req_id: len(tokens) for req_id, tokens in drafts.items()}
-        prefill = any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items())
-        self._prefills += (prefill - self._prefills) / _PREFILL_STEPS
         rows = output.total_num_scheduled_tokens
+        if nodes:
+            prefill = any(n != 1 + nodes.get(req_id, 0) for req_id, n in scheduled.items())
+        else:
+            prefill = rows != len(scheduled)
+        self._prefills += (prefill - self._prefills) / _PREFILL_STEPS
         self._requests_wait = bool(self.waiting) and rows < self.max_num_scheduled_tokens
         if self.policy is not None and not self.ahead:
             output.num_spec_tokens_to_schedule = self._limit(len(scheduled)) if scheduled else 0
@@ -181,6 +185,8 @@ class TreeScheduler(Scheduler):
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Each node's mask is the grammar's state after its own path."""
+        if not scheduler_output.has_structured_output_requests:
+            return super().get_grammar_bitmask(scheduler_output)
         return self.grammar.bitmask(scheduler_output, self.pending, super().get_grammar_bitmask)
 
     def update_from_output(
@@ -206,13 +212,19 @@ class TreeScheduler(Scheduler):
         self, spec_decoding_stats: SpecDecodingStats | None = None, *args: Any, **kwargs: Any
     ) -> SchedulerStats | None:
         """Add what the steps were like to vLLM's numbers, for the front end's metrics."""
-        if self.log_stats and self.policy is not None:
+        if self.log_stats and self.policy is not None and not self._report_can_wait():
             spec_decoding_stats = spec_decoding_stats or SpecDecodingStats.new(self.num_spec_tokens)
             if isinstance(self.policy, Auto):
                 self._report.ratio = round(1e3 * self.policy.expected_ratio)
             self._report.put_into(spec_decoding_stats)
             self._report = StepReport()
         return super().make_stats(spec_decoding_stats, *args, **kwargs)
+
+    def _report_can_wait(self) -> bool:
+        """Whether the report says only that a few steps were plain, and a step follows."""
+        report = self._report
+        told = report.tree or report.prefill or report.heads or report.chosen
+        return not told and 0 < report.plain < _REPORT_STEPS and bool(self.running)
 
     def shutdown(self) -> None:
         """Keep what was learned; the rest is vLLM's."""
@@ -341,10 +353,10 @@ class TreeScheduler(Scheduler):
         if ended is None or not isinstance(self.policy, Auto) or ended[0].prefill:
             return
         step, ms = ended
-        heads = float(self.policy.share_of(step.limit))
-        if self.log_stats:
-            self._report.time(ms, float(self.policy.cost.ms(step.rows, step.requests, heads)))
-        self.policy.observe(step.rows, step.requests, heads, ms, step.tokens)
+        heads = float(self.policy.share_of(step.limit)) if step.limit else 0.0
+        expected = self.policy.observe(step.rows, step.requests, heads, ms, step.tokens)
+        if expected is not None:
+            self._report.time(ms, expected)
 
     def _learn_drafts(self, scheduler_output: SchedulerOutput, output: Any) -> None:
         """Compare what was accepted with what was expected of all that was drafted.

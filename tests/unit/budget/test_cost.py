@@ -152,3 +152,18 @@ def test_no_file_is_no_reason_and_no_folder_is_one(tmp_path):
     assert (cost.steps, reason) == (0, "")
     (tmp_path / "file").touch()
     assert "can't be written" in CostStore(tmp_path / "file", OF, 64).save(learned(60))
+
+
+def test_a_single_knot_is_what_the_curve_has_there():
+    """Whether or not the others were brought up to date in between."""
+    one, other = StepCost(64), StepCost(64)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        rows, requests = int(rng.integers(4, 64)), int(rng.integers(1, 5))
+        for cost in (one, other):
+            cost.observe(rows, requests, 0.5, 10.0 + rows)
+        assert one.plain_ms(8) == pytest.approx(float(one.ms(8, 8, 0.0)))
+    assert one.plain_ms(8) == pytest.approx(other.plain_ms(8))
+    expected = float(one.ms(9, 4, 0.5))
+    assert one.observe(9, 4, 0.5, 12.0) == pytest.approx(expected)
+    assert one.observe(0, 4, 0.5, 12.0) is None

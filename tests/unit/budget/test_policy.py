@@ -207,3 +207,21 @@ def test_copied_drafts_pay_without_heads():
 def test_the_best_are_kept_and_ties_go_to_the_first(total, expected):
     drafts = [Drafted([0.9, 0.5]), Drafted([0.3]), Drafted([0.5, 0.1])]
     assert Fixed(2).counts(drafts, 3, total) == expected
+
+
+def test_at_rest_one_step_in_a_while_teaches():
+    """So that resting costs no more than not having trees; at first every step does."""
+    policy, taught = Auto(StepCost(64), Acceptance([1.0] * 4), 4, 4), []
+    for _ in range(400):
+        policy._saved = 0.0  # no trials
+        assert policy.limit(1, 4) == 0
+        before = policy.cost.steps
+        policy.observe(1, 1, 0.0, 5.0, 1.0)
+        taught.append(policy.cost.steps - before)
+    assert all(taught[:64])
+    assert sum(taught[100:]) == 300 / 6  # more than 25 ms apart
+    assert policy._now == pytest.approx(400 * 5.0)
+    for _ in range(64):  # the machine is slower now
+        policy.limit(1, 4)
+        policy.observe(1, 1, 0.0, 15.0, 1.0)
+    assert policy.cost.plain_ms(1) == pytest.approx(15.0, rel=0.1)

@@ -3,10 +3,13 @@
 import pytest
 
 pytest.importorskip("vllm")
+from prometheus_client import REGISTRY
 from support.triton_steps import TREE, make_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics import reader
+from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.reader import get_metrics_snapshot
 from vllm.v1.metrics.stats import SchedulerStats
@@ -125,3 +128,30 @@ def test_what_is_no_report_is_left_alone(target, random_heads, config):
     assert not any(reported().values())
     PrometheusStatLogger(config, [0])
     assert reported() == {}
+
+
+def test_engines_in_one_process_have_metrics_of_their_own(target, random_heads):
+    """vLLM's registry has those of the engine that started last, whichever is asked."""
+    engines = []
+    for heads in (random_heads, random_heads, None):
+        config = make_config(target, None) if heads is None else dynamic(target, heads, 7)
+        engine = LLMEngine.__new__(LLMEngine)
+        engine.log_stats, engine.logger_manager = True, StatLoggerManager(config)
+        engines.append(engine)
+    for engine, steps in zip(engines, (1, 3, 5), strict=True):
+        for _ in range(steps):
+            stats = SpecDecodingStats.new(7)
+            stats.observe_draft(7, 2)
+            report = StepReport()
+            report.add(1, 7, prefill=False, drafted=True)
+            report.put_into(stats)
+            engine.logger_manager.record(sent(stats), None)
+
+    def values(engine, name):
+        return [m.value for m in engine.get_metrics() if m.name == name]
+
+    names = ("vllm:spec_decode_num_drafts", "vllm:medusa_nodes")
+    assert [values(engine, names[0]) for engine in engines] == [[1], [3], []]
+    assert [values(engine, names[1]) for engine in engines] == [[7], [21], []]
+    assert REGISTRY is reader.REGISTRY
+    unregister_vllm_metrics()

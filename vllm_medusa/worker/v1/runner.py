@@ -26,7 +26,7 @@ from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.cpu_attention import TreeMetadataBuilder, compact_group
 from vllm_medusa.worker.drafts import TreeDrafts, tree_parents
 from vllm_medusa.worker.options import EngineOptions
-from vllm_medusa.worker.requests import CANDIDATES
+from vllm_medusa.worker.requests import CANDIDATES, follows_grammar
 from vllm_medusa.worker.target import heads_left_out
 from vllm_medusa.worker.trees import Trees, tree_drafts
 from vllm_medusa.worker.v1.verification import TreeVerifier
@@ -46,6 +46,7 @@ class MedusaModelRunner(CPUModelRunner):
         self._drafts = TreeDrafts([], [])  # on their way to the scheduler
         # some request followed a grammar: the scheduler forces drafts, and counts steps without
         self._had_grammar = False
+        self._without_drafts: dict[int, SpecDecodeMetadata] = {}  # of steps with B rows
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the target without heads in its checkpoint, then the heads (vLLM does both)."""
@@ -77,6 +78,7 @@ class MedusaModelRunner(CPUModelRunner):
             self.trees.requests.add(
                 self._slots[req_id], request.sampling_params, request.num_prompt_tokens
             )
+            self._had_grammar |= follows_grammar(request.sampling_params)
         return result
 
     def _slots_of_batch(self) -> np.ndarray:
@@ -110,8 +112,21 @@ class MedusaModelRunner(CPUModelRunner):
         self, num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
     ) -> SpecDecodeMetadata:
         """As in vLLM, except for steps without drafts, which only need last rows."""
+        count = len(num_draft_tokens)
+        is_decode = int(cu_num_scheduled_tokens[-1]) == count  # one row of each request
+        if is_decode and (known := self._without_drafts.get(count)) is not None:
+            return known
         if num_draft_tokens.any():
             return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)
+        metadata = self._metadata_without_drafts(num_draft_tokens, cu_num_scheduled_tokens)
+        if is_decode:
+            self._without_drafts[count] = metadata
+        return metadata
+
+    @staticmethod
+    def _metadata_without_drafts(
+        num_draft_tokens: np.ndarray, cu_num_scheduled_tokens: np.ndarray
+    ) -> SpecDecodeMetadata:
         ends, nothing = torch.from_numpy(cu_num_scheduled_tokens), torch.empty(0, dtype=torch.int32)
         count = torch.zeros(len(num_draft_tokens), dtype=torch.int32)
         return SpecDecodeMetadata(
@@ -176,13 +191,12 @@ class MedusaModelRunner(CPUModelRunner):
             hidden_states,
             *args,
         )
-        slots = self._slots_of_batch()
         limit = scheduler_output.num_spec_tokens_to_schedule
-        structured = trees.requests.follows_grammar(slots)
-        self._had_grammar = self._had_grammar or bool(structured.any())
         if limit < 1 and trees.lookup is None and not self._had_grammar:
             self._drafts = TreeDrafts([], [])
-            return [[] for _ in slots]
+            return [[] for _ in batch.req_ids]
+        slots = self._slots_of_batch()
+        structured = trees.requests.follows_grammar(slots)
         num_tokens = batch.num_tokens_no_spec[: len(slots)].astype(np.int64)
         num_new = np.array([len(tokens) for tokens in sampled_token_ids])
         root = torch.tensor([tokens[-1] if tokens else 0 for tokens in sampled_token_ids])
@@ -252,6 +266,8 @@ class MedusaModelRunner(CPUModelRunner):
         No rewind is needed: they were not used (`TreeVerifier`).
         """
         generators = self.input_batch.generators
+        if not generators:
+            return super()._bookkeeping_sync(*args, **kwargs)
         hidden = {
             index: generators.pop(index) for index in self._discarded() if index in generators
         }
