@@ -154,7 +154,7 @@ both engines took turns on the same machine. {" ".join(notes)}
 
 ![ratio and tau by budget](budgets.png){" ![the largest tree measured](tree.png)" * bool(expected)}
 
-## What the heads know
+## Accuracy of the heads
 
 Shares of {document["training"]["heldout"]["labels"]} generated tokens of the calibration prompts:
 

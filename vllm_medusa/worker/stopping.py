@@ -21,7 +21,7 @@ died = False  # an engine of this process died before it was stopped
 
 
 class ServerStopped(EngineDeadError):
-    """The engine was told to stop before the answer was complete."""
+    """The engine stopped before the answer was complete."""
 
     def __str__(self) -> str:
         return "The server was stopped before the answer was complete. Ask again elsewhere."

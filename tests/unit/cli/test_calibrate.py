@@ -139,7 +139,7 @@ def test_texts_longer_than_the_target_reads_are_refused(heads, tmp_path, capsys)
 
 
 def test_tokens_that_the_target_lacks_are_refused(heads, tmp_path, capsys, monkeypatch):
-    """Where no tokenizer knows better."""
+    """Fallback without a tokenizer."""
     monkeypatch.setattr(calibrate, "find_tokenizer", lambda source: None)
     vocab = json.loads((ASSETS / "target" / "config.json").read_text())["vocab_size"]
     path = tmp_path / "foreign.jsonl"

@@ -1,4 +1,4 @@
-"""`inspect` tells an EAGLE drafter from heads, and whether it fits a target."""
+"""`inspect` recognizes an EAGLE drafter, and checks that it fits a target."""
 
 import json
 from pathlib import Path

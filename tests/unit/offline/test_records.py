@@ -172,7 +172,7 @@ def test_all_samples_of_a_prompt_are_on_one_side(tmp_path):
 
 
 def test_records_of_one_group_are_on_one_side(tmp_path):
-    """Pieces of a conversation begin differently; only their group says that they belong to it."""
+    """Pieces of a conversation begin differently; only their group identifies it."""
     made = [row | {"group": f"{row['index'] % 10:064x}"} for row in rows(20, 3)]
     records, _ = load_records(write(tmp_path / "a.jsonl", *made))
     for share in (0.1, 0.3, 0.5):

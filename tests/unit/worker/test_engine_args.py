@@ -51,7 +51,7 @@ def parse(parser, model):
 
 @pytest.fixture
 def config(model):
-    """The engine's config where Python code asks for this much."""
+    """The engine's config for these Python arguments."""
 
     def made(asked, **more):
         args = EngineArgs(model, skip_tokenizer_init=True, speculative_config=asked, **more)
