@@ -1,4 +1,4 @@
-"""Fail open requests on shutdown, and remember whether the engine died before it.
+"""Fail open requests on shutdown, and record whether the engine died before.
 
 On SIGTERM vLLM stops its engine and then waits for open connections; their streams wait for tokens
 of the engine that is gone, until the clients give up. When the engine dies the server ends too, but
@@ -28,7 +28,7 @@ class ServerStopped(EngineDeadError):
 
 
 def install_stopping() -> None:
-    """End open requests where the engine is stopped."""
+    """End open requests when the engine is stopped."""
     override(AsyncLLM, "shutdown", _shutdown)
 
 
