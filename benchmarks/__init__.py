@@ -1,1 +1,1 @@
-"""What the package is measured with: `python -m benchmarks CASE`, see `benchmarks.runner`."""
+"""Benchmarks of the package: `python -m benchmarks CASE`, see `benchmarks.runner`."""

@@ -1,7 +1,7 @@
-"""What a benchmark is: a function of typed options that yields rows, for `benchmarks.runner`.
+"""A benchmark case: a function of typed options that yields rows, for `benchmarks.runner`.
 
-A row keeps its numbers only if the result that they were measured on was checked and is right: an
-engine's tokens against plain vLLM's, a kernel's output against its reference.
+A row has numbers only if the measured result was verified: an engine's tokens against plain
+vLLM's, a kernel's output against its reference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Row:
 
     what: Mapping[str, Any]  # identifies it; always shown
     numbers: Mapping[str, Any] = field(default_factory=dict)  # shown only if ``right``
-    right: bool = False  # its result was checked and is right
+    right: bool = False  # its result was verified
     failed: str = ""  # why there are no numbers
     note: str = ""  # why there are none by design
 
@@ -46,7 +46,7 @@ def attempt(what: Mapping[str, Any], measure: Callable[[], Row]) -> Row:
 
 @dataclass(frozen=True)
 class Plot:
-    """What to draw: panels of ``ys`` by ``x``, a line for each ``series``; keys of rows.
+    """A plot: panels of ``ys`` by ``x``, a line for each ``series``; keys of rows.
 
     Error bars are ``{y}_quartiles`` ([lower, upper]) or ``{y}_error``. Where all rows have the same
     ``x``, bars are drawn instead.

@@ -1,4 +1,4 @@
-"""Drafters and forms of trees beside plain vLLM: speed, load, tau, lookup and drafters.
+"""Drafters and forms of trees against plain vLLM: speed, load, tau, lookup and drafters.
 
     python -m benchmarks speed --drafter DRAFTER --texts FOLDER_OF_PROMPTS
     python -m benchmarks load --batch 1 4 16 --drafter DRAFTER    # batches kept full
@@ -39,7 +39,7 @@ Form = Literal["automatic", "dynamic", "static", "chain", "lookup", "both", "sto
 
 
 class CompareOptions(EngineOptions):
-    """What is compared; ``forms`` are those of every drafter."""
+    """Options; ``forms`` apply to every drafter."""
 
     others: tuple[Path, ...] = option("more heads or drafters", default=(), metavar="FOLDER")
     forms: tuple[Form, ...] = option(
@@ -91,7 +91,7 @@ def run(options: CompareOptions, progress: Progress) -> Iterator[Row]:
 
 
 def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> list[Arm]:
-    """What is compared with plain vLLM, drafter by drafter."""
+    """The arms to compare with plain vLLM, drafter by drafter."""
     found: list[Arm] = []
     for folder in folders:
         for form in (form for form in options.forms if form != "ngram"):
@@ -182,7 +182,7 @@ def best_beside_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """What follows the table."""
+    """The text below the table."""
     parts = [WHY] if any(row.get("note") == SAMPLED_STOCK for row in rows) else []
     if best := best_beside_automatic(rows):
         columns = {

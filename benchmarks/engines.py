@@ -1,4 +1,4 @@
-"""Engines side by side: each in a process of its own, on the same prompts, in turn with plain vLLM.
+"""Comparison of engines: each in a subprocess, on the same prompts, alternating with plain vLLM.
 
 An arm is one way to decode. Every arm takes turns with plain vLLM (A B A B), so that what disturbs
 the machine disturbs both; a ratio is the median over rounds of throughputs, prefills included. In
@@ -54,7 +54,7 @@ Counts = Sequence[tuple[int, int]]  # accepted tokens and steps of each prompt
 
 
 class EngineOptions(Options):
-    """What all benchmarks of engines have in common."""
+    """Common options of all engine benchmarks."""
 
     target: Path | None = option(
         "folder of the target; absent: SmolLM2-135M-Instruct, as `make demo` makes it", default=None
@@ -74,11 +74,9 @@ class EngineOptions(Options):
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.0, 0.7))
     batch: tuple[Positive, ...] = option("requests at a time", default=(1,))
     rounds: FromZero = option(
-        "of each arm in turn with plain vLLM; 0: no times, only tokens per step", default=5
+        "of each arm alternating with plain vLLM; 0: only tokens per step", default=5
     )
-    seconds: Above | None = option(
-        "after them an arm's point begins no further round", default=None
-    )
+    seconds: Above | None = option("no further round of a point starts after them", default=None)
     only: str | None = option("regular expression of the arms' names", default=None)
     dtype: Dtype = option(default="float32")
     max_model_len: Positive = option(default=2048)

@@ -1,4 +1,4 @@
-"""Steps that drafts save requests which follow a JSON schema.
+"""Steps saved by drafts for requests with a JSON schema.
 
     python -m benchmarks grammar                            # steps, schema by schema
     python -m benchmarks grammar --rounds 7 --batch 1 16    # times, all schemas mixed
@@ -29,7 +29,7 @@ BACKEND = {"backend": "xgrammar", "disable_any_whitespace": True}
 
 
 class GrammarOptions(EngineOptions):
-    """What is measured."""
+    """Options of the benchmark."""
 
     forms: tuple[Form, ...] = option(default=("automatic", "dynamic", "chain"))
     nodes: Positive = option("draft nodes of a tree", default=10)
@@ -69,7 +69,7 @@ def tasks_of(options: GrammarOptions) -> Tasks:
 
 
 def judge(results: Sequence[Result]) -> dict[str, Any]:
-    """How many answers are complete.
+    """Return the number of complete answers.
 
     Raises:
         ValueError: a complete one is not JSON.

@@ -1,4 +1,4 @@
-"""How long attention takes, against the time in which the memory could have been read once.
+"""Time of attention, relative to the time to read the keys and values once.
 
     python -m benchmarks kernels step
 
@@ -57,15 +57,15 @@ ENOUGH_US = 300.0  # a graph shorter than this is not timed well
 
 
 class KernelsOptions(Options):
-    """Which shapes; every layout has all of them."""
+    """Shapes; all are measured with every layout."""
 
     batches: tuple[Positive, ...] = option(default=(1, 4, 16, 64))
     contexts: tuple[Positive, ...] = option(default=(4096, 16384, 1024, 8192, 32768))
     nodes: tuple[Positive, ...] = option(
         "rows of each request; 1 is plain decoding", default=(64, 16)
     )
-    fp8: bool = option("caches of e4m3 instead of bf16", default=False)
-    chunk: FromZero = option("rows of a prompt beside the trees", default=0)
+    fp8: bool = option("e4m3 caches instead of bf16", default=False)
+    chunk: FromZero = option("rows of a prompt in addition to trees", default=0)
     head_size: Positive = option(default=128)
     stages: FromZero = option("of Triton's pipeline, in place of those chosen", default=0)
     per_sm: FromZero = option("programs planned for each multiprocessor, likewise", default=0)
@@ -141,7 +141,7 @@ class Setup:
 
 
 class Memory:
-    """One piece of memory that all timed caches lie in, filled once with random values.
+    """One allocation for all timed caches, filled once with random values.
 
     A cache on an H200 can be 34 GB: to allocate and fill it anew for each shape would take longer
     than all measurements. Values do matter: on zeros a GPU clocks higher.
@@ -234,7 +234,7 @@ def _error(made: Setup, request: int, rows: int, seen: Tensor) -> float:
 
 
 def rivals(made: Setup) -> dict[str, Callable[[int], Tensor]]:
-    """What torch offers for the same rows, over the same memory as contiguous caches."""
+    """Kernels of torch for the same rows, over the same memory as contiguous caches."""
     spec = made.spec
     dim, length = spec.head_size, spec.lengths[0]
     query = made.query.view(spec.batch, spec.nodes, spec.kv_heads, -1, dim)

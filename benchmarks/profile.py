@@ -1,4 +1,4 @@
-"""Where a decode step goes: target forward, heads, verification, compaction, vLLM itself.
+"""Time per part of a decode step: target forward, heads, verification, compaction, vLLM itself.
 
     python -m benchmarks profile --nodes 10
 
@@ -42,7 +42,7 @@ Profile = tuple[dict[int, list[int]], dict[str, float]]  # token ids by prompt, 
 
 
 class ProfileOptions(EngineOptions):
-    """What is measured."""
+    """Options of the benchmark."""
 
     forms: tuple[Form, ...] = option(default=("automatic", "dynamic", "chain", "stock"))
     nodes: Positive = option("draft nodes of trees", default=10)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks CASE [CASE ...]`: run benchmarks and write what they find as they find it.
+"""`python -m benchmarks CASE [CASE ...]`: run benchmarks and write results incrementally.
 
     python -m benchmarks speed --quick
     python -m benchmarks kernels step --json build/gpu.json
@@ -32,17 +32,17 @@ from vllm_medusa.options import Options
 CASES = {  # name -> (where its `Case` is, what it measures)
     "speed": (
         "compare.SPEED",
-        "trees, chains and n-grams beside plain vLLM, one request at a time",
+        "trees, chains and n-grams against plain vLLM, one request at a time",
     ),
     "load": ("compare.LOAD", "the automatic budget and static trees, by batch size"),
     "tau": ("compare.TAU", "tokens per step of dynamic and static trees, by number of nodes"),
     "lookup": ("compare.LOOKUP", "tokens per step of a drafter, of lookup and of both in one tree"),
     "drafters": ("compare.DRAFTERS", "tokens per step of several drafters in all forms"),
-    "typical": ("typical.CASE", "typical acceptance: tokens per step and what the text is like"),
-    "grammar": ("grammar.CASE", "steps that drafts save requests which follow a JSON schema"),
+    "typical": ("typical.CASE", "typical acceptance: tokens per step and text quality"),
+    "grammar": ("grammar.CASE", "steps saved by drafts for requests with a JSON schema"),
     "serve": ("serve.CASE", "a server under open load"),
-    "soak": ("soak.CASE", "a server under thousands of requests of all kinds: answers, memory"),
-    "profile": ("profile.CASE", "where a decode step's time goes"),
+    "soak": ("soak.CASE", "a server under thousands of mixed requests: answers, memory"),
+    "profile": ("profile.CASE", "time per part of a decode step"),
     "kernels": ("kernels.CASE", "tree attention on a GPU against memory bandwidth and torch"),
     "step": ("step.CASE", "a whole decode step on a GPU, by the number of nodes"),
 }
@@ -50,7 +50,7 @@ TURNS = 2  # of --base
 
 
 class Lines(Progress):
-    """Prints what a case says on standard error."""
+    """Prints a case's messages on standard error."""
 
     def note(self, text: str) -> None:
         """Print it."""
@@ -122,7 +122,7 @@ def _parser(cases: dict[str, Case], quick: bool) -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="fewer and smaller: minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--base", metavar="COMMIT", help="measure this commit too, in turn")
+    parser.add_argument("--base", metavar="COMMIT", help="alternate with this commit")
     parser.add_argument("--commit", help="what is measured, for a copy without git")
     if len(cases) == 1:
         from vllm_medusa.cli.flags import add_flags
@@ -135,7 +135,7 @@ def _parser(cases: dict[str, Case], quick: bool) -> argparse.ArgumentParser:
 
 
 def _options(case: Case, args: argparse.Namespace, cases: int) -> Options:
-    """Those of the command line; of several cases only the defaults."""
+    """Options of the command line; the defaults if there are several cases."""
     if cases > 1:
         return case.options(**(case.quick if args.quick else {}))
     from vllm_medusa.cli.flags import from_flags
@@ -144,7 +144,7 @@ def _options(case: Case, args: argparse.Namespace, cases: int) -> Options:
 
 
 def _rows(case: Case, options: Options) -> Iterator[dict[str, Any]]:
-    """The rows of a case; if it breaks off, the last one has the reason."""
+    """The rows of a case; if it fails, the last one has the reason."""
     try:
         for row in case.run(options, Lines()):
             yield row.to_dict()

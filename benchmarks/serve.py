@@ -2,10 +2,10 @@
 
     python -m benchmarks serve --rates 0.5 1 2
 
-Requests arrive as a Poisson process at given rates, from idle to more than plain vLLM can serve,
-and in a ramp up and down, whether earlier ones are answered or not. All servers run, one is asked
-at a time, with the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has two
-rows: the difference between them is noise. Requests are sent and timed by vLLM's own `vllm bench
+Requests arrive as a Poisson process at given rates, from idle to above plain vLLM's capacity, and
+in a ramp up and down, independent of answers. All servers run, and one is loaded at a time, with
+the same prompts, seeds and arrivals: A B C A, then in reverse. Plain vLLM has two rows: the
+difference between them is noise. Requests are sent and timed by vLLM's own `vllm bench
 serve`; answers have to be plain's.
 
 A token's time is a request's time after its first token, divided by the tokens of that time: tokens
@@ -44,7 +44,7 @@ _START_S, _DRAIN = 240.0, 8.0  # a load may take this many times its arrivals' s
 
 
 class ServeOptions(EngineOptions):
-    """What servers are asked."""
+    """Options of the benchmark."""
 
     batch: tuple[Positive, ...] = option("requests that a server runs at a time", default=(16,))
     max_tokens: Positive = option("of each answer", default=32)
@@ -58,7 +58,7 @@ class ServeOptions(EngineOptions):
 
 @dataclass(frozen=True)
 class Load:
-    """How requests arrive."""
+    """An arrival process of requests."""
 
     name: str
     max_rate: float  # requests per second
@@ -78,7 +78,7 @@ class Load:
 
 @dataclass
 class Answers:
-    """What one server did under one load, over all rounds."""
+    """Measurements of one server under one load, over all rounds."""
 
     ttfts: list[float] = field(default_factory=list)  # seconds
     token_times: list[float] = field(default_factory=list)  # seconds per token after the first
@@ -206,7 +206,7 @@ def _chat(turn: str, target: str) -> str:
 
 
 def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
-    """Send requests at their seconds; returns what `vllm bench serve` saw.
+    """Send requests at their arrival times; returns the results of `vllm bench serve`.
 
     Raises:
         TimeoutError: it took several times the ``seconds`` of arrivals.

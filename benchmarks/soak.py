@@ -1,4 +1,4 @@
-r"""A server under thousands of requests of all kinds: nothing lost, nothing wrong, nothing grown.
+r"""A server under thousands of mixed requests: checks for lost or wrong answers and leaks.
 
     make soak
 
@@ -37,7 +37,7 @@ _LOST_S = 300.0  # a request that takes longer is lost
 
 
 class SoakOptions(EngineOptions):
-    """What is asked of the server."""
+    """Options of the benchmark."""
 
     requests: Positive = option(default=2000)
     clients: Positive = option("at a time", default=64)
@@ -60,7 +60,7 @@ class Seen:
     points: list[tuple[int, float]] = field(default_factory=list)
 
     def look(self, done: int) -> None:
-        """Note how much it has."""
+        """Record a sample."""
         self.points.append((done, self.process.memory_full_info().uss / 2**20))
 
     def slope(self) -> float:
@@ -169,7 +169,7 @@ async def ask_all(
 
 
 def problem_of(asked: Asked, answer: Any, wanted: dict[str, dict[str, Any]]) -> str:
-    """What is wrong with an answer; empty: nothing."""
+    """Describe an error of an answer; empty if it is correct."""
     if isinstance(answer, str):
         return f"lost: {answer}"
     if asked.refused:
@@ -191,7 +191,7 @@ def _lost(lost: int, left: float, answers: Sequence[Any]) -> str:
 
 
 def settled(url: str, seconds: float = 30.0) -> float:
-    """Requests that the engine still has after a while."""
+    """Number of requests left in the engine after a while."""
     end, left = time.monotonic() + seconds, 1.0
     while left and time.monotonic() < end:
         time.sleep(1)

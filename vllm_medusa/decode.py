@@ -28,9 +28,9 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """What was generated, and the drafts each verification step accepted, counted as vLLM does.
+    """Generated tokens, and accepted drafts per verification step, counted as in vLLM.
 
-    A step without drafts is none; all it accepted counts, wherever the output was cut.
+    Steps without drafts are not counted; all accepted drafts are, even beyond a cut output.
     """
 
     token_ids: list[int]
@@ -114,7 +114,7 @@ def decode(
         # Accept.
         verdict = judge(batch, token_ids, out.logits[0])
         path, accepted = verdict.path, int(verdict.path.num_accepted)
-        # Compact: the accepted path's keys and values close up behind the context.
+        # Compact: move the accepted path's keys and values next to the context.
         slots = base + torch.arange(n, device=device)[None]
         src, dst = kv.accepted_moves(slots, path.nodes, path.num_accepted)
         for layer in cache.layers:  # [1, heads, slots, head size] each

@@ -1,4 +1,4 @@
-"""Two replicas behind vLLM's own balancer (``--data-parallel-size 2``) say what one engine says.
+"""Two replicas behind vLLM's balancer (``--data-parallel-size 2``) match one engine's output.
 
 vLLM refuses its offline data parallelism for dense models, so this is how replicas are had.
 """

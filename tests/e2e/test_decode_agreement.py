@@ -61,7 +61,7 @@ def assert_agreement(
 
 @dataclass
 class Fitted:
-    """A chaotic target, heads that know its greedy outputs, and the oracle's results."""
+    """A chaotic target, heads that memorized its greedy outputs, and the oracle's results."""
 
     model: str
     heads: str
@@ -128,7 +128,7 @@ def at_root(verdict: Verdict) -> Verdict:
 
 
 def verdict_seam() -> tuple[type, str, str]:
-    """(class, method, attribute): what asks for the next drafts, and the verdict it goes by."""
+    """(class, method, attribute): the drafting call, and the verdict that it uses."""
     from vllm_medusa.worker.trees import Trees
 
     return Trees, "end", "verdict"

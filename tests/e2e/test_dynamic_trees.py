@@ -302,7 +302,7 @@ def test_max_rows_counts_the_requests_themselves(
 def test_automatic_budgets(
     automatic: LLM, reference: Reference, costs: Path, monkeypatch: Patch
 ) -> None:
-    """Whatever it decides, tokens are plain vLLM's, and it learns from what it sees.
+    """Tokens always equal plain vLLM's, and estimates are updated.
 
     What it learned is kept as soon as there is nothing to do.
     """

@@ -260,7 +260,7 @@ def vocabulary_ignored(patch: Patch, llm: LLM) -> None:
 def test_would_be_seen(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch, breaks: Callable[[Patch, LLM], None]
 ) -> None:
-    """Whatever the drafter says, tokens stay right; but its entries or guesses are wrong."""
+    """Tokens are right for any drafter output; but its entries or guesses are wrong."""
     with monkeypatch.context() as patch:
         breaks(patch, llm)
         with pytest.raises(AssertionError, match=r"not (close|equal)"):

@@ -1,4 +1,4 @@
-"""Token for token what plain vLLM says, with long acceptances along branches that are not first.
+"""Token equality with plain vLLM, with long acceptances along branches that are not first.
 
 The model is chaotic: one wrong key anywhere in a context changes all that follows (see the negative
 controls). Planted drafts make nearly every step accept and move KV; random heads make nearly every

@@ -46,7 +46,7 @@ def test_accepts_what_the_oracle_accepts(running: tuple[str, LLM], hydra_case: F
 def test_another_map_costs_acceptance(
     running: tuple[str, LLM], hydra_case: Fitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A negative control: the rows are those of other tokens than the map says."""
+    """A negative control: the rows belong to other tokens than those in the map."""
     kind, llm = running
     choose, asked = MedusaDrafter._read, []
 

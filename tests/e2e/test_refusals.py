@@ -227,7 +227,7 @@ def test_models(only_config: Callable[..., str], random_heads: str, name: str) -
 def test_a_layer_with_a_backend_of_its_own_starts_nothing(
     chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some models name a layer's attention themselves; only the loaded model tells."""
+    """Some models set a layer's attention themselves; only the loaded model shows it."""
 
     def chosen(*args: Any, prefix: str, **kwargs: Any) -> Any:
         own = CPUAttentionBackend if prefix.endswith("layers.1.self_attn.attn") else None

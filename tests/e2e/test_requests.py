@@ -82,7 +82,7 @@ def test_good_options_are_no_error(llm: LLM, reference: Reference) -> None:
 
 
 def test_short_requests_beside_long_ones(llm: LLM, reference: Reference) -> None:
-    """Whose drafts the scheduler cuts, or who get none."""
+    """Requests whose drafts are truncated by the scheduler, or that get none."""
     counts = [1, 2, 3, TOKENS] * 3
     prompts = reference.prompts[:12]
     params = [greedy(count) for count in counts][: len(prompts)]

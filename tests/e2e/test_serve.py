@@ -298,7 +298,7 @@ def stream_of_many(server: Server, prompt: str, tokens: int = 900) -> Any:
 
 
 def test_64_clients_at_a_time(server: Server, offline: dict[str, list[Answer]]) -> None:
-    """Some go away in the middle, some ask for what can't be; the others get plain's answers."""
+    """Some clients disconnect, some requests are invalid; the others get plain's answers."""
     texts, expected = prompts(), offline["greedy"]
 
     def ask(number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Heads that the package trained until they know a text are accepted whole by a real vLLM."""
+"""Drafts of heads overfitted to a text are all accepted in a real vLLM."""
 
 from pathlib import Path
 

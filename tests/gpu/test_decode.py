@@ -42,7 +42,7 @@ class Uncompacted(Decoder):
 
 
 def fitted_heads(hidden: Tensor, texts: list[list[int]], vocab: int, count: int = 3) -> HeadLogits:
-    """Heads that know these texts: least squares from the hidden states that gave them.
+    """Heads fitted to these texts: least squares from the hidden states that gave them.
 
     ``hidden`` is [T, B, H], of the position that gave token t of each text.
     """

@@ -1,4 +1,4 @@
-"""Conversions as the tests ask for them."""
+"""Conversion helpers of the tests."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def trained_drafter(
     draft_vocab: int,
     depth: int,
 ) -> Eagle3:
-    """One that `vllm-medusa train` made in a few seconds into ``folder``; knows the texts."""
+    """A drafter that `vllm-medusa train` overfits to the texts in a few seconds."""
     records = folder.with_suffix(".jsonl")
     line = {"generated": [[prompt, texts.shape[1]]], "temperature": 0.0}
     with records.open("w") as file:

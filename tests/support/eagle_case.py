@@ -1,4 +1,4 @@
-"""A chaotic target with an EAGLE-3 drafter that knows some of its greedy outputs by heart."""
+"""A chaotic target with an EAGLE-3 drafter that memorized some of its greedy outputs."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Grown:
 
 @contextmanager
 def recorded_trees(every: int) -> Iterator[list[Grown]]:
-    """Collect the trees of every so many steps that draft."""
+    """Collect the trees of every n-th step that drafts."""
     kept: list[Grown] = []
     draft, expand = EagleTrees.draft, eagle_trees._Branches.expand
     latest: list[Grown] = []

@@ -110,7 +110,7 @@ def random_prompts(
 
 
 def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
-    """Greedy decoding of exactly ``max_tokens`` tokens unless told otherwise."""
+    """Greedy decoding of exactly ``max_tokens`` tokens by default."""
     options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
     return SamplingParams(max_tokens=max_tokens, **options | changes)
 

@@ -46,7 +46,7 @@ def save_fitted_hydra(
     lm_head: Tensor | None = None,  # [V, H], the target's, for heads that store none
     token_map: Tensor | None = None,  # tokens that these know; others they guess wrong
 ) -> str:
-    """Save heads that know what follows by heart, at random ranks, but only down the true path."""
+    """Save heads with memorized continuations, at random ranks, only along the true path."""
     vocab, hidden = embedding.shape
     count = paths.shape[1] - 1
     generator = torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-"""A chaotic target with Hydra heads that know its outputs by heart, below the true path only.
+"""A chaotic target with Hydra heads that memorized its outputs, below the true path only.
 
 Those of static trees store LM heads. Those of dynamic trees use the target's rows of most tokens,
 and are wrong where another comes.
@@ -38,7 +38,7 @@ TREES: dict[str, tuple[dict[str, Any], TokenTree | DynamicTree]] = {
 
 @dataclass
 class Fitted:
-    """A chaotic target, heads that know its greedy outputs, the oracle's results by tree."""
+    """A chaotic target, heads that memorized its greedy outputs, the oracle's results by tree."""
 
     model: str
     heads: dict[str, str]  # by tree

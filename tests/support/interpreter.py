@@ -53,7 +53,7 @@ def speed_up() -> None:
 
 
 def _call_builtins_at_once(interpreter: Any, core: Any) -> None:
-    """Without the wrapper that asks whether they are called within a kernel."""
+    """Without the wrapper that checks that they are called within a kernel."""
     wrapper = core.builtin(lambda: None).__code__
     semantic = interpreter.interpreter_semantic
 
@@ -213,7 +213,7 @@ def _remember_operands(semantic: Any, core: Any) -> None:
 
 
 def _check_integers(interpreter: Any) -> None:
-    """Refuse sums and products that overflow; the interpreter's own check says nothing of them."""
+    """Refuse sums and products that overflow; the interpreter's own check omits them."""
     import numpy as np
 
     compute = {"add": np.add, "sub": np.subtract, "mul": np.multiply}

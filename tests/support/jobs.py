@@ -1,4 +1,4 @@
-"""Jobs for processes of their own: what they are asked for stands in their options."""
+"""Jobs for subprocesses, controlled by their options."""
 
 import json
 import os

@@ -83,7 +83,7 @@ def save_fitted_heads(
     vocab: int = VOCAB,
     worst_rank: int = 3,
 ) -> str:
-    """Save real heads that know ``futures`` by heart, each token at a random rank.
+    """Save real heads that memorized ``futures``, each token at a random rank.
 
     Each head is an LM head solved for: fewer states than channels can be fitted exactly. A token of
     rank r (0 = best, up to ``worst_rank``) has r random ones before it. Of any other state such

@@ -1,4 +1,4 @@
-"""A watch over what a step of the V2 runner asks the device for."""
+"""Detects host syncs in steps of the V2 runner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises where a device would be asked for a value."""
+    """Raises on reads of device values."""
 
     ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
 

@@ -81,7 +81,7 @@ def steady_outcomes(
 
 @contextmanager
 def jittered(scale: float, seed: int) -> Iterator[None]:
-    """Within the block every sampler sees logits with noise on them."""
+    """Within the block, noise is added to the logits of every sampler."""
     generator = torch.Generator().manual_seed(seed)
     owner, name = (SamplerV2, "__call__") if ON_V2 else (Sampler, "forward")
     original = getattr(owner, name)

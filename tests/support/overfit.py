@@ -70,7 +70,7 @@ def looped(
 
 
 def overfit(target: Target, folder: Path, draft_vocab: int | None = None) -> tuple[Record, Loop]:
-    """Heads that know the target's one text, trained; with a draft vocabulary of so many tokens."""
+    """Heads trained on the target's one text; with a draft vocabulary of a given size."""
     record, some = greedy_record(target), None
     if draft_vocab is not None:
         some = frequent_tokens(count_tokens([record], target.vocab_size), draft_vocab)

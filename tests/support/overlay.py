@@ -18,7 +18,7 @@ VARIABLE = "VLLM_MEDUSA_TEST_VLLM_033"
 
 
 def python_files_of_033() -> Path | None:
-    """Where 0.33's files lie, if the tests were told."""
+    """The folder of 0.33's files, if configured."""
     told = os.environ.get(VARIABLE)
     if told is None:
         return None

@@ -1,4 +1,4 @@
-"""What plain vLLM on one rank says, and what several ranks make of the same requests."""
+"""Outputs of plain vLLM on one rank, and of several ranks for the same requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proposer that knows the future: it plants the plain engine's tokens on random tree paths.
+"""An oracle proposer: it plants the plain engine's tokens on random tree paths.
 
 Trained heads rarely accept long paths off the first branch; this makes every step do so, which is
 what moves KV. The rest of the tree is filled with random tokens.
@@ -44,7 +44,7 @@ def planted(
 def planted_by_seed(
     outputs: Mapping[int, Sequence[int]], vocab: int, seed: int = 0, miss: float = 0.1
 ) -> Iterator[list[int]]:
-    """The same for requests told apart by their own sampling seed; others are left alone."""
+    """The same for requests identified by their sampling seed; others are unchanged."""
 
     def output(request: Any) -> Sequence[int]:
         return outputs.get(request.sampling_params.seed, ())

@@ -43,7 +43,7 @@ def decisions(rows: Sequence[Sequence[Any]]) -> list[Decision]:
 
 
 class Recording:
-    """Mixed into a worker: what tests ask it, and what it keeps for them."""
+    """Worker mixin with methods and records for tests."""
 
     def init_device(self) -> None:
         """Start with nothing."""

@@ -1,4 +1,4 @@
-"""vLLM's Ray executor on CPUs, which vLLM refuses for want of a device that Ray would count.
+"""vLLM's Ray executor on CPUs, which vLLM refuses without a device that Ray counts.
 
 Ray is told of as many GPUs as ranks are wanted and never asked for one; in the driver and in every
 worker vLLM's CPU platform says that its devices are called so.

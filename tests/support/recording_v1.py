@@ -83,7 +83,7 @@ def _other_draws(verifier: Callable[..., Any], rank: int) -> Callable[..., Any]:
 
 
 def _other_logits(verifier: Callable[..., Any], rank: int) -> Callable[..., Any]:
-    """Every rank but the first sees noise on the logits, a tenth of their spread."""
+    """Add noise to the logits of every rank but the first, a tenth of their spread."""
 
     def verify(logits: Any, *rest: Any) -> Any:
         noise = rank * 0.1 * logits.std() * torch.randn_like(logits)

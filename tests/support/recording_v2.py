@@ -26,7 +26,7 @@ class RecordingWorker(Recording, MedusaCPUWorker):
         self._propose, runner.speculator.propose = runner.speculator.propose, self._record
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Hook what judges the drafts, which comes with the model."""
+        """Hook the model's draft verification."""
         super().load_model(*args, **kwargs)
         self._verify = self.model_runner.rejection_sampler
         self.model_runner.rejection_sampler = self._disturbed

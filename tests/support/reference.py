@@ -1,4 +1,4 @@
-"""What plain vLLM says, and whether it is worth comparing with."""
+"""Plain vLLM's output, and whether it is usable as a reference."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ ON_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 
 def sized(on_v1: T, on_v2: T) -> T:
-    """How much of something to ask for."""
+    """A requested amount."""
     return on_v2 if ON_V2 else on_v1
 
 

@@ -142,7 +142,7 @@ def accepted_per_step(steps: Sequence[Step], prompt: Sequence[int]) -> list[int]
 def assert_told(
     steps: Sequence[Step], prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> None:
-    """What vLLM tells of each request is what was scheduled and accepted, step by step.
+    """vLLM's statistics of each request equal what was scheduled and accepted, step by step.
 
     The async scheduler may have scheduled one step more by the time it learns of a request's end.
     """

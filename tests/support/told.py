@@ -1,4 +1,4 @@
-"""What a job tells, kept."""
+"""Records a job's messages."""
 
 from typing import Any
 

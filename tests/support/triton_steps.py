@@ -90,7 +90,7 @@ class Buffers:
 
 
 def step_of(num_nodes: list[int], trees: TreesOf | None = None) -> TreeStep:
-    """A step of requests with so many nodes, of `TREE` unless other trees are given."""
+    """A step of requests with given node counts, of `TREE` by default."""
     total, sizes = sum(num_nodes), np.array(num_nodes, dtype=np.int64)
     return TreeStep.build(
         trees or TreeTensors.from_tree(TREE).batch,

@@ -97,7 +97,7 @@ def plain(
 
 
 class PlantedHeads:
-    """Heads that know the continuation: head h ranks the right token ``ranks[t][h]``-th.
+    """Heads with planted continuations: head h ranks the right token ``ranks[t][h]``-th.
 
     The state they are given is looked up among those of the plain run; they know nothing about any
     other state, such as that of the wrong node. A rank beyond the tree's width is a miss.

@@ -147,7 +147,7 @@ def test_a_continuation_ends_before_what_is_no_token() -> None:
 
 
 def test_observed_frequencies_are_believed() -> None:
-    """Whatever the prior says."""
+    """Regardless of the prior."""
     rng, lookup = np.random.default_rng(0), Lookup(1000, 1, 3, None)
     for _ in range(1500):
         matched = int(rng.choice([2, 5, 30]))

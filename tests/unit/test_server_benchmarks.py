@@ -1,4 +1,4 @@
-"""The benchmarks `serve` and `soak`: arrivals, what a server is asked, how answers are judged."""
+"""The benchmarks `serve` and `soak`: arrivals, requests, and verification of answers."""
 
 import json
 import os

@@ -126,7 +126,7 @@ def test_seeded_requests_and_penalties(
 
 
 def test_without_drafts_the_heads_rest(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
-    """A step that wants no drafts runs no head, and the next one is plain vLLM's."""
+    """A step without drafts runs no head, and the next one is plain vLLM's."""
     part = reference.part(3, 4)
     fickle(monkeypatch, llm, drafting=0.0, preempting=True)
 
@@ -140,7 +140,7 @@ def test_without_drafts_the_heads_rest(llm: LLM, reference: Reference, monkeypat
 
 
 def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
-    """Whatever it decides, tokens are plain vLLM's; times, survivals and acceptance get to it."""
+    """Tokens always equal plain vLLM's; it receives times, survivals and acceptance."""
     policy, seen = policy_of(llm), []
     observe = policy.acceptance.observe
 

@@ -49,7 +49,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def told(config: Any = None, **options: Any) -> Told:
-    """Everything an engine says about the requests, time left out."""
+    """All outputs of an engine about the requests, without times."""
     prompts, params = requests()
     options = {"enable_prefix_caching": True, "block_size": 32, **options}
     with engine(TARGET, config or medusa(HEADS, TREE), **options) as llm:

@@ -155,7 +155,7 @@ def test_refused_with_the_reason(
 
 @pytest.fixture(scope="module")
 def plain(chaotic_llama: str) -> dict[str, Any]:
-    """What plain V2 says."""
+    """Output of plain V2."""
     even = [[3 + (5 * i + n) % 500 for i in range(BLOCK * n + 1)] for n in (1, 2, 3)]
     with engine(chaotic_llama) as llm:
         return {

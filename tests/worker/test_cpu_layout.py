@@ -23,7 +23,7 @@ from vllm_medusa.worker.cpu_attention import kernel_truncates  # noqa: E402
 
 
 def can_pack_amx():
-    """Whether vLLM's build for this CPU knows the layout for AMX tiles."""
+    """Whether vLLM's build for this CPU supports the AMX layout."""
     keys = torch.zeros(1, 1, 32, dtype=torch.bfloat16)
     cache = torch.zeros(1, 1, 64, 32, dtype=torch.bfloat16).chunk(2, dim=2)
     try:

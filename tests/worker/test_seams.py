@@ -181,7 +181,7 @@ def positional(parameters: ast.arguments) -> list[str]:
 
 
 def stand_in(ours: ast.arguments, stock: ast.arguments) -> bool:
-    """Whether a caller of ``stock`` can call ``ours``; ``*args`` says that it is by position."""
+    """Whether a caller of ``stock`` can call ``ours``; ``*args`` means positional."""
     named, wanted = positional(ours), positional(stock)
     if named != wanted[: len(named)] or (len(wanted) > len(named) and ours.vararg is None):
         return False

@@ -37,7 +37,7 @@ OURS = (
 )
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
 _RESERVE = 1 << 30  # bytes that stay free
-_RECORD_BYTES = 16  # of a token in a file of records: its id in digits, its text
+_RECORD_BYTES = 16  # per token in a file of records: its id in digits, its text
 _SHARE = 0.5  # assumed fraction of the speed of large matrix products
 _JOINT_PASSES = 4  # of the target, of a text in medusa-2's joint stage
 
@@ -140,7 +140,7 @@ def written_by_adapt(folder: Path) -> str | None:
 
 
 def _check_output(options: AdaptOptions) -> None:
-    """Refuse an output that can't be made, or that others need."""
+    """Refuse an output that can't be made, or that contains inputs."""
     output = options.output
     place = output.resolve()  # a link stays, and what it leads to is replaced
     for path in (output, place):
@@ -281,7 +281,7 @@ def expected_seconds(
     sizes: TargetSizes,
     engine: EnginePlan,
 ) -> dict[str, float]:
-    """Of the longer stages, within a factor of about two."""
+    """Estimated times of the longer stages, within a factor of about two."""
     flops, bandwidth = _speeds()
     token = 2 * sizes.values / flops  # seconds of the target, of many tokens at a time
     step = max(sizes.weights / bandwidth, engine.batch * token)
@@ -301,7 +301,7 @@ def expected_seconds(
 
 
 def _head_values(training: TrainOptions, target: dict[str, Any], largest: int = 1 << 31) -> int:
-    """Weights that a position passes through in training, about; ``largest`` vocabulary at most."""
+    """Approximate number of trained weights per position; max vocabulary ``largest``."""
     hidden, vocab = target.get("hidden_size") or 0, min(target.get("vocab_size") or 0, largest)
     if training.heads.kind == "eagle3":
         return 16 * hidden * hidden + vocab * hidden
@@ -309,7 +309,7 @@ def _head_values(training: TrainOptions, target: dict[str, Any], largest: int = 
 
 
 def _speeds() -> tuple[float, float]:
-    """Operations and bytes per second of this machine, as real work reaches them."""
+    """Achievable operations and bytes per second of this machine."""
     import torch
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

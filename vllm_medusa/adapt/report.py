@@ -1,4 +1,4 @@
-"""The report of `adapt`: what was done, what came of it, and how it is used."""
+"""The report of `adapt`: stages, measurements and usage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WEAK_TAU = 1.5
 
 
 def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) -> dict[str, Any]:
-    """Everything of the report, as plain JSON values, read from the stages' results."""
+    """The report's data as plain JSON values, read from the stages' results."""
     from vllm_medusa.heads.provenance import provenance
 
     options = plan.options
@@ -68,7 +68,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
 
 
 def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]) -> None:
-    """Write the output folder, all of it or nothing."""
+    """Write the output folder atomically."""
     from vllm_medusa.heads.checkpoint import update_config
 
     trained, figures, tree = stages["train"].folder, document["measured"], document["tree"]
@@ -94,7 +94,7 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
 
 
 def conclusion(document: dict[str, Any]) -> str:
-    """What was measured and what follows, in a few sentences."""
+    """Summarize the measurements in a few sentences."""
     nodes, asked = document["num_draft_tokens"], document["num_draft_tokens_asked"]
     if document["tree"] is None:
         tree = f'The drafter builds its trees itself; "budget": {nodes} limits them to that size.'
@@ -154,7 +154,7 @@ both engines took turns on the same machine. {" ".join(notes)}
 
 ![ratio and tau by budget](budgets.png){" ![the largest tree measured](tree.png)" * bool(expected)}
 
-## What the heads know
+## Accuracy of the heads
 
 Shares of {document["training"]["heldout"]["labels"]} generated tokens of the calibration prompts:
 

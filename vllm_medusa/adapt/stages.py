@@ -1,9 +1,9 @@
-"""Jobs run one after another, each finished once.
+"""Resumable stages, run one after another.
 
-Every stage has a folder of its own, named by a digest of its options and of the contents of all it
-reads: other options use another folder, and nothing is thrown away. A stage is finished when
-``done.json`` is there, written last, and its outputs are as noted in it. An unfinished folder is
-handed to the same job again, which resumes in it.
+Each stage has its own folder, named by a digest of its options and of its inputs' contents: other
+options use another folder, and nothing is deleted. A stage is finished when ``done.json``, written
+last, exists and matches its outputs. An unfinished folder is passed to the same job again, which
+resumes in it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from vllm_medusa.offline.engine import without_memory
 from vllm_medusa.options import Options, command_line, values_of
 
 DONE, LOG = "done.json", "log.txt"
-# Options that say where something is: no difference, since what is there is in ``inputs``.
+# Options with locations are ignored, because the contents are in ``inputs``.
 PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output", "draw", "tree"}
 MACHINE = {"batch"}  # follows from the memory that is available, as engines' `MEMORY_OPTIONS` do
 
 
 class StageFailed(JobFailed):
-    """A stage that failed; ``status`` is 2 if it refused what it was given."""
+    """A stage failed; ``status`` is 2 if it refused its input."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A stage that has been run, now or before."""
+    """A finished stage."""
 
     folder: Path
-    command: str  # of `vllm-medusa`, or what it does where there is none
+    command: str  # of `vllm-medusa`, or a description
     seconds: float
 
 
@@ -44,7 +44,7 @@ class WorkFolder(Run):
     """The folder of all stages, locked; use it as a context manager."""
 
     def __init__(self, folder: Path, count: int, progress: Progress):
-        """Take or make the folder; ``count`` stages will be run."""
+        """Open or make the folder; ``count`` stages will be run."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, {}, of=folder)
         self.count, self.progress = count, progress
@@ -53,16 +53,16 @@ class WorkFolder(Run):
     def run(
         self,
         name: str,
-        job: Callable[..., Any],  # a function of a module; it runs in a process of its own
+        job: Callable[..., Any],  # a function of a module; it runs in a subprocess
         options: Callable[[Path], Options | dict[str, Any]],  # of the job, given the stage's folder
-        inputs: Mapping[str, str],  # what the result depends on besides, as digests by name
-        outputs: Sequence[str] = (),  # files that it leaves in its folder
-        command: str = "",  # of `vllm-medusa`, that does the same, or what the job does
+        inputs: Mapping[str, str],  # further dependencies, as digests by name
+        outputs: Sequence[str] = (),  # files that it writes in its folder
+        command: str = "",  # the equivalent `vllm-medusa` command, or a description
         prepare: Callable[[Path], None] = lambda here: None,  # before every attempt
     ) -> Path:
-        """Bring a stage to its end, unless it is there already; returns its folder.
+        """Run a stage unless it is finished; returns its folder.
 
-        Raises StageFailed: the job failed; what it left stays for the next attempt.
+        Raises StageFailed: the job failed; its files are kept for the next attempt.
         """
         here = self.folder / f"{name}-{_key(options(Path()), inputs)}"
         asked, words = options(here), list[str]()
@@ -96,7 +96,7 @@ class WorkFolder(Run):
 
 
 def _key(options: Options | dict[str, Any], inputs: Mapping[str, str]) -> str:
-    """The digest in a folder's name, wherever the folders are and however they are named."""
+    """The digest in a folder's name, independent of paths."""
     values = options if isinstance(options, dict) else values_of(options)
     settings = {name: value for name, value in values.items() if name not in PLACES | MACHINE}
     if engine := settings.get("engine_args"):
@@ -105,7 +105,7 @@ def _key(options: Options | dict[str, Any], inputs: Mapping[str, str]) -> str:
 
 
 def _done(here: Path, outputs: Sequence[str]) -> float | None:
-    """Seconds that a stage took; None: it is not finished, or its results were changed since."""
+    """Duration of a stage in seconds; None: not finished, or its results were changed."""
     try:
         done = read_json(here / DONE)
         same = done["outputs"] == {name: digest(here / name) for name in outputs}
@@ -115,6 +115,6 @@ def _done(here: Path, outputs: Sequence[str]) -> float | None:
 
 
 def _run(asked: tuple[Callable[..., Any], Any, Sequence[str]], progress: Progress) -> None:
-    """Run a job in its process; the result stays there: what it leaves is in the folder."""
+    """Run a job in the subprocess; its result is in the folder, not returned."""
     job, options, command = asked
     job(options, progress, command)

@@ -113,7 +113,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
 
 
 def _check_output(path: Path, options: ConvertOptions, *, overwrite: bool) -> None:
-    """Refuse an output that exists, holds anything but heads, or is what is read, or in it."""
+    """Refuse an output that exists, holds anything but heads, or overlaps the source."""
     place = path.resolve()
     for name in filter(None, (options.source, options.target)):
         read = Path(name).expanduser()
@@ -205,7 +205,7 @@ def _write_base(files: CheckpointFiles, output: Path) -> list[str]:
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors with the permissions of any new file; in pickles, copies are stored once."""
+    """Write tensors with default permissions; in pickles, copies are stored once."""
     pickled = path.suffix != ".safetensors"
     own: dict[object, Tensor] = {}
     kept = {}

@@ -1,4 +1,4 @@
-"""What a conversion is asked for."""
+"""Options of a conversion."""
 
 from __future__ import annotations
 

@@ -31,9 +31,8 @@ _MAX_CHANCE = 0.995
 class Lookup:
     """Finds continuations and estimates their accuracy.
 
-    Slots tell the requests apart: what is kept of a request is in its slot. On a device nothing
-    waits for it. Arguments and memory are tensors there and numpy arrays on the host: the code
-    below is the same for both.
+    The state of a request is stored in its slot. There is no host sync. Arguments and state are
+    tensors on a device and numpy arrays on the host, with the same code.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class EngineProcess:
 
         """
         self.sampling = sampling  # of the runs to come; others may be put in its place
-        self.session: Callable[[Prompt], Session] = Conversation  # what a prompt is asked; likewise
+        self.session: Callable[[Prompt], Session] = Conversation  # its requests; likewise
         self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
         self._child = Child("an engine", serve, self._log)
         self._child.channel.send((settings, sampling, seeded and sampling.temperature > 0))

@@ -79,9 +79,9 @@ _WINDOW = 32.0  # steps over which the rate of needed deep heads is averaged
 class Stages:
     """Runs deep heads only when some draft is likely enough to reach them; syncs with the host.
 
-    What a step gains from deep heads is at most what survives to them. A second run may have to
-    read an LM head again, which can be larger than all that the heads have of their own; so all
-    heads run at once where deep ones are needed often. Ranks decide alike.
+    The gain of deep heads is bounded by the survival at their depth. A second run may read an LM
+    head again, which can be larger than all other weights of the heads; so all heads run at once
+    if deep ones are needed often. All ranks decide identically.
     """
 
     def __init__(self, own: int, again: int) -> None:

@@ -1,7 +1,7 @@
 """Greedy acceptance: a node is kept when it is the target's argmax at its parent.
 
-The output is what plain greedy decoding gives. All nodes are judged at once, which needs no walk:
-of the children of a node at most one is kept, so the kept nodes below the root form one path.
+The output equals plain greedy decoding. All nodes are verified at once, without a walk: at most one
+child of a node is kept, so the kept nodes below the root form one path.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How vLLM's CPU attention packs keys and values into the blocks of its paged cache.
+"""Layout of keys and values in the blocks of vLLM's paged CPU cache.
 
 The cache of a layer is [num_blocks, num_kv_heads, block_size, 2 * head_size]. For each block and
 head the first half of the 2 * block_size * head_size elements holds the keys and the second half

@@ -97,7 +97,7 @@ class PagedBranches:
     """
 
     ancestor_bits: Tensor  # int64 [most requests, S, W]
-    depths: Tensor  # int64 [most requests, S]; windows alone would ask for them
+    depths: Tensor  # int64 [most requests, S]; only used with windows
     is_tree: Tensor  # bool [most requests]
 
     @classmethod

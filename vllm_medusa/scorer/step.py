@@ -1,4 +1,4 @@
-"""What one scheduled step looks like to the tree: which rows are whose nodes.
+"""Layout of one scheduled step: the rows of each request's nodes.
 
 The runner lays the tokens of all requests out in one row of length T. A request that verifies a
 tree occupies ``1 + drafts`` neighbouring rows, its root first; any other request counts as a tree

@@ -1,4 +1,4 @@
-"""How the Triton attention cuts its work: tile sizes, and into how many parts the keys go.
+"""Work division of the Triton attention: tile sizes, and the number of key parts.
 
 Pure functions of numbers that the host knows (shapes and upper bounds), so that a captured CUDA
 graph never depends on a length that lives on the device. The constants are derived from register
@@ -20,7 +20,7 @@ MERGE_COST = 3  # one more kernel
 
 
 class DeviceLimits(NamedTuple):
-    """What tiles and splits depend on; by default, what every CUDA GPU since Ampere has."""
+    """Device limits for tiles and splits; defaults hold for every CUDA GPU since Ampere."""
 
     num_sms: int = 1
     shared_bytes: int = 99 * 1024  # that one block may have; a multiprocessor has 1 KB more

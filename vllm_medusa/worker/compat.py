@@ -51,7 +51,7 @@ def on_cpu() -> bool:
 def uses_v2_runner(parallel_config: Any) -> bool:
     """Whether vLLM will run its V2 model runner, by vLLM's own rule.
 
-    Its config, which tells, is not built yet when a speculative config has to be made for the one
+    vLLM's config, which decides it, does not exist yet when a speculative config is made for one
     or the other; `checks` compares the two.
 
     Raises:

@@ -195,7 +195,7 @@ class _Trees:
         return self.shape.num_heads // self.shape.kv_heads
 
     def bound(self, max_query_len: int) -> int:
-        """An upper bound of rows a request that knows two tiles only, for trees and for prefill.
+        """An upper bound of rows per request with only two values, for trees and for prefill.
 
         Else each size of cut trees and of short chunks would be a kernel of its own to compile.
         """
@@ -206,7 +206,7 @@ class _Trees:
     def write(self, tree: TreeBatch) -> None:
         """Copy a step's trees into the buffers that CUDA graphs read."""
         torch.gt(tree.num_nodes, 1, out=self.is_tree[: tree.batch_size])
-        if not self.static:  # what lies behind is of earlier steps, and no row sees it
+        if not self.static:  # later entries are of earlier steps, and no row attends to them
             batch, nodes, words = tree.ancestor_bits.shape
             self.depths[:batch, :nodes] = tree.depths
             self.ancestor_bits[:batch, :nodes, :words] = tree.ancestor_bits

@@ -278,7 +278,7 @@ class PendingTokens:
         return self.flush() if drafts or enough else None
 
     def flush(self) -> Roots | None:
-        """Make the entries of all that waits; the roots behind it, if anything did."""
+        """Compute the entries of all pending tokens; returns the roots after them, if any."""
         steps, self._steps = self._steps, []
         if len(steps) <= 1:
             return self._drafter.prefill(steps[0]) if steps else None

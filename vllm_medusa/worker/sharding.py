@@ -1,8 +1,8 @@
-"""Drafting on tensor-parallel ranks: each scores its own part of the vocabulary.
+"""Drafting on tensor-parallel ranks: each scores its shard of the vocabulary.
 
-Every rank drafts, and all must draft alike. Whole LM heads on every rank would have each read all
-of them; gathering all logits would copy rows of the whole vocabulary. So a rank ranks its own ids,
-and only its best candidates travel (`vllm_medusa.proposer.sharded`).
+All ranks must draft identically. Whole LM heads on every rank would be read by each; gathering
+logits would copy rows of the whole vocabulary. So each rank ranks its own ids, and only the best
+candidates are exchanged (`vllm_medusa.proposer.sharded`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.distributed import get_tp_group
 
 from vllm_medusa.proposer.sharded import VocabShard
 
-FEWEST_IDS = 64  # a rank's part of a smaller vocabulary is not worth the exchange
+FEWEST_IDS = 64  # smaller shards do not pay for the exchange
 
 
 def num_ranks() -> int:
@@ -25,7 +25,7 @@ def num_ranks() -> int:
 
 
 def shard_of_rows(num_ids: int) -> VocabShard | None:
-    """Which rows of LM heads over ``num_ids`` ids this rank is to hold; None: all of them."""
+    """The rows of LM heads over ``num_ids`` ids that this rank stores; None: all."""
     group = get_tp_group()
     if group.world_size == 1 or num_ids < FEWEST_IDS * group.world_size:
         return None
@@ -34,9 +34,9 @@ def shard_of_rows(num_ids: int) -> VocabShard | None:
 
 @torch.inference_mode()
 def shard_of_target(target: Any, hidden_states: Tensor, num_ids: int) -> VocabShard | None:
-    """Which columns ``target.compute_logits_local`` gives; None if the model has no such method.
+    """The columns of ``target.compute_logits_local``; None if the model has no such method.
 
-    ``hidden_states`` [1, hidden_size] are any: vLLM pads the vocabulary, so the width is asked for.
+    ``hidden_states`` [1, hidden_size] are arbitrary: only the padded width of the output is read.
     """
     group = get_tp_group()
     local: Callable[[Tensor], Tensor] | None = getattr(target, "compute_logits_local", None)

@@ -1,4 +1,4 @@
-"""Fail open requests on shutdown, and remember whether the engine died before it.
+"""Fail open requests on shutdown, and record whether the engine died before.
 
 On SIGTERM vLLM stops its engine and then waits for open connections; their streams wait for tokens
 of the engine that is gone, until the clients give up. When the engine dies the server ends too, but
@@ -21,14 +21,14 @@ died = False  # an engine of this process died before it was stopped
 
 
 class ServerStopped(EngineDeadError):
-    """The engine was told to stop before the answer was complete."""
+    """The engine stopped before the answer was complete."""
 
     def __str__(self) -> str:
         return "The server was stopped before the answer was complete. Ask again elsewhere."
 
 
 def install_stopping() -> None:
-    """End open requests where the engine is stopped."""
+    """End open requests when the engine is stopped."""
     override(AsyncLLM, "shutdown", _shutdown)
 
 

@@ -1,4 +1,4 @@
-"""What is done to the target that vLLM loads: its checkpoint, its LM head, its LoRA adapters."""
+"""Changes to the target that vLLM loads: its checkpoint, its LM head, its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def heads_left_out() -> Iterator[None]:
 
 
 def adapted_heads(target: nn.Module) -> list[LogitsProcessorWithLoRA]:
-    """The target's LM heads that adapters may change; none if the engine serves no adapters."""
+    """The target's LM heads that adapters may change; empty without LoRA."""
     return [layer for layer in target.modules() if isinstance(layer, LogitsProcessorWithLoRA)]
 
 
 @contextmanager
 def adapters_left_out(heads: list[LogitsProcessorWithLoRA]) -> Iterator[None]:
-    """Within the block the target's logits are those of its own LM head, for heads that draft.
+    """Within the block, heads use the target's own LM head without adapters.
 
     The adapted LM head looks up the adapter of each row of a step; rows of heads are none.
     """
@@ -63,9 +63,9 @@ def adapters_left_out(heads: list[LogitsProcessorWithLoRA]) -> Iterator[None]:
 
 
 def name_rows(heads: list[LogitsProcessorWithLoRA], logits_indices: Tensor) -> None:
-    """Tell the LM heads which rows of the step they are given: those at ``logits_indices``.
+    """Set the LM heads' rows of the step: those at ``logits_indices``.
 
-    vLLM's V2 runner tells them one row for each request, and a tree has more.
+    vLLM's V2 runner sets one row per request, but a tree has more.
     """
     for wrapper in {id(head.punica_wrapper): head.punica_wrapper for head in heads}.values():
         adapters = wrapper.token_lora_indices[logits_indices]
@@ -101,7 +101,7 @@ def store_target_rows(
 
 @contextmanager
 def _without_soft_cap(target: nn.Module) -> Iterator[float | None]:
-    """Leave the cap c of ``c * tanh(logits / c)`` out within the block, which is given it."""
+    """Disable the cap c of ``c * tanh(logits / c)`` within the block; yields c."""
     capped = [
         (module, module.soft_cap)
         for module in target.modules()

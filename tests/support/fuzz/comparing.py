@@ -1,4 +1,4 @@
-"""Is it what plain vLLM says? If not, is it rounding?"""
+"""Compare with plain vLLM; classify differences as rounding or errors."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _tokens(one: Said, two: Said) -> str:
 def _unsteady(
     models: Models, case: EngineCase, requests: Sequence[RequestCase], plain: dict[int, Answer]
 ) -> list[int]:
-    """Requests to which plain vLLM itself says other things: alone, or when it rounds otherwise."""
+    """Requests for which plain vLLM's own output varies: alone, or with other rounding."""
     found = set()
     whole = [replace(request, abort_after=None) for request in requests]
     with plain_engine(models, case) as llm:

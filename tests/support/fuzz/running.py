@@ -1,4 +1,4 @@
-"""Requests through an engine: each comes at its step, and everything that it says is kept."""
+"""Run requests through an engine: each arrives at its step, and all outputs are recorded."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _add(answer: Answer, output: Any, kind: RequestOutputKind) -> None:
 
 
 def _plain(logprobs: Any) -> list[Any]:
-    """Which of the impossible tokens fill a list up is not asked: a grammar leaves few others."""
+    """Ignore which impossible tokens fill up a list: a grammar allows few others."""
     return [
         {
             token: (entry.rank, entry.logprob)

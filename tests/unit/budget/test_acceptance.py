@@ -1,4 +1,4 @@
-"""What drafts bring: pooled over the batch, corrected by what was accepted, forgotten in time."""
+"""Expected acceptance: pooled over the batch, corrected by observations, with decay."""
 
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ from vllm_medusa.budget.store import CostStore
 
 
 def curve(rows: float, requests: int, heads: float) -> float:
-    """Rows from 16 on are dear; heads and trees add something."""
+    """Rows from 16 on are expensive; heads and trees add to the cost."""
     base = 20.0 * (1 + 0.01 * rows + 0.03 * max(0.0, rows - 16))
     return base + heads * (1.0 + 0.1 * requests) + (rows > requests) * 2.0
 
@@ -86,7 +86,7 @@ def test_one_outlier_does_not_matter(times):
 
 @pytest.mark.parametrize("factor", [3.0, 1 / 3.0])
 def test_a_wrong_table_is_unlearned(factor):
-    """Trees are three times as dear or cheap as the table says."""
+    """Trees are three times as expensive or cheap as in the table."""
     table = StepCost(64)
     for _ in range(100):
         for rows, heads in ((1, 0.0), (1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0)):

@@ -75,7 +75,7 @@ def fixed(name: str) -> dict[int, Record]:
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("name", SERVERS)
 def test_near_the_best_fixed_choice_and_never_slower_than_plain(name, even):
-    """From the first step on, knowing nothing; ``even``: as an asynchronous scheduler asks."""
+    """From the first step, without data; ``even``: as for an asynchronous scheduler."""
     plain = fixed(name)[0]
     speed = serve(SERVERS[name], STEPS, new_policy(even=even)).against(plain)
     best_speed = max(record.against(plain) for record in fixed(name).values())
@@ -120,7 +120,7 @@ def test_trials_cost_less_than_a_hundredth():
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
 @pytest.mark.parametrize("name", ["cpu, 1", "cpu, 4", "dear rows, 8"])
 def test_wrong_tables_are_unlearned(name, wrong):
-    """Trees were measured three times too dear or too cheap."""
+    """Measured tree costs were three times too high or too low."""
     server, cost = SERVERS[name], StepCost(512)
     for _ in range(20):
         for requests in (1, 2, 4, 8):

@@ -13,7 +13,7 @@ from vllm_medusa.offline.options import CompareOptions
 
 @pytest.fixture
 def find(tmp_path, monkeypatch):
-    """Look one name up, whose cache and hub are as given; what was told."""
+    """Look up one name with the given cache and hub; returns the notes."""
 
     def run(name: str, *, cached: bool, hub: Exception | None) -> Told:
         def model_info(self, *_, **__):

@@ -53,7 +53,7 @@ def test_serve_passes_everything_on_untouched(monkeypatch):
 
 
 def test_options_are_not_abbreviated(capsys):
-    """Of two that are alike, the one that there is would get what is meant for the other."""
+    """Options can't be abbreviated: a value could be assigned to a similar option."""
     with pytest.raises(SystemExit) as exit:
         cli.main(["compare", "target", "heads", "--prompts", "x", "--budget", "7"])
     assert exit.value.code == 2

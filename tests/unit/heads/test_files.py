@@ -124,7 +124,7 @@ def test_peeking_reads_no_weight(tmp_path, monkeypatch):
 
 
 class Hub:
-    """A hub that serves a folder, file by file, and remembers what was asked for."""
+    """A fake hub that serves a folder, file by file, and records requests."""
 
     def __init__(self, repository, cache):
         self.repository, self.cache, self.asked = repository, cache, []

@@ -1,4 +1,4 @@
-"""Inspection sees what a checkpoint is, what is damaged, and whether it fits."""
+"""Inspection reports a checkpoint's type, its anomalies, and whether it fits."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The job without a command around it: what it returns, tells and reads."""
+"""The generate job without its command: results, notes and input."""
 
 import pytest
 from support.fake_engine import FakeProcess

@@ -33,7 +33,7 @@ def generate(path: Path, step_seconds: float = 0.0) -> None:
 
 @contextmanager
 def limited(size: int):
-    """No file of this process grows beyond so many bytes."""
+    """Limit the size of files written by this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -17,7 +17,7 @@ TERMS = (0.0, -0.1, -0.1 - 1e-7, -2.0, -float("inf"))  # certain, ties, near tie
 
 
 def below(seed: int, row: int, path: tuple[int, ...], width: int) -> list[tuple[int, float]]:
-    """What this drafter says below a path of tokens, and nothing else but the path decides it."""
+    """The drafter's output below a path of tokens, a function of the path only."""
     generator = torch.Generator().manual_seed(hash((seed, row, path)) % 2**31)
     terms = torch.randint(0, len(TERMS), (20,), generator=generator).sort().values[:width]
     tokens = torch.randperm(VOCAB, generator=generator)[:width]
@@ -95,7 +95,7 @@ def test_the_best_of_all_candidates_parents_first(seed, beam, num_nodes, deepest
 @given(st.integers(0, 2**31), st.integers(1, 12))
 @settings(max_examples=30)
 def test_few_drafts_need_few_nodes_expanded(seed, limit):
-    """With a limit less is drafted, and the best so many drafts are the same."""
+    """With a limit fewer nodes are drafted, and the best ones are the same."""
     beam, root, deep = Beam(6, 8, 4), torch.tensor([1, 2]), torch.tensor([9, 9])
     drafter = Drafter(seed)
     cut = build_tree(drafter, beam, root, 20, deep, limit)

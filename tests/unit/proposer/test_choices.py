@@ -135,7 +135,7 @@ def test_nothing_deeper_than_is_of_use(logits):
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_few_nodes_need_few_heads(logits, limit):
-    """The best so many drafts of a request are the same, whether or not deeper heads ran."""
+    """The best N drafts of a request are the same with and without deeper heads."""
     useful = torch.tensor([1, 4, 4])
     expected, got = grow(logits, 60, useful), grow(logits, 60, useful, limit)
     for name in ("token_ids", "parents", "log_survival"):

@@ -49,7 +49,7 @@ def test_deep_heads_run_where_somebody_is_sure():
 
 
 def test_one_go_where_deep_heads_are_needed_often():
-    """What a second go reads again is saved then; unsure drafts bring the two goes back."""
+    """Running all heads at once saves a second read; unlikely drafts restore two runs."""
     sure, unsure = Heads(0.9, 0.1, 0.1), Heads(0.1, 0.1, 0.1)
     small_head, own_head = Stages(own=3, again=9), Stages(own=3, again=0)
     for _ in range(100):

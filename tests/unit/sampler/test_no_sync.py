@@ -1,4 +1,4 @@
-"""The hot path never asks the device for a value: on fake tensors, which have none, it runs."""
+"""The hot path has no host sync: it runs on fake tensors, which have no values."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ def check(case: Case, by_torch: bool = False) -> tuple[torch.Tensor, torch.Tenso
 
 
 def stack_bytes(cubin: bytes, tmp_path: Path) -> int:
-    """What a thread keeps in memory for want of registers."""
+    """Register spills of a thread."""
     import triton
 
     file = tmp_path / "kernel.cubin"
@@ -138,7 +138,7 @@ class Cases:
     @pytest.mark.parametrize("splits", [1, 3])
     @pytest.mark.parametrize("window", [None, 6])
     def test_first_rows_without_queries(self, splits, window):
-        """What is in the cache already need not be asked again: the other rows stay as they are."""
+        """Rows whose keys are cached need no query; the other rows are unchanged."""
         requests = [tree(70, 40), PADDING, tree(66, 0), chunk(67, 9)]
         case = self.make(requests, heads=(4, 2), window=window, splits=splits)
         expected, before = case.expected()[0], 65  # in the mask's second word

@@ -16,7 +16,7 @@ EOT = 3
 
 @dataclass
 class Scripted:
-    """An engine that says what it was told; letters are tokens, and 3 ends a turn."""
+    """An engine with scripted answers; letters are tokens, and 3 ends a turn."""
 
     script: Mapping[str, tuple[Sequence[int], str]]  # key -> token ids, finish reason
     rewrite: bool = False  # the template says earlier answers in upper case

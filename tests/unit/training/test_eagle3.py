@@ -1,4 +1,4 @@
-"""EAGLE-3's drafter is trained on what serving will ask of it, and a cut run ends the same."""
+"""EAGLE-3 training matches serving, and an interrupted run ends with the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the LM head sees and what it makes of it, against the model's own logits."""
+"""Hidden states and LM head output against the model's own logits."""
 
 import sys
 from typing import Any

@@ -29,7 +29,7 @@ def confidences(seed: int, batch: int = 3) -> torch.Tensor:
 
 
 def candidates(log_confidence: torch.Tensor) -> DraftTrees:
-    """A token says which place of the confidences it is of."""
+    """Token ids encode the index of their confidence."""
     places = torch.arange(log_confidence[0].numel()).view_as(log_confidence[0])
     return of_pool(Choices(places.expand_as(log_confidence), log_confidence), POOL)
 

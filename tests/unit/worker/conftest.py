@@ -12,7 +12,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture
 def make_builder(target, random_heads):
-    """A metadata builder for the Triton attention, made anew; of a longer model if asked for."""
+    """A new metadata builder for the Triton attention, optionally of a longer model."""
     from support.triton_steps import make_builder, make_config
 
     def made(heads=random_heads, length=None, dynamic=False):

@@ -146,7 +146,7 @@ class TestMetadata:
         assert type(captured) is TritonAttentionMetadata
 
     def test_every_request_has_its_own_tree(self, make_builder):
-        """A step of fewer nodes leaves of an earlier one's rows what no row sees."""
+        """A step with fewer nodes leaves stale rows that no row attends to."""
         builder, buffers = make_builder(dynamic=True), Buffers()
         build(builder, buffers.batch([(NODES, 9)] * 3), [NODES] * 3, own_trees(3, seed=5))
         trees = own_trees(3, seed=6)

@@ -1,4 +1,4 @@
-"""No step with trees asks for a kernel that the warm-up has not compiled.
+"""No step with trees needs a kernel that the warm-up has not compiled.
 
 What a launch would compile is told by Triton itself, for a GPU that isn't there; nothing runs.
 """

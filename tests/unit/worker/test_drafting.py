@@ -197,7 +197,7 @@ class CappedTarget(torch.nn.Module):
 
 
 def test_heads_outlive_a_sleep_of_level_2(tmp_path, monkeypatch):
-    """By vLLM's own code, whose allocator drops the weights and says nothing."""
+    """Uses vLLM's own code, whose allocator silently drops the weights."""
     heads = randomized(MedusaHeads(2, 1, HIDDEN, VOCAB, token_map=torch.arange(5)))
     before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
 

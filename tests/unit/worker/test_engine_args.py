@@ -44,7 +44,7 @@ def parse(parser, target):
 
 @pytest.fixture
 def config(target):
-    """The engine's config where Python code asks for this much."""
+    """The engine's config for these Python arguments."""
 
     def made(asked, **more):
         args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked, **more)

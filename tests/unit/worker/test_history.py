@@ -1,4 +1,4 @@
-"""What the sampler is told at each node of a path."""
+"""Sampling metadata at each node of a path."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +93,7 @@ def test_min_tokens_counts_the_path():
 
 
 def test_min_tokens_by_node():
-    """Rows of one request at several depths, as typical acceptance asks."""
+    """Rows of one request at several depths, as in typical acceptance."""
     at = MinTokensAt({0: (2, [7], [4], False)}, [(0, 0), (1, 0), (0, 1), (0, 2)])
     logits = at.apply(torch.zeros(4, 5))
     assert logits.isinf().nonzero().tolist() == [[0, 4]]

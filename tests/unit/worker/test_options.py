@@ -33,7 +33,7 @@ def target(tmp_path):
 
 @pytest.fixture
 def said():
-    """(level, message) of everything that resolving says where vLLM's log is shown."""
+    """(level, message) of all log records while options are resolved."""
     records = []
     handler = logging.Handler(logging.INFO)
     handler.emit = records.append

@@ -1,4 +1,4 @@
-"""Which platforms, workers and attention backends Medusa takes, and what it says of others."""
+"""Supported platforms, workers and attention backends, and errors for others."""
 
 from types import SimpleNamespace
 from typing import Any

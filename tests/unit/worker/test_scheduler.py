@@ -40,7 +40,7 @@ def make(target: Any, random_heads: str, tmp_path: Any, monkeypatch: pytest.Monk
 
 
 class Worker:
-    """Accepts so many drafts of each request, and drafts as many as it is told."""
+    """Accepts a fixed number of drafts per request, and drafts the requested number."""
 
     def __init__(self, scheduler: TreeScheduler, accepts: int = 2) -> None:
         self.scheduler, self.accepts = scheduler, accepts

@@ -1,4 +1,4 @@
-"""Trees by slot: what was kept for a request is what it is verified by; what requests ask for."""
+"""Trees by slot: requests are verified with their stored trees; options of requests."""
 
 import random
 from types import SimpleNamespace
