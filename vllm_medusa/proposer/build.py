@@ -9,7 +9,8 @@ A drafter knows one of two things, and is asked for no more:
 
 Either way the best N of all candidates are the tree (`DraftTrees.best`). A static tree of ranks is
 filled level by level (`fill_tree`). Nothing here waits for a device; on the host, where values can
-be read at once, only nodes whose children can be among the best N are expanded.
+be read at once, only nodes whose children can be among the best N are expanded. How to add a
+drafter: see `worker.trees.Drafter`.
 
     level 0      expand(0, root)               -> K choices below the root
     level 1      expand(1, the k best of them) -> k * K choices, each below one of the k
@@ -25,6 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from vllm_medusa.kernels import uses_kernel
 from vllm_medusa.proposer.choices import Choices
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.drafts import IMPOSSIBLE, DraftTrees
@@ -118,7 +120,7 @@ def of_beam(
             break
         best, order = values[-1].sort(dim=-1, descending=True, stable=True)
         order = order[:, : beam.width]
-        if root.device.type == "cpu":
+        if not uses_kernel(root.device.type):
             best = best.masked_fill(max_depth[:, None] <= level + 1, IMPOSSIBLE)
             order = order[:, : _num_useful(best, torch.cat(values, 1), limit)]
             if not order.shape[1]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_medusa.kernels import CPU_DTYPES, cpu_library
+from vllm_medusa.kernels import CPU_DTYPES, cpu_library, uses_kernel
 from vllm_medusa.proposer.sharded import (
     AllGather,
     VocabShard,
@@ -49,7 +49,7 @@ def read_choices(
     token_map: Tensor | None = None,  # int64 [V_draft] target ids
 ) -> Choices:
     """The best tokens and their probabilities. No host sync; on CPUs by `choices.cpp`."""
-    if logits.device.type == "cpu":
+    if not uses_kernel(logits.device.type):
         found = _read_on_cpu(logits, width, sharpness)
         if found is not None:
             ids, log_confidence = found
