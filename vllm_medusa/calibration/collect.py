@@ -1,7 +1,7 @@
 """Observations of many texts: batched, and resumable after a kill at any time.
 
 Texts are sorted by length and batched; each batch's observations are one file in the folder of a
-`vllm_medusa.files.Run` beside the heads, which belongs to what they depend on.
+`vllm_medusa.files.Run` next to the heads, bound to the settings.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from vllm_medusa.job import SILENT, Progress
 from vllm_medusa.offline.records import Record
 from vllm_medusa.training.rows import pad
 
-FOLDER = "calibration.part"  # beside the heads, while calibration runs
-CLOSE_POSITIONS = 4096  # at which temperatures are fitted, by
+FOLDER = "calibration.part"  # next to the heads, while calibration runs
+CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
 _CLOSE = ("own", "best", "partition", "first", "labelled")
 
 HiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids, mask [B, L] -> [B, L, H]
-Span = tuple[int, int, int, int]  # text, first and last + 1 position, end of the span itself
+Span = tuple[int, int, int, int]  # text, first and last + 1 position, end of the span
 
 
 def collect(
-    texts: Sequence[Record],  # with the spans that the target wrote
-    heads: MedusaHeads,  # on the device where ids and masks are put
+    texts: Sequence[Record],  # with the spans that the target generated
+    heads: MedusaHeads,  # on the device of ids and masks
     hidden_states: HiddenStates,  # the target up to its LM head; texts are padded on the right
-    lm_head: Logits | None,  # the target's, for heads that store none
-    run: Run,  # where batches are kept until all are done
+    lm_head: Logits | None,  # the target's, if the heads store none
+    run: Run,  # folder of batches until all are done
     *,
-    num_ranks: int = 10,  # R, choices of each head whose confidence is kept
-    end_tokens: Collection[int] = (),  # after which the target writes nothing
-    batch_tokens: int = 4096,  # of a pass, padding included (a longer text goes alone)
+    num_ranks: int = 10,  # R, choices per head to record
+    end_tokens: Collection[int] = (),  # end tokens of the target
+    batch_tokens: int = 4096,  # per forward pass, padding included (longer texts run alone)
     progress: Progress = SILENT,
 ) -> tuple[Observations, list[Fit | None]]:
     """Observe all texts, and fit each head's temperature.
@@ -54,9 +54,9 @@ def collect(
     if total == 0:
         raise CalibrationError(
             f"none of the {len(texts)} records has a generated span of more than "
-            f"{heads.num_heads} tokens, as {heads.num_heads} heads need; generate longer texts."
+            f"{heads.num_heads} tokens, the minimum for these heads; generate longer texts."
         )
-    close = [  # bool [positions] of each span: every so many, from another one on in each
+    close = [  # bool [positions] of each span: every n-th, with another offset in each
         (torch.arange(stop - start) + number) % max(1, total // CLOSE_POSITIONS) == 0
         for number, (_, start, stop, _) in enumerate(spans)
     ]
@@ -64,7 +64,7 @@ def collect(
     for number, (text, *_) in enumerate(spans):
         by_text.setdefault(text, []).append(number)
     parts: list[Seen] = []
-    order: list[int] = []  # spans as they are observed
+    order: list[int] = []  # spans in order of observation
     done = 0
     for number, batch in enumerate(_batches(texts, list(by_text), batch_tokens)):
         members = [span for text in batch for span in by_text[text]]
@@ -81,7 +81,7 @@ def collect(
         order += members
         done += len(seen.ranks)
         progress.at("positions", done, total)
-    span_of = np.repeat(order, [len(close[n]) for n in order])  # of each row observed
+    span_of = np.repeat(order, [len(close[n]) for n in order])  # of each observed row
     closely_seen = torch.cat([close[n] for n in order]).numpy()
     places = {
         name: np.argsort(span_of[closely_seen] if name in _CLOSE else span_of, kind="stable")
@@ -129,7 +129,7 @@ def _batches(
 
 def _rows(
     texts: Sequence[Record],
-    batch: Sequence[int],  # of texts
+    batch: Sequence[int],  # text indices
     spans: Sequence[Span],  # of these texts
     heads: MedusaHeads,
     hidden_states: HiddenStates,
@@ -147,7 +147,7 @@ def _rows(
 def _tokens(
     text: Record, span: Span, num_heads: int, shift: int, outside: int | None = None
 ) -> Tensor:
-    """int64 [T, K]: tokens t + h + ``shift``; behind the span ``outside``, if that is given."""
+    """int64 [T, K]: tokens t + h + ``shift``; after the span ``outside``, if given."""
     _, start, stop, end = span
     index = torch.arange(start, stop)[:, None] + torch.arange(num_heads) + shift
     ids = torch.tensor(text.token_ids)
@@ -171,5 +171,5 @@ def _observations(texts: Sequence[Record], spans: Sequence[Span], seen: Seen) ->
 def _load(path: Path) -> Seen | None:
     try:
         return Seen(**load_file(path))
-    except (FileNotFoundError, SafetensorError, TypeError):  # torn, if the machine went down
+    except (FileNotFoundError, SafetensorError, TypeError):  # truncated by a crash of the machine
         return None

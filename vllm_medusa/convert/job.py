@@ -50,12 +50,12 @@ class Conversion:
 def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = None) -> Conversion:
     """Write heads in another format.
 
-    An output that exists is replaced only with ``overwrite``, and only if it holds heads and
-    nothing else. ``provenance`` is an entry to append to the heads' own.
+    An existing output is replaced only with ``overwrite``, and only if it holds heads and
+    nothing else. ``provenance`` is an entry to append to that of the heads.
 
     Raises:
-        HeadsError: heads that can't be read, or that the format can't express.
-        FileRefused: an output that exists or can't be made. Nothing is written in either case.
+        HeadsError: heads that are unreadable, or not supported by the format.
+        FileRefused: an output that exists or can't be created. Nothing is written in either case.
 
     """
     source, output, base = options.source, options.output, options.base
@@ -102,7 +102,7 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
     elif info is not None and info.includes_base:
         warnings.append(
             "These heads were trained together with the model in the same checkpoint, which "
-            "differs from the one it was made from: serve them with that one. --base FOLDER writes "
+            "differs from its original: serve them with that model. --base FOLDER writes "
             "it alone."
         )
     with new_folder(output, overwrite=options.overwrite) as part:
@@ -113,22 +113,22 @@ def convert(options: ConvertOptions, *, provenance: Mapping[str, Any] | None = N
 
 
 def _check_output(path: Path, options: ConvertOptions, *, overwrite: bool) -> None:
-    """Refuse an output that exists, holds anything but heads, or overlaps the source."""
+    """Refuse an output that exists, has other contents than heads, or overlaps the source."""
     place = path.resolve()
     for name in filter(None, (options.source, options.target)):
         read = Path(name).expanduser()
         folder = (read.parent if read.is_file() else read).resolve()
         if place == folder or (read.is_dir() and place.is_relative_to(folder)):
             raise HeadsError(
-                f"{path} is, or lies in, {folder}, which is being read: give an output elsewhere"
+                f"{path} is, or is inside, {folder}, which is being read: choose another output"
             )
     if not path.exists() and not path.is_symlink():
         return
     if not overwrite:
-        raise HeadsError(f"{path} exists: give another output, or --overwrite to replace it")
+        raise HeadsError(f"{path} exists: choose another output, or pass --overwrite to replace it")
     if not path.is_dir() or path.is_symlink():
         raise HeadsError(
-            f"{path} is not a folder, and --overwrite replaces folders of heads only: give another "
+            f"{path} is not a folder, and --overwrite only replaces such folders: choose another "
             "output"
         )
     refuse_strangers(path, ("config.json", *_WEIGHTS))
@@ -141,38 +141,38 @@ def _check_output(path: Path, options: ConvertOptions, *, overwrite: bool) -> No
             alone = False
         if not alone:
             raise HeadsError(
-                f"{file} is, or holds, something else than heads, and --overwrite replaces nothing "
-                "else: give another output, or move it away"
+                f"{file} has contents other than heads, and --overwrite replaces nothing "
+                "else: choose another output, or move it away"
             )
 
 
 def _check_base(info: HeadsInfo | None, options: ConvertOptions, base: Path) -> None:
     first, second = options.output.resolve(), base.resolve()
     if info is None or not info.includes_base:
-        raise HeadsError(f"{options.source} holds heads only: there is no base to write to {base}")
+        raise HeadsError(f"{options.source} holds only heads: there is no base to write to {base}")
     if not Path(options.source).expanduser().is_dir():
         raise HeadsError(
             f"{options.source} is not a folder: --base needs the whole checkpoint. Download it and "
-            "give its folder"
+            "pass its folder"
         )
     if first.is_relative_to(second) or second.is_relative_to(first):
         raise HeadsError(
-            f"{options.output} and {base} are one folder, or one lies in the other: give "
-            "two that lie side by side"
+            f"{options.output} and {base} are the same folder, or one contains the other: use "
+            "separate folders"
         )
 
 
 def _write_base(files: CheckpointFiles, output: Path) -> list[str]:
     """Write the base of a full Medusa-2 model, one file per shard; returns warnings.
 
-    Tensors keep their names, values and dtypes; config.json loses what is Medusa's, and every file
-    beside the weights (tokenizer, generation settings) is copied as it is.
+    Tensors keep their names, values and dtypes; Medusa's keys are removed from config.json, and
+    other files (tokenizer, generation settings) are copied unchanged.
     """
     names = [name for name in files.files if not is_head_tensor(name)]
     shards = sorted({files.files[name] for name in names})
     for path in shards:
         if not path.is_file():
-            raise HeadsError(f"{path} is not here, which holds a part of the base: download it")
+            raise HeadsError(f"{path} is missing, but holds a part of the base: download it")
     config = {
         key: value for key, value in files.config.items() if not key.lower().startswith("medusa")
     }
@@ -198,8 +198,8 @@ def _write_base(files: CheckpointFiles, output: Path) -> list[str]:
     named = config.get("architectures")
     odd = [name for name in named or () if "medusa" in str(name).lower()]
     return [
-        f"The base's config.json names the architecture {name}: correct it to the plain model's "
-        "before you load it."
+        f"The base's config.json has the architecture {name}: change it to the plain model's "
+        "before loading it."
         for name in odd
     ]
 
@@ -212,7 +212,7 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
     for name, tensor in tensors.items():
         same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         key = same if pickled else name
-        if key not in own:  # without the memory that it may be a view of
+        if key not in own:  # without the memory behind a view
             own[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
         kept[name] = own[key]
     with new_path(path) as part:

@@ -22,16 +22,16 @@ class ConvertOptions(Options):
         "safeailab",
         "specforge",
         "speculators",
-    ] = option("the format to write; the last three, and native, of EAGLE-3 drafters")
+    ] = option("the format to write; for EAGLE-3 drafters the last three, or native")
     output: Path = option("the folder to write", "-o")
     target: Source | None = option(
-        "the model of these heads, for a copy of its LM head, its sizes and its fingerprint",
+        "the heads' target, for its LM head, sizes and fingerprint",
         default=None,
     )
     base: Path | None = option(
-        "of a full Medusa-2 model: also write the model without its heads",
+        "also write the model of a full Medusa-2 checkpoint, without heads",
         default=None,
         metavar="FOLDER",
     )
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
-    overwrite: bool = option("replace an output that holds nothing but heads", default=False)
+    overwrite: bool = option("replace an output that only contains heads", default=False)

@@ -1,10 +1,10 @@
-"""The Medusa heads, all of them in a few batched kernels.
+"""The Medusa heads, all computed in a few batched kernels.
 
-Head h turns the target's last hidden state into logits for the token h + 1 places after the one
+Head h maps the target's last hidden state to logits for the token h + 1 places after the one
 the target predicts itself: L residual layers ``x + silu(W x + b)``, then an LM head (Medusa,
 https://arxiv.org/abs/2401.10774, section 2.1.1). The K heads have one shape, so the weights of a
 layer are stacked: the first layer, whose input all heads share, is one [B, H] x [H, K*H] product,
-every later layer and the LM heads are one batched product.
+and every later layer and the LM heads are one batched product each.
 
 M LM heads are stored: K (one for each head, "v1"), 1 (one for all heads, usually over a truncated
 vocabulary), or 0 (the target's own is used, "v2").
@@ -22,7 +22,7 @@ LMHead = Callable[[Tensor], Tensor]  # [T, H] -> logits [T, >= vocab_size]
 
 
 class HeadsError(ValueError):
-    """Heads, or a checkpoint of them, that cannot be used; the message says what is wrong."""
+    """Unusable heads or checkpoint; the message has the reason."""
 
 
 class ResBlock(nn.Module):
@@ -60,8 +60,8 @@ class MedusaHeads(nn.Module):
     """K Medusa heads.
 
     ``vocab_size`` is the target's. With ``token_map`` (int64 [V_draft], target id of each draft id)
-    the heads score V_draft tokens only. ``num_lm_heads`` is K unless given; 1 stores one LM head
-    for all heads, and 0 stores none. Stored LM heads start as zeros: load them,
+    the heads score only V_draft tokens. ``num_lm_heads`` is K by default; 1 stores one LM head
+    for all heads, and 0 stores none. Stored LM heads are initialized to zeros: load them,
     or copy the target's with `init_lm_heads`.
     """
 
@@ -98,7 +98,7 @@ class MedusaHeads(nn.Module):
                 "(one for all heads) and 0 (the target's)"
             )
         if not num_lm_heads and lm_head_bias:
-            raise HeadsError("lm_head_bias needs stored LM heads: leave it out or store them")
+            raise HeadsError("lm_head_bias needs stored LM heads: omit it or store them")
         if token_map is not None and token_map.dim() != 1:
             raise HeadsError(f"token_map has shape {list(token_map.shape)}; it must be [V_draft]")
         self.num_heads = num_heads
@@ -123,7 +123,7 @@ class MedusaHeads(nn.Module):
 
     @property
     def num_lm_heads(self) -> int:
-        """M: K, 1, or 0 when the target's LM head is used."""
+        """M: K, 1, or 0 if the target's LM head is used."""
         return 0 if self.lm_head_weight is None else self.lm_head_weight.shape[0]
 
     @property
@@ -137,13 +137,13 @@ class MedusaHeads(nn.Module):
         return any(block.bias is not None for block in self.blocks)
 
     def store_lm_head(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Store the target's rows of the draft vocabulary as one LM head of all heads.
+        """Store the target's rows of the draft vocabulary as one LM head for all heads.
 
-        ``weight`` is [V_draft, H], ``bias`` [V_draft]. For inference by heads that store none: no
-        other row of the target's LM head is read from then on.
+        ``weight`` is [V_draft, H], ``bias`` [V_draft]. For inference with heads that store none: no
+        other rows of the target's LM head are read from then on.
         """
         if not self.shared_lm_head:
-            raise HeadsError("these heads store LM heads of their own; nothing can be added")
+            raise HeadsError("these heads store their own LM heads; none can be added")
         if weight.shape != (self.draft_vocab_size, self.hidden_size):
             raise HeadsError(
                 f"the rows are {list(weight.shape)}; these heads score {self.draft_vocab_size} "
@@ -155,12 +155,12 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def init_lm_heads(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copy the target's LM head (weight [>= vocab_size, H], bias [>= vocab_size]) into ours.
+        """Copy the target's LM head (weight [>= vocab_size, H], bias [>= vocab_size]) into these.
 
-        With the residual layers still zero every head then gives the target's own logits.
+        While the residual layers are zero, every head then outputs the target's logits.
         """
         if self.lm_head_weight is None:
-            raise HeadsError("these heads store no LM head: store_lm_head keeps the target's")
+            raise HeadsError("these heads store no LM head: use store_lm_head")
         if (bias is None) != (self.lm_head_bias is None):
             raise HeadsError("the LM head's bias must be given if and only if the heads have one")
         if weight.shape[0] < self.vocab_size or weight.shape[1] != self.hidden_size:
@@ -180,10 +180,10 @@ class MedusaHeads(nn.Module):
         Logits are [B, K, len(rows)] from then on: the columns of a tensor-parallel rank.
         """
         if self.lm_head_weight is None:
-            raise HeadsError("these heads store no LM head: nothing to keep a part of")
+            raise HeadsError("these heads store no LM head")
         for name in ("lm_head_weight", "lm_head_bias"):  # [M, V_draft, H], [M, V_draft]
             whole = getattr(self, name)
-            if whole is not None:  # copied, so that nothing holds on to the other rows
+            if whole is not None:  # copied, so that the other rows are freed
                 part = whole.detach()[:, rows].clone()
                 setattr(self, name, nn.Parameter(part, requires_grad=False))
 
@@ -192,7 +192,7 @@ class MedusaHeads(nn.Module):
     ) -> Tensor:
         """Residual layers of the first ``num_heads`` heads: [B, H] -> [B, K, H].
 
-        ``path`` is for heads that see the tokens before their own (`HydraHeads`).
+        ``path`` is for heads that depend on the preceding tokens (`HydraHeads`).
         """
         k = self.num_heads if num_heads is None else num_heads
         if not 1 <= k <= self.num_heads:
@@ -206,7 +206,7 @@ class MedusaHeads(nn.Module):
         """Logits over the draft vocabulary: x [B, k, H] of the first k heads -> [B, k, V_draft].
 
         ``lm_head`` maps [B * k, H] to the target's logits [B * k, >= vocab_size], all of them on
-        every rank; it is needed, and used, only by heads that store no LM head, which make a single
+        every rank; it is required by, and only used by, heads that store no LM head, in a single
         product for all heads.
         """
         batch, k, _ = x.shape

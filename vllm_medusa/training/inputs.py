@@ -1,4 +1,4 @@
-"""What every recipe trains from: a target, known by its weights, and records checked against it."""
+"""Common inputs of all methods: a target, identified by its weights, and records that fit it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_medusa.training.options import TextFiles, TrainOptions
 from vllm_medusa.training.rows import row_ranges
 from vllm_medusa.training.target import TargetError
 
-# of a target's config.json: nothing that its hidden states depend on, besides what is known of it
+# keys of a target's config.json that its hidden states don't depend on, or that are known otherwise
 _NOT_COMPUTED = (
     *("_name_or_path", "architectures", "transformers_version"),
     *("dtype", "torch_dtype", "use_cache"),
@@ -28,7 +28,7 @@ _FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
 
 
 class DataError(ValueError):
-    """Records that can't be trained on."""
+    """Records that are unusable for training."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class Inputs:
 
     source: str  # the target's folder or hub name
     fingerprint: dict[str, Any]  # of its weights, `heads.fingerprint.target_fingerprint`'s
-    dtype: str | None  # the name of its weights' dtype, if its config says it
-    config: dict[str, Any]  # what of its config.json acts on the same weights, like RoPE scaling
+    dtype: str | None  # its weights' dtype, if it is in its config
+    config: dict[str, Any]  # config.json keys that affect the same weights, such as RoPE scaling
     train: list[Record]  # to train on
-    heldout: list[Record]  # to measure on, whose prompts nothing is trained on; maybe none
+    heldout: list[Record]  # to measure on, with prompts not trained on; may be empty
 
     @classmethod
     def read(cls, options: TrainOptions, progress: Progress = SILENT) -> Inputs:
-        """Read everything but the target's weights.
+        """Read everything except the target's weights.
 
         Raises:
-            TargetError: no target there.
-            PromptError: no such file, or bad lines that are not to be skipped.
-            DataError: records that can't be trained on, or none.
+            TargetError: no such target.
+            PromptError: no such file, or bad lines without ``skip``.
+            DataError: no records, or unusable ones.
 
         """
         files = options.files
@@ -77,8 +77,8 @@ class Inputs:
         cut = sum(record.truncated for record in train)
         if options.training.labels == "soft" and cut:
             raise DataError(
-                f"{cut} of {len(train)} records were sampled with top_p or top_k, and soft labels "
-                "are whole distributions. Train with --labels tokens, or distill without these "
+                f"{cut} of {len(train)} records were sampled with top_p or top_k, but soft labels "
+                "need whole distributions. Train with --labels tokens, or distill without these "
                 "options."
             )
         progress.note(f"training on {_count(train)}; held out: {_count(heldout)}")
@@ -91,47 +91,47 @@ class Inputs:
 def _untrained(
     files: TextFiles, train: list[Record], heldout: list[Record], progress: Progress
 ) -> list[Record]:
-    """Held-out records whose prompts nothing is trained on."""
+    """Held-out records whose prompts are not trained on."""
     prompts = {record.prompt_key for record in train}
     kept = [record for record in heldout if record.prompt_key not in prompts]
     if not kept:
         raise DataError(
-            f"{files.heldout}: of its {len(heldout)} usable records none has a prompt that "
-            f"{files.data} doesn't train on. Hold others out, or leave --heldout away: then "
-            "--heldout-share of the prompts is."
+            f"{files.heldout}: none of its {len(heldout)} usable records has a prompt that "
+            f"{files.data} doesn't train on. Use other records, or omit --heldout, so that "
+            "--heldout-share of the prompts is held out."
         )
     if left_out := len(heldout) - len(kept):
         progress.warn(
-            f"{files.heldout}: {left_out} records are left out, since their prompts are trained on"
+            f"{files.heldout}: {left_out} records are skipped, because their prompts are trained on"
         )
     return kept
 
 
 def require_labels(records: Sequence[Record], num_heads: int, name: str) -> None:
-    """Refuse records in which some head has nothing to learn.
+    """Refuse records in which some head has no labels.
 
     Raises:
         DataError: no span is long enough for the last head.
 
     """
     rows = [end - start for record in records for start, end in row_ranges(record)]
-    usable = max(rows, default=1) - 1  # heads that have a label in the longest span
+    usable = max(rows, default=1) - 1  # heads with a label in the longest span
     if usable < num_heads:
-        fewer = f"Train --num-heads {usable}, or bring" if usable else "Bring"
+        fewer = f"Train --num-heads {usable}, or use" if usable else "Use"
         raise DataError(
             f"{name}: the longest generated span of {len(records)} records has labels for {usable} "
-            f"heads, and {num_heads} are wanted. {fewer} longer texts (distill --max-tokens)."
+            f"heads, but {num_heads} are requested. {fewer} longer texts (distill --max-tokens)."
         )
 
 
 def _identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Transformers' config, the fingerprint, and config.json as it is written."""
+    """Transformers' config, the fingerprint, and the raw config.json."""
     from transformers import AutoConfig
 
     if Path(source).is_file():
         raise TargetError(
-            f"{source} is a file; a target is a folder as transformers saves a model, with "
-            "config.json and safetensors. Give the model that a GGUF file was made from."
+            f"{source} is a file; a target is a folder in transformers' format, with "
+            "config.json and safetensors. For a GGUF file, pass the model that it was made from."
         )
     try:
         if not Path(source).exists():
@@ -144,11 +144,11 @@ def _identify(source: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     except (OSError, ValueError) as error:
         if isinstance(error, HeadsError):
             raise TargetError(str(error)) from error
-        raise TargetError(f"{source} is not a target that can be read: {error}") from error
+        raise TargetError(f"{source} is not a readable target: {error}") from error
 
 
 def find_tokenizer(source: str) -> Any:
-    """The target's tokenizer, or None: records of token ids do without."""
+    """The target's tokenizer, or None: records of token ids don't need it."""
     from transformers import AutoTokenizer
 
     try:
