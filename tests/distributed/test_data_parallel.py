@@ -1,6 +1,6 @@
 """Two replicas behind vLLM's balancer (``--data-parallel-size 2``) match one engine's output.
 
-vLLM refuses its offline data parallelism for dense models, so this is how replicas are had.
+vLLM refuses offline data parallelism for dense models, so the server is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hydra heads in a real engine: plain vLLM's tokens, accepted step by step as by decode.py.
+"""Hydra heads in a real engine: plain vLLM's tokens, accepted step by step as in decode.py.
 
-The heads know a chaotic target's outputs by heart, each token below the true path only: a head that
-sees another branch, or no branch, is right about nothing.
+The heads memorized a chaotic target's outputs, only along the true path: a head that
+reads another branch, or none, is always wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_accepts_what_the_oracle_accepts(running: tuple[str, LLM], hydra_case: F
     assert mean_accepted(steps) > 0.8
 
 
-@pytest.mark.skipif(ON_V2, reason="few prompts say nothing of a mean")
+@pytest.mark.skipif(ON_V2, reason="too few prompts for a mean")
 def test_another_map_costs_acceptance(
     running: tuple[str, LLM], hydra_case: Fitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,11 +63,11 @@ def test_another_map_costs_acceptance(
     assert mean_accepted(steps) < 0.2
 
 
-@pytest.mark.skipif(ON_V2, reason="few prompts say nothing of a mean")
+@pytest.mark.skipif(ON_V2, reason="too few prompts for a mean")
 def test_a_siblings_token_costs_acceptance(
     running: tuple[str, LLM], hydra_case: Fitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A negative control: each node's head is shown its neighbour's token."""
+    """A negative control: each node's head reads its sibling's token."""
     kind, llm = running
     expand = HydraStep.expand
 

@@ -1,4 +1,4 @@
-"""Lookup in whole engines: plain vLLM's tokens, whatever is copied, and more of them a step."""
+"""Lookup in whole engines: plain vLLM's tokens for any copies, and more tokens per step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mixed(count: int, first: int = 0) -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def expected(chaotic_llama: str) -> tuple[list[list[int]], list[Completion]]:
-    """Of plain vLLM; some prompts are the beginning of others."""
+    """Plain vLLM's outputs; some prompts are prefixes of others."""
     with engine(chaotic_llama) as llm:
         prompts = random_prompts(14, VOCAB, shortest=8, longest=120)
         prompts += [[*prompt[:70], 5, 6] for prompt in prompts if len(prompt) > 80]
@@ -60,7 +60,7 @@ def llm(chaotic_llama: str, expected: Any) -> Iterator[LLM]:
 
 
 def run(llm: LLM, expected: Any, patch: Patch, shift: int = 0) -> tuple[float, int]:
-    """Accepted drafts of a step of a request, and the most in one step."""
+    """Mean and max number of accepted drafts per request and step."""
     prompts, completions = expected
     texts = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
     PlantedCopies(texts, shift).plant(patch)
@@ -73,8 +73,8 @@ def run(llm: LLM, expected: Any, patch: Patch, shift: int = 0) -> tuple[float, i
 
 
 def test_long_chains_are_verified(llm: LLM, expected: Any, monkeypatch: Patch) -> None:
-    """Deeper than any heads reach, beside plain rows and prefills, after preemptions too."""
-    assert policy_of(llm).cost.steps > 0  # made-up chains were timed
+    """Deeper than any heads reach, with plain rows and prefills, also after preemption."""
+    assert policy_of(llm).cost.steps > 0  # dummy chains were timed
     before = metric(llm, "num_preemptions"), metric(llm, "lookup_accepted_tokens")
     mean, most = run(llm, expected, monkeypatch)
     assert mean > 4 and most > 15
@@ -84,7 +84,7 @@ def test_long_chains_are_verified(llm: LLM, expected: Any, monkeypatch: Patch) -
 
 
 def below_the_root(patch: Patch) -> None:
-    """Every node of a chain hangs below the root."""
+    """Every node of a chain is a child of the root."""
     own = room.join
 
     def wrong(*args: Any) -> Any:
@@ -98,7 +98,7 @@ def below_the_root(patch: Patch) -> None:
 def test_a_wrong_chain_costs_acceptance(
     llm: LLM, expected: Any, monkeypatch: Patch, control: Callable[[Patch], None] | int
 ) -> None:
-    """Never equality: whatever the tree, it is walked as it was attended."""
+    """Never equality: every tree is walked as it was attended."""
     right, _ = run(llm, expected, monkeypatch)
     if callable(control):
         control(monkeypatch)
@@ -107,7 +107,7 @@ def test_a_wrong_chain_costs_acceptance(
 
 
 def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
-    """On texts that repeat themselves more is accepted than with heads alone, tokens are equal."""
+    """On repetitive texts more is accepted than with heads alone, with equal tokens."""
     prompts = code_prompts(0, 6)
     with engine(TARGET) as llm:
         first = complete(llm, prompts, greedy(TOKENS))
@@ -138,7 +138,7 @@ def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
         ({"lookup": 3}, ["lookup is 3", "true or false"]),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], words: list[str]) -> None:
+def test_incompatible_options_are_refused(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(MedusaConfigError) as refused:
         MedusaConfig.from_speculative_config({"lookup": True} | options)
     for word in words:

@@ -1,4 +1,4 @@
-"""A bad request fails alone; engines with and without trees follow each other in one process."""
+"""A bad request fails alone; engines with and without trees run in turn in one process."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_short_requests_beside_long_ones(llm: LLM, reference: Reference) -> None
 
 
 def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads: str) -> None:
-    """Trees twice from one dict, then plain and stock speculation, all in this process."""
+    """Trees twice from the same dict, then plain and stock speculation, all in this process."""
     asked = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")
     kept = copy.deepcopy(asked)
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads
 def test_plain_after_trees_without_clean_up(
     reference: Reference, chaotic_llama: str, random_heads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our attention backend stays registered, and is vLLM's own where no tree is."""
+    """Our attention backend stays registered, and equals vLLM's own without trees."""
     stop(start(chaotic_llama, medusa(random_heads, TREE)))
     monkeypatch.setattr(AttentionBackendEnum, "clear_override", lambda self: None)
     with recorded_steps() as steps, engine(chaotic_llama) as llm:

@@ -1,4 +1,4 @@
-"""What the scheduler of an engine in this process decides by, and other decisions in its place."""
+"""The budget policy of an engine in this process, and replacements for it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def scheduler_of(llm: LLM) -> Any:
 
 
 def policy_of(llm: LLM) -> Auto:
-    """What its automatic budget decides by."""
+    """Its automatic budget policy."""
     policy = scheduler_of(llm).policy
     assert isinstance(policy, Auto)
     return policy
 
 
 def verify_all(patch: pytest.MonkeyPatch, policy: Auto, per_request: int = 255) -> None:
-    """Draft as much as there can be, and verify as much as there is room for."""
+    """Draft the maximum, and verify as much as there is room for."""
 
     def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
         nodes = Nodes.of(drafts)
@@ -43,9 +43,9 @@ def fickle(
     preempting: bool = False,
     most_each: int = 255,
 ) -> list[int]:
-    """Budgets that change with every step: nothing, all there is room for, something between.
+    """Budgets that change with every step: nothing, the maximum, or something in between.
 
-    If ``preempting``, cache blocks are no concern: requests have to make room for drafts.
+    If ``preempting``, free cache blocks are ignored: requests are preempted for drafts.
     """
     generator, taken = np.random.default_rng(0), []
     policy = policy_of(llm)
@@ -60,8 +60,8 @@ def fickle(
 
     patch.setattr(policy, "counts", counts)
     most = policy.max_drafts
-    limits = [1, 2, 3, *[most] * 5]  # few heads now and then, none now and then
-    if policy.even:  # what is drafted is verified
+    limits = [1, 2, 3, *[most] * 5]  # sometimes few heads, sometimes none
+    if policy.even:  # all drafts are verified
         limits = list(range(min(most, most_each) + 1))
 
     def limit(*_: Any) -> int:

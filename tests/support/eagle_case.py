@@ -23,7 +23,7 @@ class Case:
     model: Any
     drafter: Eagle3
     folder: str
-    prompts: list[Prompt]  # whose greedy outputs the drafter has learnt
+    prompts: list[Prompt]  # whose greedy outputs the drafter memorized
     outputs: list[list[int]]
 
 

@@ -1,7 +1,7 @@
-"""A chaotic target with Hydra heads that memorized its outputs, below the true path only.
+"""A chaotic target with Hydra heads that memorized its outputs, only along the true path.
 
-Those of static trees store LM heads. Those of dynamic trees use the target's rows of most tokens,
-and are wrong where another comes.
+Heads for static trees store LM heads. Heads for dynamic trees use the target's rows of most tokens,
+and are wrong for the others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fitted:
 
 
 def make_case(folder: Path) -> Fitted:
-    """Answers of the target, and heads solved for them."""
+    """Outputs of the target, and heads fitted to them."""
     path = save_model(
         folder / "model", "Llama", hidden_size=HIDDEN, num_attention_heads=8, head_dim=64,
         num_key_value_heads=4, initializer_range=0.1,

@@ -1,4 +1,4 @@
-"""Steps as vLLM's runner lays them out for the Triton attention's metadata builder, without one."""
+"""Steps in the layout of vLLM's runner, for the Triton attention's metadata builder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_target(folder: Path) -> Path:
 
 
 def make_config(target: Path, heads: str | None, dynamic: bool = False) -> Any:
-    """An engine's config; with ``heads``, for `TREE`, or for dynamic trees of as many nodes."""
+    """An engine's config; with ``heads``, for `TREE`, or for dynamic trees of the same size."""
     asked = {"method": "medusa", "model": heads, "tree": TREE.to_lists()}
     if dynamic:
         asked = {"method": "medusa", "model": heads, "budget": NODES - 1}
@@ -59,7 +59,7 @@ def make_builder(config: Any) -> TreeMetadataBuilder:
 
 
 class Buffers:
-    """The runner's: written in place from step to step."""
+    """The runner's buffers, updated in place from step to step."""
 
     def __init__(self) -> None:
         self.query_start_loc = torch.zeros(MOST + 1, dtype=torch.int32)
@@ -68,7 +68,7 @@ class Buffers:
         self.slot_mapping = torch.zeros(200, dtype=torch.int64)
 
     def batch(self, requests: list[tuple[int, int]], padded: int = 0) -> CommonAttentionMetadata:
-        """Requests of (rows, context), padded to ``padded`` requests of the longest one's rows."""
+        """Requests of (rows, context), padded to ``padded`` requests of the max number of rows."""
         count, rows = len(requests), [rows for rows, _ in requests]
         padded = max(padded, count)
         total = sum(rows)
@@ -107,7 +107,7 @@ def build(
     num_nodes: list[int] | None,
     trees: TreesOf | None = None,
 ) -> TritonAttentionMetadata:
-    """As `TreeModelState` does."""
+    """As in `TreeModelState`."""
     builder.step = None if num_nodes is None else step_of(num_nodes, trees)
     try:
         return builder.build(0, common)

@@ -1,4 +1,4 @@
-"""The model that tests share: it loads, fits together, is small, and the heads can predict."""
+"""The model shared by tests: it loads, its parts match, it is small, and the heads predict."""
 
 import json
 from functools import cache
@@ -66,7 +66,7 @@ def test_each_head_predicts_unseen_text():
     assert bool((right > floors[: len(right)]).all()), right.tolist()
 
 
-def test_the_heads_know_more_than_the_lm_head_alone():
+def test_the_heads_are_better_than_the_lm_head_alone():
     logits, labels = unseen()
     untrained = (logits[0].argmax(-1) == labels[1:]).float().mean(-1)  # what zero blocks predict
     trained = (logits[1:].argmax(-1) == labels[1:]).float().mean(-1)

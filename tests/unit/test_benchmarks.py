@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: rows are written as they come, none without a right result, --base."""
+"""`python -m benchmarks`: rows are written immediately, only with a right result; --base."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_every_case_is_registered_and_has_a_quick_form(name, capsys):
 
 
 def test_a_number_needs_a_right_result():
-    """Negative control: whatever a case measured, the gate lets nothing of it through."""
+    """Negative control: measurements without a right result are not reported."""
     for row in (
         Row({"name": "a"}, {"ratio": 2.0}),
         Row({"name": "a"}, {"ratio": 2.0}, failed="3 answers differ"),

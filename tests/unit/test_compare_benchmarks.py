@@ -1,4 +1,4 @@
-"""The benchmarks of engines: which numbers may be reported, and the arithmetic behind them."""
+"""Benchmarks of engines: which numbers may be reported, and their arithmetic."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def options():
 
 
 def process(like: Any) -> Any:
-    """In place of `EngineProcess`: ``like`` maps a speculative config to a fake engine."""
+    """Replaces `EngineProcess`: ``like`` maps a speculative config to a fake engine."""
 
     def started(settings, sampling):
         engine = like(settings.speculative_config)
@@ -79,7 +79,7 @@ def test_stock_speculation_is_not_measured_when_sampling(options, monkeypatch):
 
 
 def test_an_arm_with_other_tokens_gets_no_number_and_the_others_do(options, monkeypatch):
-    """Negative control of the gate, and an engine that does not start."""
+    """Negative control of the check, and an engine that fails to start."""
 
     def like(config):
         if config and config["method"] == "ngram":
@@ -128,7 +128,7 @@ def test_without_rounds_plain_answers_once_and_tasks_are_put_together(
         replace(options, texts=(tmp_path,), rounds=0, **forms), monkeypatch, like
     ).values()
     assert [row.get("texts", row) for row in rows] == 2 * ["a", "b", "all"]
-    # each engine starts once; both tasks have the same prompts, and plain answered them once
+    # each engine starts once; both tasks have the same prompts, which plain answered once
     assert sum(config is None for config in calls) == 1 + 1
     *_, a, b, every = rows
     assert a["gain"] == b["gain"] == 0 and "ratio" not in a
@@ -136,7 +136,7 @@ def test_without_rounds_plain_answers_once_and_tasks_are_put_together(
 
 
 def test_uneven_answers_have_lengths_of_their_own(options, monkeypatch):
-    """The same of both engines; otherwise the length of an answer is not limited by request."""
+    """The same for both engines; otherwise the length of an answer is not limited by request."""
     made: dict[bool, list[FakeEngine]] = {True: [], False: []}
 
     def like(config):

@@ -1,4 +1,4 @@
-"""The options: what is read, what is refused, and in which words."""
+"""The options: what is accepted, what is refused, and the messages."""
 
 import copy
 import json
@@ -177,7 +177,7 @@ class TestMedusaConfig:
         }  # fmt: skip
         before = copy.deepcopy(given)
         config = MedusaConfig.from_speculative_config(given)
-        assert given == before, "the user's dict is left alone"
+        assert given == before, "the user's dict is unchanged"
         assert config.model == str(Path("some/heads"))
         assert config.tree == [[0], [0, 1]]
         assert config.acceptance == AcceptanceConfig(mode="typical", epsilon=0.5)
@@ -232,7 +232,7 @@ class TestMedusaConfig:
 
 
 def test_options_are_read_without_torch_or_vllm():
-    """A command line's --help and the plugin's gate must be quick."""
+    """A command line's --help and the plugin's check must be fast."""
     code = "import sys, vllm_medusa.config; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

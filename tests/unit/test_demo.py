@@ -1,4 +1,4 @@
-"""The demo from a recording: what it prints, draws and writes, and its exit status."""
+"""The demo from a recording: its output, pictures and files, and its exit status."""
 
 import io
 import json

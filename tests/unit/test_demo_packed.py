@@ -1,4 +1,4 @@
-"""A drafter packed and unpacked: what is kept, how far weights move, what is refused."""
+"""A drafter packed and unpacked: what is preserved, how far weights change, what is refused."""
 
 import json
 
@@ -17,7 +17,7 @@ def drafter(tmp_path):
     torch.manual_seed(0)
     folder = tmp_path / "drafter"
     folder.mkdir()
-    rows = torch.randn(48, 96) * torch.logspace(-3, 1, 48)[:, None]  # rows of unlike sizes
+    rows = torch.randn(48, 96) * torch.logspace(-3, 1, 48)[:, None]  # rows of different magnitudes
     rows[5] = 0
     tensors = {
         "fc.weight": rows.bfloat16(),
@@ -59,7 +59,7 @@ def test_what_is_stored(drafter, tmp_path):
     assert made == tmp_path / "made" / "packed" and (made / FILE).is_file()
 
 
-@pytest.mark.parametrize("place", ["weights", "cut short"])
+@pytest.mark.parametrize("place", ["weights", "truncated"])
 def test_a_damaged_file_is_refused(drafter, tmp_path, place):
     pack(drafter, tmp_path / "packed")
     file = tmp_path / "packed" / FILE

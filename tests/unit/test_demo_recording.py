@@ -1,4 +1,4 @@
-"""The demo's recording: from steps and their times to what is shown when, figures, and a file."""
+"""The demo's recording: the display over time, figures, and the file."""
 
 import json
 from dataclasses import replace

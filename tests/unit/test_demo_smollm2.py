@@ -1,4 +1,4 @@
-"""The demo's model out of its package: a small GGUF file converted, and what is refused."""
+"""The demo's model from its package: a small GGUF file converted, and refusals."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def file(model, tmp_path_factory):
     vocab = json.loads(tokenizer().backend_tokenizer.to_str())["model"]
     tokens = sorted(vocab["vocab"], key=vocab["vocab"].get)
     merges = [" ".join(merge) for merge in vocab["merges"] if "".join(merge) != tokens[-1]]
-    tokens[-1] = "12"  # a token that no text is to be split into
+    tokens[-1] = "12"  # a token that must never be used
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
@@ -124,7 +124,7 @@ def test_a_folder_that_is_there_is_kept(tmp_path):
 
 
 def test_without_its_package_the_way_out_is_said(tmp_path):
-    """With an empty index, as where pip reaches none."""
+    """With an empty index, as if pip had no access to one."""
     nowhere = {
         "PIP_NO_INDEX": "1",
         "PIP_FIND_LINKS": str(tmp_path),

@@ -1,4 +1,4 @@
-"""The animated picture: well-formed, self-contained, and at any time it shows what it should."""
+"""The animated picture is well-formed, self-contained, and correct at any time."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ RUNS = RECORDING.shown(3)
 
 
 class Picture:
-    """An SVG and its animation, evaluated as a browser does: the last keyframe that was reached."""
+    """An SVG and its animation, evaluated like a browser: the last keyframe reached."""
 
     def __init__(self, text: str):
         self.root = ElementTree.fromstring(text)
@@ -28,13 +28,13 @@ class Picture:
         }
 
     def texts(self, at: float | None) -> list[tuple[float, float, str]]:
-        """(x, y, text) of what is visible; None: without animation."""
+        """(x, y, text) of visible text; None: without animation."""
         return [
             (float(e.get("x")), float(e.get("y")), e.text) for e in self._visible(self.root, at)
         ]
 
     def panel(self, left: bool, at: float | None) -> str:
-        """The text of a panel, spaces left out."""
+        """The text of a panel, without spaces."""
         boxes = [e for e in self.root.iter(f"{NS}rect") if e.get("class") == "box"]
         low = _TOP + float(boxes[0].get("height"))
         middle = 1.5 * _MARGIN + _PANEL

@@ -1,4 +1,4 @@
-"""Whole or not at all: new files and folders, locks, and what is refused."""
+"""Complete or absent: new files and folders, locks, and refusals."""
 
 import fcntl
 import os
@@ -47,7 +47,7 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_beside(tmp_path):
 def test_what_writes_paths_gets_the_permissions_of_any_new_file(tmp_path):
     def narrow(path):
         path.write_bytes(b"x")
-        path.chmod(0o600)  # as safetensors does
+        path.chmod(0o600)  # as in safetensors
 
     with files.new_path(tmp_path / "a") as part:
         narrow(part)
@@ -110,7 +110,7 @@ def test_digests(tmp_path):
     middle = bytearray(1 << 18)
     path.write_bytes(middle)
     before = files.ends_of(path)
-    middle[1 << 17] = 1  # neither end
+    middle[1 << 17] = 1  # a change at neither end
     path.write_bytes(middle)
     assert files.ends_of(path) == before
     middle[-1] = 1

@@ -1,4 +1,4 @@
-"""One field: the name, default, bounds and help of Python callers and command lines alike."""
+"""One field defines name, default, bounds and help for Python callers and command lines."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ from vllm_medusa.options import (
 
 class Texts(Options):
     title = "texts"
-    samples: Positive = option("of each prompt", default=1)
+    samples: Positive = option("texts per prompt", default=1)
     temperatures: tuple[AtLeastZero, ...] = option(default=(0.7,))
     stop: tuple[str, ...] = option(default=())
     budgets: tuple[Positive, ...] = option("draft nodes", default=(4, 8))
@@ -46,7 +46,7 @@ class Job(Texts):
     draft: Source | None = option(default=None)
     share: Share = option(default=1.0)
     seed: Seed = option(default=0)
-    overwrite: bool = option("throw away", default=False)
+    overwrite: bool = option("discard", default=False)
     engine_args: dict[str, Any] = option(default={}, metavar="JSON")
     more: More = group("more", factory=More)
 
@@ -144,7 +144,7 @@ def test_help_shows_each_default_once():
     add_flags(parser, Job)
     text = parser.format_help()
     for words in (
-        "of each prompt (1)",
+        "texts per prompt (1)",
         "draft nodes (4 8)",
         "100 % soft (soft)",
         "texts:",

@@ -1,4 +1,4 @@
-"""The entry point: free of charge without Medusa, once per process, honest about versions."""
+"""The entry point: no overhead without Medusa, once per process, with clear version errors."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def run(code: str, folder: Path) -> str:
 
 @pytest.fixture
 def fake_vllm(tmp_path):
-    """A folder with a package `vllm` of which only the engine arguments exist."""
+    """A folder with a package `vllm` that only has the engine arguments."""
     package = tmp_path / "vllm" / "engine"
     package.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("")
@@ -87,7 +87,7 @@ def test_an_import_that_came_first_is_hooked_at_once(fake_vllm):
         assert sys.meta_path == before
         first = arg_utils.EngineArgs.create_engine_config
         assert first.__medusa_override__
-        plugin._registered = False  # as if vLLM had loaded the plugin under another name too
+        plugin._registered = False  # as if vLLM had also loaded the plugin under another name
         plugin.register()
         assert arg_utils.EngineArgs.create_engine_config is first
     """

@@ -115,7 +115,7 @@ def test_the_same_seed_asks_the_same_of_all_kinds():
     )
 
 
-def test_an_answer_is_judged():
+def test_answers_are_verified():
     compared = Asked("x", COMPLETION, {"prompt": "a"})
     refused = Asked("x", COMPLETION, {"prompt": "a"}, compared=False, refused=True)
     free = Asked("x", COMPLETION, {"prompt": "a"}, compared=False)

@@ -1,6 +1,6 @@
 """The same requests on both runners, one after the other: tokens, acceptances, metrics.
 
-Trained heads on real prompts, nothing planted, temperature 0 (seeds mean other tokens on V2). Runs
+Trained heads on real prompts, without planting, temperature 0 (seeds give other tokens on V2). Runs
 in `test_steps_on_v2`.
 """
 
@@ -30,12 +30,12 @@ Told = tuple[list[Completion], list[list[tuple[int, ...]]], Counts]
 KINDS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "chunks": ({"max_num_batched_tokens": 22, "max_num_seqs": 4}, False, ()),
     "dynamic": ({"config": DYNAMIC}, False, ()),
-    "async": ({}, True, ("iteration_tokens", "prefix_cache")),  # a step ahead of what it knows
+    "async": ({}, True, ("iteration_tokens", "prefix_cache")),  # scheduled a step ahead
 }
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Ends of all kinds; some prompts come in chunks and beside trees, one comes twice."""
+    """All kinds of ends; some prompts are chunked and mixed with trees, one is repeated."""
     prompts = [prompt[:36] for prompt in code_prompts(0, 4)]
     ends = tokenizer().convert_tokens_to_ids(["Ċ", "(", ")", ".", ",", "="])
     params = [
@@ -49,7 +49,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def told(config: Any = None, **options: Any) -> Told:
-    """All outputs of an engine about the requests, without times."""
+    """All outputs of an engine for the requests, without times."""
     prompts, params = requests()
     options = {"enable_prefix_caching": True, "block_size": 32, **options}
     with engine(TARGET, config or medusa(HEADS, TREE), **options) as llm:

@@ -24,9 +24,9 @@ def arguments(tmp_path):
 
 @pytest.fixture
 def refused(arguments, tmp_path, monkeypatch, capfd):
-    """Run with changes that must be refused before any stage; returns what is said."""
-    begun = lambda *_: pytest.fail("it was not refused")  # noqa: E731
-    monkeypatch.setattr(pipeline, "WorkFolder", begun)
+    """Run with changes that must be refused before any stage; returns the messages."""
+    fail_if_reached = lambda *_: pytest.fail("it was not refused")  # noqa: E731
+    monkeypatch.setattr(pipeline, "WorkFolder", fail_if_reached)
 
     def run(*changes):
         assert commands.run(*arguments, *changes) == 2
@@ -60,7 +60,7 @@ def test_too_few_prompts(refused, tmp_path):
 
 @pytest.fixture
 def output(tmp_path):
-    """Heads of another adapt, where this one would put its own."""
+    """Heads of another adapt run in this one's output."""
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "report.json").write_text('{"key": "another"}')
     return tmp_path / "heads"

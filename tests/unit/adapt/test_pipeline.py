@@ -1,4 +1,4 @@
-"""The stages with jobs that leave what the real ones would, and the report of what they left."""
+"""The stages, with fake jobs that write what the real ones would, and the report."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def row(nodes: int, ratio: float, tau: float) -> dict[str, Any]:
 
 
 class Run:
-    """An adapt without models; any job may fail."""
+    """An adapt run without models; any job may fail."""
 
     def __init__(self, folder: Path):
         self.folder, self.told = folder, Told()
@@ -55,7 +55,7 @@ class Run:
         return Plan(options, training_of(options), {"sha256": "f" * 64}, 9, "a" * 64, engine)
 
     def run(self, *, publish: bool = False, **more: Any) -> dict[str, Path]:
-        """Run all stages; the folder of each."""
+        """Run all stages; returns the folder of each."""
         self.called.clear()
         plan = self.plan(**more)
         count = count_stages(plan.options)
@@ -68,7 +68,7 @@ class Run:
         return {name: stage.folder for name, stage in work.finished.items()}
 
     def job(self, run, asked, progress, *, log):
-        """Stands in for `run_in_process`."""
+        """Replaces `run_in_process`."""
         _, options, _ = asked
         here = log.parent
         name = here.name.rpartition("-")[0]
@@ -136,21 +136,21 @@ def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
     folders = adapt.run()
     assert list(folders) == ALL
     assert adapt.called == ALL[ALL.index(name) :]
-    adapt.cache, adapt.batch = 1 << 28, 3  # other memory is no other stage
+    adapt.cache, adapt.batch = 1 << 28, 3  # other memory is not another stage
     assert adapt.run() == folders
     assert adapt.called == []
     noted = read_json(folders["train"] / "done.json")["outputs"]
     assert {file: digest(folders["train"] / file) for file in noted} == noted
     calibrated = folders["calibrate"] / "heads"
     by = [entry["by"] for entry in peek_heads(calibrated).config["medusa"]["provenance"]]
-    assert by == ["calibrate"], "once, and in a copy of its own"
+    assert by == ["calibrate"], "once, and in a separate copy"
     assert len(os.listdir(calibrated)) == 3
 
 
 @pytest.mark.parametrize(
     ("more", "again"),
     [
-        ({"samples": 2}, ALL[1:2]),  # which here writes the same records
+        ({"samples": 2}, ALL[1:2]),  # which here gives the same records
         ({"heldout_share": 0.5}, ALL[2:]),
         ({"seed": 1}, ["distill", "train", "calibrate", "tree", "compare"]),
         ({"measure_prompts": 1}, ["compare"]),

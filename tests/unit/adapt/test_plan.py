@@ -1,4 +1,4 @@
-"""What an adapt takes: tokens, disk and time, as plain figures."""
+"""Requirements of an adapt run: tokens, disk and time, as plain numbers."""
 
 from pathlib import Path
 
@@ -44,10 +44,10 @@ def test_a_faster_machine_takes_less_and_measuring_as_long(monkeypatch: pytest.M
 
     slow, fast = seconds(1e10), seconds(2e10)
     assert list(slow) == ["distill", "train", "compare"]
-    forward = 204_000 * 2 * SIZES.values / 1e10  # a multiplication and an addition of each weight
+    forward = 204_000 * 2 * SIZES.values / 1e10  # a multiplication and an addition per weight
     assert slow["distill"] == pytest.approx(75 + forward) and slow["train"] > 2 * forward
     assert slow["train"] == 2 * fast["train"]
-    assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # starting takes its time
+    assert slow["distill"] > fast["distill"] > slow["distill"] / 2  # start-up takes constant time
     assert slow["compare"] == fast["compare"] == pytest.approx(380)
     assert seconds(1e10, method="medusa-2")["train"] > slow["train"]
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from vllm_medusa.job import SILENT
 
 
 class Work:
-    """A work folder whose stage copies a file of JSON, in this process unless ``real``."""
+    """A work folder whose stage copies a JSON file, in this process unless ``real``."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         self.folder, self.data, self.patch = folder / "work", folder / "data.json", patch

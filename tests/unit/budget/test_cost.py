@@ -1,4 +1,4 @@
-"""Step costs: found from noisy steps, followed as the machine changes, kept on disk."""
+"""Step costs: estimated from noisy steps, tracking changes of the machine, stored on disk."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_vectors_are_the_single_values():
 
 
 def test_the_machine_slows_down_and_all_row_counts_follow():
-    """In small steps, which is followed from step to step."""
+    """In small steps, tracked from step to step."""
     cost = learned()
     before = cost.ms(np.array([1, 4, 16]), 1, 0.0)
     for step in range(200):
@@ -62,7 +62,7 @@ def test_the_machine_slows_down_and_all_row_counts_follow():
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_sudden_change_is_believed_after_a_few_steps(rows):
-    """And one of steps with drafts is not taken for one of plain steps."""
+    """A change of steps with drafts is not mistaken for one of plain steps."""
     cost = StepCost(64)
     for _ in range(100):
         cost.observe(1, 1, 0.0, 20.0)
@@ -124,7 +124,7 @@ def test_costs_come_back_from_the_disk(tmp_path):
     assert back.ms(rows, 1, 1.0) == pytest.approx(cost.ms(rows, 1, 1.0), rel=1e-3)
     assert CostStore(tmp_path, OF | {"dtype": "float16"}, 64).path.name != store.path.name
     store.path.unlink()
-    assert store.save(cost) == "" and not store.path.exists()  # there is no news
+    assert store.save(cost) == "" and not store.path.exists()  # nothing has changed
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_no_file_is_no_reason_and_no_folder_is_one(tmp_path):
 
 
 def test_a_single_knot_is_what_the_curve_has_there():
-    """Whether or not the others were brought up to date in between."""
+    """Whether or not the others were updated before."""
     one, other = StepCost(64), StepCost(64)
     rng = np.random.default_rng(0)
     for _ in range(200):

@@ -35,7 +35,7 @@ def random_texts(count=9):
 
 
 class Causal:
-    """Hidden states that depend on all tokens so far, and on nothing after them."""
+    """Hidden states that depend on all previous tokens, and on no later ones."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ def observed(texts, folder, model=None, kind="medusa", of="heads", **options):
 
 
 def test_positions_are_those_whose_labels_count(tmp_path):
-    """The rule of training, `head_labels`, where all heads have a label."""
+    """The rule of training, `head_labels`, for positions where all heads have a label."""
     texts = random_texts()
     spans = list(find_spans(texts, HEADS, {END}))
     for number, each in enumerate(texts):
@@ -124,7 +124,7 @@ def test_a_text_that_ended_goes_on_to_its_end(tmp_path):
 
 @pytest.mark.parametrize("short", [(0, 1), (1, 1)])
 def test_labels_end_with_their_own_span(short, tmp_path):
-    """Spans side by side, the first of which has no position, may begin at the same one."""
+    """Adjacent spans, the first of which has no position, may start at the same one."""
     ids = list(range(2, 16))
     alone, _ = observed([text(ids, [(1, 14)])], tmp_path / "alone")
     after, _ = observed([text(ids, [short, (1, 14)])], tmp_path / "after")
@@ -137,7 +137,7 @@ def test_samples_of_a_prompt_are_in_the_same_half(tmp_path):
     texts = [text(ids, [(2, 14)], key=key) for key in ("a", "b", "a", "c", "b")]
     observations, _ = observed(texts, tmp_path)
     assert observations.halves() == ([0, 2, 3], [1, 4])
-    assert observed(texts[:1], tmp_path)[0].halves() is None, "of one prompt"
+    assert observed(texts[:1], tmp_path)[0].halves() is None, "only one prompt"
 
 
 def test_killed_and_run_again_gives_the_same_and_repeats_nothing(tmp_path):
@@ -169,7 +169,7 @@ def test_killed_and_run_again_gives_the_same_and_repeats_nothing(tmp_path):
     assert resumed_fits == fits
     other = Causal()
     observed(texts, tmp_path, other, of="others")
-    assert other.calls == batches, "nothing of other heads is taken over"
+    assert other.calls == batches, "batches of other heads are not reused"
 
 
 @pytest.mark.parametrize("kept", [0, 7, -3])

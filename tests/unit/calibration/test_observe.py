@@ -53,7 +53,7 @@ def test_ranks_are_places_in_the_proposers_order(monkeypatch, mapped, elements):
             tied += len(set(logits[row, head].tolist())) < logits.shape[2]
             best = probs[row, head].topk(5).values
             assert np.allclose(seen.confidences[row, head], best, atol=1e-3)
-    assert tied > 100, "ties are what the order is about"
+    assert tied > 100, "the order only matters for ties"
     rows = torch.nonzero(closely)[:, 0]
     assert len(seen.own) == len(rows)
     for place, row in enumerate(rows.tolist()):

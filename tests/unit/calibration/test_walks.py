@@ -1,4 +1,4 @@
-"""What trees accept on calibrated texts, and the search for the best of them."""
+"""What trees accept on calibrated texts, and the search for the best tree."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def tau_by_hand(texts, tree):
 def random_texts(seed):
     rng = np.random.default_rng(seed)
     shapes = [(int(rng.integers(0, 30)), 3) for _ in range(5)] + [(7, 3)]
-    return [rng.integers(-1, 3, shape) for shape in shapes]  # -1: a token never written
+    return [rng.integers(-1, 3, shape) for shape in shapes]  # -1: no token
 
 
 @given(st.integers(0, 10**6), st.sampled_from(TREES))
@@ -101,7 +101,7 @@ def grown(texts, size, max_rank):
 @given(texts_of_ranks, st.integers(1, 6))
 @settings(max_examples=60)
 def test_every_node_is_the_best_next_one(texts, size):
-    """Each prefix has the tau a walk by hand gives, and no candidate would have given more."""
+    """Each prefix has the tau of a manual walk, and no other candidate would give more."""
     paths, taus = grown(texts, size, RANKS)
     assert len(paths) == len(taus) == size
     TokenTree(tuple(paths))  # valid, parents first
@@ -117,14 +117,14 @@ def test_every_node_is_the_best_next_one(texts, size):
 
 
 def test_what_follows_an_accepted_token_counts():
-    """Head 1 is right at every position that follows a hit of head 0, and decoding skips those."""
-    text = [(0, 3), (3, 0)] * 30  # a hit of head 0, then a miss that has head 1 right
+    """Head 1 is right at every position after a hit of head 0, but decoding skips those."""
+    text = [(0, 3), (3, 0)] * 30  # a hit of head 0, then a miss where head 1 is right
     shares = np.mean(np.array(text) == 0, axis=0)
-    assert shares.tolist() == [0.5, 0.5], "averages can't tell the heads apart"
+    assert shares.tolist() == [0.5, 0.5], "averages can't distinguish the heads"
     paths, taus = grown([text], 2, RANKS)
     assert paths[0] == (0,)
     assert taus[0] == 2.0, "every step accepts one"
-    assert Walks(arrays([text]), [(0,), (0, 0)]).tau() == 2.0, "head 1 never adds anything"
+    assert Walks(arrays([text]), [(0,), (0, 0)]).tau() == 2.0, "head 1 never contributes"
 
 
 def test_the_search_stops_when_the_heads_offer_no_more():

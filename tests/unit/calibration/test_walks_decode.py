@@ -1,4 +1,4 @@
-"""On the test model's target and heads: what walks predict is what decoding does, step for step."""
+"""On the test model's target and heads: walks predict decoding exactly, step by step."""
 
 from types import SimpleNamespace
 
@@ -53,4 +53,4 @@ def test_walks_of_the_targets_own_text_are_its_decoding(trained, tmp_path, tempe
         assert len(steps) - len(walked) <= heads.num_heads, "only where labels ran out"
         compared += len(walked)
         total += sum(walked)
-    assert compared > 60 and total > 15, "too little happened to tell"
+    assert compared > 60 and total > 15, "too few steps for a comparison"

@@ -12,12 +12,12 @@ from vllm_medusa.offline import comparison
 from vllm_medusa.offline.defaults import TargetSizes
 from vllm_medusa.offline.options import CompareOptions
 
-AUTOMATIC = 0  # stands for no budget, and no tree
-SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0, AUTOMATIC: 0.4}  # of a group, by budget
+AUTOMATIC = 0  # no budget and no tree
+SECONDS = {None: 1.0, 2: 0.8, 4: 0.5, 6: 2.0, AUTOMATIC: 0.4}  # per group, by budget
 
 
 class Engine(FakeProcess):
-    """Stands in for `EngineProcess`, whose time is as `SECONDS` has it."""
+    """Replaces `EngineProcess`, with times from `SECONDS`."""
 
     wrong: int | None = None  # budget whose tokens are wrong
     started: list[Any] = []  # noqa: RUF012

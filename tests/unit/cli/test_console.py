@@ -1,4 +1,4 @@
-"""Exit statuses, and what a job's progress looks like where there is no terminal."""
+"""Exit statuses, and a job's progress output without a terminal."""
 
 import pytest
 
@@ -17,14 +17,14 @@ class Stopped(JobFailed):
         (OSError("no disk"), 2, "error: no disk\n"),
         (JobFailed("loss is NaN"), 1, "stopped: loss is NaN\n"),
         (Stopped("a stage"), 7, "stopped: a stage\n"),
-        (KeyboardInterrupt(), 130, "interrupted; go on\n"),
+        (KeyboardInterrupt(), 130, "interrupted; resume\n"),
     ],
 )
 def test_status_and_words(error, status, text, capfd):
     def job(progress):
         raise error
 
-    assert console.run_job(job, interrupted="go on") == status
+    assert console.run_job(job, interrupted="resume") == status
     assert capfd.readouterr().err == text
 
 

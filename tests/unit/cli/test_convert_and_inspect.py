@@ -1,4 +1,4 @@
-"""`convert` and `inspect`: what they print of heads and EAGLE drafters, and their exit status."""
+"""`convert` and `inspect`: their output for heads and EAGLE drafters, and their exit status."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from vllm_medusa.offline.options import CompareOptions, Speculation
 
 
 def target(folder, **changes):
-    """A target of which only the shapes are told; returns its folder."""
+    """A target with only shapes; returns its folder."""
     folder.mkdir(exist_ok=True)
     config = {"hidden_size": 64, "vocab_size": 512, "num_hidden_layers": 4} | changes
     (folder / "config.json").write_text(json.dumps(config))
@@ -111,7 +111,7 @@ def test_eagle_1(command, tmp_path):
 
 
 def test_one_that_reads_the_last_state_only(command, tmp_path):
-    """NVIDIA has such; vLLM serves their chains."""
+    """NVIDIA publishes such drafters; vLLM serves their chains."""
     last = {"eagle_config": {"use_aux_hidden_state": False}}
     drafter = Eagle3(torch.zeros(512, 64), 2 * torch.arange(200), (1, 2, 3))
     folder = drafter.save(tmp_path / "e", **last)
@@ -123,7 +123,7 @@ def test_one_that_reads_the_last_state_only(command, tmp_path):
 
 
 def test_commands_take_its_folder_for_what_it_is(tmp_path):
-    """`generate`, `compare` and the like, by `--speculative-model`."""
+    """`generate`, `compare` and others, by `--speculative-model`."""
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")
     own = {"method": "eagle3", "model": drafter, "tree": "dynamic"}
     assert medusa_config(drafter) == own

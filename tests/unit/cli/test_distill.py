@@ -35,10 +35,10 @@ def test_records_and_what_they_come_from(prompts, tmp_path, engine, capfd):
     assert bad == [] and len(records) == 21
     assert [r.request_id for r in records[1:8:2]] == ["p0#0", "p0#1", "p0#2", "1#1"]
     assert [r.temperature for r in records[1:8:2]] == [0.5, 1.0, 0.5, 1.0]
-    assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices a text"
+    assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices per text"
     ((settings, sampling, extra),) = engine.built
     assert settings.speculative_config is None and extra["seeded"] is True
-    assert sampling.temperature == 1.0, "engines with seeds have to know that any is above 0"
+    assert sampling.temperature == 1.0, "engines with seeds must know whether any is above 0"
     assert (sampling.max_tokens, sampling.top_p, sampling.ignore_eos) == (50, 0.9, False)
     generated = sum(r.num_generated for r in records)
     total = sum(len(r.token_ids) for r in records)
@@ -74,7 +74,7 @@ def test_an_interrupted_job_goes_on_to_the_same_records(prompts, tmp_path, engin
 
 
 def test_a_divided_conversation_is_whole_after_a_kill_between_its_lines(prompts, tmp_path):
-    """Without a chat template the fake engine's answers read otherwise in the next prompt."""
+    """Without a chat template, answers are tokenized differently in the next prompt."""
     out = tmp_path / "r.jsonl"
     assert run("-i", prompts, "-o", out, "--batch", 1) == 0
     whole = lines(out)

@@ -127,7 +127,7 @@ def test_a_prompt_that_the_engine_refuses(arguments, prompts, tmp_path, engine, 
     assert run(*arguments, "--batch", 1) == 2
     assert "line 7: the prompt has 99 tokens" in said(capfd)
     assert len(records(tmp_path / "o.jsonl")) == 6
-    for _ in range(2):  # done the second time, and still not well
+    for _ in range(2):  # finished the second time, but still with an error
         assert run(*arguments, "--batch", 1, "--on-bad-line", "skip") == 1
     assert "1 prompt could not be run" in said(capfd)
     errors = [r["error"] for r in records(tmp_path / "o.jsonl") if "error" in r]

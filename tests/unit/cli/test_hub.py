@@ -1,4 +1,4 @@
-"""Hub names: looked up before anything begins, refused at once where they can't be had."""
+"""Hub names: looked up before a job starts, refused immediately if unavailable."""
 
 from pathlib import Path
 

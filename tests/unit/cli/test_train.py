@@ -1,4 +1,4 @@
-"""`vllm-medusa train` as a user runs it: checked first, killed, gone on with, distributed."""
+"""`vllm-medusa train` as run by a user: checked first, killed, resumed, distributed."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Data = tuple[str, Path]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A target, and records of random tokens as the target would have sampled them."""
+    """A target, and records of random tokens as if sampled by the target."""
     folder = tmp_path_factory.mktemp("data")
     target = save_model(folder / "target", "Qwen2", tie_word_embeddings=True, head_dim=None)
     generator = torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def test_the_same_command_again_has_nothing_to_do(data, trained, tmp_path, capsy
     before = (trained / "model.safetensors").stat().st_mtime_ns
     assert run(*arguments(data, trained)) == 0
     assert "nothing to do" in capsys.readouterr().err
-    other = tmp_path / "records.jsonl"  # a span that Medusa-2's loss and draft vocabularies read
+    other = tmp_path / "records.jsonl"  # a span that affects Medusa-2's loss and draft vocabularies
     other.write_text(data[1].read_text().replace("[[6, 20], ", "[[6, 20], [20, 21], "))
     for file, more, words in (
         (data[1], ("--seed", "9"), "recipe.seed was 0 and is now 9"),
@@ -242,7 +242,7 @@ def test_what_stops_another_process_than_the_main_one_is_told(data, tmp_path, mo
 
     monkeypatch.setattr(train, "Workers", Second)
     (tmp_path / "heads").mkdir()
-    (tmp_path / "heads/new").touch()  # by the main process, this moment
+    (tmp_path / "heads/new").touch()  # just created by the main process
     nothing = tmp_path / "none.jsonl"
     assert run(*arguments((data[0], nothing), tmp_path / "heads")) == 2
     text = said(capsys)

@@ -73,7 +73,7 @@ def test_a_new_target_and_heads_that_know_it(source, data, done, capsys):
     assert told(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
     assert training["joint"]["lora"]["rank"] == 4 and training["joint_steps"] > 0
     warm_up = [training[stage]["warmup_steps"] for stage in ("recipe", "joint")]
-    assert warm_up == [50, 20], "each stage has its own"
+    assert warm_up == [50, 20], "each stage has its own log"
     assert training["target"]["sha256"] == target_fingerprint(source)["sha256"]  # it came from
     assert not training["degraded"] and 0 < training["quality"]["kl"] < 0.1
     stated = json.loads((done / MODEL / "config.json").read_text())["medusa_2"]
@@ -89,7 +89,7 @@ def test_a_new_target_and_heads_that_know_it(source, data, done, capsys):
 
 
 def test_what_is_stated_is_measured_on_the_merged_files(source, data, done):
-    """Everything again in plain transformers, text by text."""
+    """Recompute everything in plain transformers, text by text."""
     training = told(done)["training"]
     models = [
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -135,7 +135,7 @@ def test_a_degraded_target_is_kept_says_so_and_fails(source, data, tmp_path, cap
     assert (output / DEGRADED / "model.safetensors").exists() and not (output / MODEL).exists()
     assert told(output)["training"]["degraded"] and len(told(output)["training"]["shortfalls"]) == 1
     assert json.loads((output / DEGRADED / "config.json").read_text())["medusa_2"]["degraded"]
-    assert train(source, data, output, *bounds) == 1  # not silently done the second time, either
+    assert train(source, data, output, *bounds) == 1  # nor does the second run succeed silently
 
 
 @pytest.mark.parametrize("diverged", ["quality", "states"])
@@ -193,7 +193,7 @@ def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
         assert not (tmp_path / "heads").exists()
 
 
-def test_a_target_that_is_stored_quantised_is_refused(source, data, tmp_path, capsys):
+def test_a_quantized_target_is_refused(source, data, tmp_path, capsys):
     folder = tmp_path / "quantised"
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -220,7 +220,7 @@ def test_options_of_the_warm_up_reach_where_they_are_said_to(source, data, tmp_p
 
 
 class Syncs:
-    """Counts `os.fsync`, which every file that matters goes through, and dies at one of them."""
+    """Counts `os.fsync`, which all important files use, and dies at one of them."""
 
     def __init__(self, die_at: int = 0) -> None:
         self.count, self.die_at, self.sync = 0, die_at, os.fsync

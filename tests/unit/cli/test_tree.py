@@ -36,7 +36,7 @@ def test_the_tree_in_the_config_is_the_best(heads):
     taus = walk_taus(observations.texts(), expected, range(1, 7))
     assert found["tree_tokens_per_step"] == [round(tau, 4) for tau in taus]
     assert found["provenance"][-1]["data"][0]["file"] == "calibration.safetensors"
-    assert found["tree"].index([1, 0]) == 2, "averages of the heads would mislead here"
+    assert found["tree"].index([1, 0]) == 2, "averages of the heads would be misleading here"
 
 
 def test_a_dry_run_changes_nothing(heads, capsys):

@@ -1,4 +1,4 @@
-"""Every format to every other; what formats can't express; outputs whole or absent."""
+"""Every format to every other; unsupported contents; complete or no outputs."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_the_command_offers_every_format():
 @pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_there_and_back_keeps_every_bit(foreign, kind, native, target, read, tmp_path):
-    """What is added are biases of zeros and copies of an LM head."""
+    """Only zero biases and copies of an LM head are added."""
     source = native(**kind)
     before, config = read(source)
     folder, lm_head = target
@@ -79,7 +79,7 @@ def test_copies_take_no_room_in_a_pickle(native, target, tmp_path):
     stored = torch.load(tmp_path / "a" / "medusa_lm_head.pt")
     copies = [stored[f"{head}.1.weight"] for head in range(3)]
     assert len({copy.data_ptr() for copy in copies}) == 1
-    assert copies[0].untyped_storage().nbytes() == 4 * VOCAB * HIDDEN  # no padding behind it
+    assert copies[0].untyped_storage().nbytes() == 4 * VOCAB * HIDDEN  # without padding
 
 
 @pytest.mark.parametrize("num_lm_heads", [0, 1])
@@ -221,7 +221,7 @@ def test_a_full_medusa_2_model_comes_apart(suffix, target, read, tmp_path):
     heads_config = read(tmp_path / "heads")[1]
     assert "architectures" not in heads_config
     assert heads_config["medusa"]["tree"] == [[0]]
-    # the base is the very model the heads know: as itself, in the full checkpoint, written alone
+    # the base is the heads' target: by itself, in the full checkpoint, and written separately
     known = heads_config["medusa"]["target"]["sha256"]
     for path in (folder, full, tmp_path / "base"):
         assert target_fingerprint(path)["sha256"] == known
@@ -264,11 +264,11 @@ def full(target, read, tmp_path):
     return tmp_path / "full"
 
 
-@pytest.mark.parametrize("kind", ["a model", "a full one", "heads beside it", "a config alone"])
+@pytest.mark.parametrize("kind", ["a model", "a full one", "with heads", "a config alone"])
 def test_what_is_not_heads_alone_is_never_replaced(kind, target, full, native, read, tmp_path):
     source, out = native(), tmp_path / "out"
     write(out / "model.safetensors", *read(full if kind == "a full one" else target[0]))
-    if kind == "heads beside it":
+    if kind == "with heads":
         write(out / "medusa_lm_head.safetensors", random_heads(3, 1).spelled("v1"), {})
     elif kind == "a config alone":
         (out / "model.safetensors").unlink()
@@ -289,7 +289,7 @@ def test_heads_and_base_may_not_overlap(output, base, full, tmp_path):
 
 
 def test_a_kill_leaves_no_half_of_an_output(native, read, tmp_path):
-    """Killed after the tensors and before the config: the old output stands, the next run works."""
+    """Killed between tensors and config: the old output remains, and the next run works."""
     source, out = native(), tmp_path / "out"
     convert(source, "v1", out)
     before, _ = read(out)

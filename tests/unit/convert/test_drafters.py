@@ -1,4 +1,4 @@
-"""EAGLE-3 drafters in every layout: the same tensors, the same layers, read as what they are."""
+"""EAGLE-3 drafters in every layout: the same tensors and layers, correctly identified."""
 
 import json
 from pathlib import Path
@@ -54,13 +54,13 @@ def test_what_each_layout_says(source: str, tmp_path: Path) -> None:
     assert config_of(tmp_path / "safeailab")["architectures"] == ["LlamaForCausalLM"]
     theirs = config_of(tmp_path / "speculators")
     assert theirs["speculators_config"]["verifier"]["name_or_path"] == "owner/target"
-    assert theirs["norm_before_residual"] is False  # which is not their default
+    assert theirs["norm_before_residual"] is False  # not the default
     names = load_file(tmp_path / "speculators" / "model.safetensors")
     assert "layers.0.self_attn.q_proj.weight" in names
 
 
 def test_layers_are_numbered_as_each_reader_takes_them(source: str, tmp_path: Path) -> None:
-    """Outputs in an eagle_config whose first is 1, the same default without numbers."""
+    """Outputs in an eagle_config whose first is 1; the same default without numbers."""
     convert(source, "specforge", tmp_path / "unknown")
     own = "eagle_aux_hidden_state_layer_ids"
     assert config_of(tmp_path / "unknown")["eagle_config"][own] == [1, 3, 4]
@@ -94,7 +94,7 @@ def test_what_a_layout_has_no_place_for_is_refused(source: str, tmp_path: Path) 
 
 
 def test_a_map_of_a_whole_vocabulary(tmp_path: Path) -> None:
-    """SpecForge stores one always; vLLM has no place for it."""
+    """SpecForge always stores one; vLLM does not support it."""
     source = Eagle3(torch.zeros(512, 64), torch.arange(512), LAYERS).save(tmp_path / "source")
     found = inspect_eagle(source)
     assert not found.fits and "convert --to native" in found.checks[0].text

@@ -22,7 +22,7 @@ def target(weight):
 
 
 def check(source, plain, hidden, target_lm_head, **options):
-    """Load and compare the logits with the naive forward of the tensors that were written."""
+    """Load, and compare the logits with the naive forward pass of the written tensors."""
     heads, info = load_heads(source, **{**SIZES, **options})
     logits = heads.compute_logits(heads(hidden), target(target_lm_head))
     expected = plain.logits(hidden, target_lm_head)
@@ -32,10 +32,10 @@ def check(source, plain, hidden, target_lm_head, **options):
 
 
 MAP = torch.tensor([5, 0, 19, 7])
-PUBLISHED = {  # so, beside five heads
+PUBLISHED = {  # published like this, with five heads
     "base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 7
 }  # fmt: skip
-READ = [  # how random heads are stored, and the format as which they are read
+READ = [  # how random heads are stored, and the detected format
     ("v1", {"num_heads": 5}, PUBLISHED),
     ("v1", {"num_layers": 2, "bias": False}, None),
     ("v1", {"num_layers": 0}, None),
@@ -86,7 +86,7 @@ def test_the_targets_lm_head_is_not_copied(tmp_path, hidden, target_lm_head):
 
 
 def test_token_map_over_whole_lm_heads_picks_their_rows(tmp_path, hidden, target_lm_head):
-    """As vLLM does: rows beyond the map's length mean that the LM head is not truncated yet."""
+    """As in vLLM: rows beyond the map's length mean that the LM head is not truncated yet."""
     plain = random_heads(2, 1, lm_bias=True, token_map=MAP)
     write(tmp_path / "model.safetensors", plain.spelled("vllm"), {"vocab_size": VOCAB})
     heads, _ = load_heads(tmp_path, **SIZES)
@@ -154,7 +154,7 @@ def test_old_pickles_that_cannot_be_mapped(tmp_path, hidden, target_lm_head):
     check(path, plain, hidden, target_lm_head)
 
 
-# --- what is refused ---
+# --- refused checkpoints ---
 
 
 def edited(plain, style="v1", **changes):
@@ -251,7 +251,7 @@ def test_values_too_large_for_the_dtype(tmp_path):
         load_heads(tmp_path, **SIZES, dtype=torch.int8)
 
 
-# --- what we write ---
+# --- writing ---
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
@@ -296,7 +296,7 @@ def test_what_is_not_saved(tmp_path):
     with pytest.raises(HeadsError, match=r"'blocks\.1\.layers\.0\.weight' holds NaN"):
         save_heads(tmp_path, heads)
     assert list(Path(tmp_path).iterdir()) == []
-    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))  # readers prefer it
+    write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))  # preferred by readers
     with pytest.raises(HeadsError, match=r"already holds medusa_lm_head\.pt"):
         save_heads(tmp_path, MedusaHeads(2, 1, HIDDEN, VOCAB))
 
@@ -315,7 +315,7 @@ def test_update_config_keeps_everything_else(tmp_path):
 
 
 def test_update_config_appends_provenance(tmp_path):
-    write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"))  # and no config.json
+    write(tmp_path / "medusa_lm_head.pt", random_heads().spelled("v1"))  # without config.json
     for command in ("a", "b"):
         update_config(tmp_path, provenance={"command": [command]})
     entries = [{"command": ["a"]}, {"command": ["b"]}]
@@ -337,7 +337,7 @@ def test_update_config_refuses_what_is_not_json(value, tmp_path):
 
 
 def test_there_is_no_config_before_the_weights(tmp_path, monkeypatch):
-    """A run whose config.json is there is complete."""
+    """A run with a config.json is complete."""
 
     def killed(*_):
         raise KeyboardInterrupt

@@ -67,14 +67,14 @@ def test_neither_path_nor_hub_name(source):
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
-def test_a_config_that_is_none(text, tmp_path):
+def test_invalid_configs(text, tmp_path):
     write(tmp_path / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(HeadsError, match=r"config\.json .*JSON"):
         peek_heads(tmp_path)
 
 
-def test_indices_that_lie(tmp_path):
+def test_wrong_indices(tmp_path):
     tensors = random_heads(2, 1).spelled("v1", "medusa_head.")
     index = "model.safetensors.index.json"
     write_sharded(tmp_path, {"a.safetensors": tensors}, index)
@@ -95,7 +95,7 @@ def test_indices_that_lie(tmp_path):
 
 
 def test_peeking_reads_no_weight(tmp_path, monkeypatch):
-    """A header is enough: no safetensors weight is read, and pickles are memory-mapped."""
+    """A header is enough: no safetensors weights are read, and pickles are memory-mapped."""
     write(tmp_path / "st" / "model.safetensors", random_heads(2, 1).spelled("vllm"))
     write(tmp_path / "pt" / "medusa_lm_head.pt", random_heads(2, 1).spelled("v1"))
 

@@ -1,4 +1,4 @@
-"""The same weights have the same fingerprint however they are stored, others another one."""
+"""The same weights have the same fingerprint in any storage; other weights have another."""
 
 import json
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_tied_embeddings_are_the_same_stored_once_or_twice(tmp_path):
 
 @pytest.mark.parametrize("name", weights())
 def test_any_tensor_that_was_trained_shows(name, plain, tmp_path):
-    """A step of training moves nearly all values of a tensor, if only by a rounding each."""
+    """A training step changes nearly all values of a tensor, at least by rounding."""
     tuned = weights()
     tuned[name] = (tuned[name].float() * 1.01).to(torch.bfloat16)
     assert digest(saved(tmp_path / "a", tuned)) != plain
@@ -119,7 +119,7 @@ def test_the_target_stored_again_is_the_same(tmp_path):
     assert target_fingerprint(tmp_path) == target_fingerprint(TARGET)
     assert target_fingerprint(TARGET) == {
         "sha256": "2fbae0fcfc51a0968b6fbc57bd22c27c9dc3f9e524c1f53a91375df0719c1ac1",
-        "scheme": 1,  # another digest of the same weights needs another scheme
+        "scheme": 1,  # a new digest for the same weights needs a new scheme
         "architecture": "LlamaForCausalLM",
         "hidden_size": 256,
         "vocab_size": 4096,
@@ -172,7 +172,7 @@ def test_what_has_no_weights_is_refused(what, tmp_path):
 
 @pytest.fixture
 def heads(tmp_path):
-    """Heads made for the plain target; ``changes`` are made to the fingerprint they carry."""
+    """Heads for the plain target; ``changes`` apply to their stored fingerprint."""
 
     def make(target=None, **changes):
         folder = tmp_path / "heads"

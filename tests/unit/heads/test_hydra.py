@@ -86,7 +86,7 @@ def test_files_keep_every_bit(tmp_path, own, token_map):
 
 
 def reference(tmp_path, **changes):
-    """As the reference writes them: a pickle of names behind a prefix."""
+    """In the reference's format: a pickle with prefixed names."""
     tmp_path.mkdir(exist_ok=True)
     save_heads(tmp_path / "own", make(own=True))
     tensors = load_file(tmp_path / "own" / "model.safetensors")

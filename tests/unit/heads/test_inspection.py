@@ -12,7 +12,7 @@ from vllm_medusa.heads.inspection import inspect_heads
 
 @pytest.fixture
 def target(tmp_path):
-    """Write a target; ``changes`` are made to its config."""
+    """Write a target; ``changes`` apply to its config."""
 
     def make(name="target", **changes):
         tensors = {

@@ -8,7 +8,7 @@ from vllm_medusa.kv.layers import LayerCaches, compact_layers
 @pytest.mark.parametrize(
     ("shape", "order", "dims", "outer", "run"),
     [
-        # all of bfloat16: a word is 4 of them where runs and strides allow it
+        # all of bfloat16: a word is 4 elements where runs and strides allow it
         ((9, 4, 2, 8), (0, 1, 2, 3), (0, 1), ((1, 0), (1, 0)), 4),
         ((2, 9, 4, 2, 8), (0, 1, 2, 3, 4), (1, 2), ((1, 0), (2, 144)), 4),
         ((9, 2, 4, 2, 8), (0, 1, 2, 3, 4), (0, 2), ((1, 0), (2, 16)), 4),

@@ -43,7 +43,7 @@ def log(tmp_path):
 
 @pytest.fixture
 def running(tmp_path, log):
-    """A process that runs a job that sleeps, and the job's process id."""
+    """A process that runs a sleeping job, and the job's process id."""
     told = tmp_path / "pid"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen([sys.executable, "-c", PARENT, str(told), str(log)], env=environment)
@@ -53,7 +53,7 @@ def running(tmp_path, log):
 
 def test_a_job_gets_options_and_gives_its_result_back(log):
     told = Told()
-    options, command, pid = run_in_process(jobs.tell, {"a": 1}, told, log=log, command=["b"])
+    options, command, pid = run_in_process(jobs.report, {"a": 1}, told, log=log, command=["b"])
     assert (options, command) == ({"a": 1}, ["b"])
     assert gone(pid)
     assert (told.notes, told.warnings) == (["noted"], ["warned"])
@@ -67,7 +67,7 @@ def test_what_a_job_started_ends_with_it(log):
 
 def test_all_that_it_says_is_behind_what_the_log_had(log):
     log.write_text("before\n")
-    run_in_process(jobs.tell, None, log=log)
+    run_in_process(jobs.report, None, log=log)
     lines = log.read_text().splitlines()
     assert lines[0] == "before"
     said = {"printed", "written", "by a child", "noted", "warning: warned"}

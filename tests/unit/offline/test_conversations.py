@@ -16,7 +16,7 @@ TALK = [
 ]
 KEPT, TRIMMED = TALK[2]["content"], TALK[2]["content"].strip()
 
-STYLES = [  # template, what the assistant has to write
+STYLES = [  # template, the assistant's text
     (chat.CHATML, [KEPT + "<|im_end|>", "Yes.<|im_end|>"]),
     (chat.LLAMA_3, [TRIMMED + "<|eot|>", "Yes.<|eot|>"]),
     (chat.GEMMA, [TRIMMED + "</turn>", "Yes.</turn>"]),
@@ -39,7 +39,7 @@ def test_spans_are_what_the_assistant_writes_and_nothing_else(template, written)
     tokenizer = chat.tokenizer(template)
     assert text == tokenizer.apply_chat_template(TALK, tokenize=False)
     ids, places = encode_conversation(TALK, "messages", tokenizer)
-    for turn, (start, _) in zip((2, 4), places, strict=True):  # what serving sees before the answer
+    for turn, (start, _) in zip((2, 4), places, strict=True):  # the prompt in serving
         served = tokenizer.apply_chat_template(
             TALK[:turn], add_generation_prompt=True, tokenize=True, return_dict=False
         )
@@ -57,7 +57,7 @@ def test_share_gpt():
     talk = [
         {"from": "human", "value": "Hi"},
         {"from": "gpt", "value": "Hello!"},
-        {"from": "human", "value": "Bye"},  # nobody answers
+        {"from": "human", "value": "Bye"},  # no answer follows
     ]
     text, spans = encode(talk, chat.CHATML, "conversations")
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
@@ -118,7 +118,7 @@ def test_plain_text_is_trained_from_its_second_token():
 
 
 def test_a_tokenizer_that_begins_every_text_with_a_blank():
-    """Pieces of a text encode otherwise than the text does: as in Llama 2's tokenizer."""
+    """Parts of a text are tokenized differently than the whole text, as in Llama 2's tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What engines are given on a CPU: memory that is there, counted from the prompts' tokens."""
+"""Engine settings on a CPU: they fit the available memory, counted from the prompts' tokens."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from vllm_medusa.offline.defaults import COMPILE_FROM, ENGINE_BYTES, TargetSizes
 GB = 10**9
 # 30 layers of 3 key-value heads of 64 values in bfloat16, as SmolLM2-135M has them
 SMOL = TargetSizes(134_500_000, weights=269_000_000, per_token=2 * 30 * 3 * 64 * 2, positions=8192)
-CHATS = [600] * 339 + [1900]  # one article among short prompts
+CHATS = [600] * 339 + [1900]  # one long text among short prompts
 
 
 def test_one_long_prompt_does_not_make_all_others_long() -> None:
@@ -66,7 +66,7 @@ def test_a_long_job_is_compiled_a_short_one_starts_sooner(plan) -> None:
         (80, 1.0, (32, 2)),  # fewer rounds
         (40, 1.0, (20, 2)),  # fewer prompts
         (8, 1.0, (8, 1)),  # one round
-        (1, 100.0, (6, 1)),  # so many at least
+        (1, 100.0, (6, 1)),  # the minimum
     ],
 )
 def test_rounds_and_prompts_that_fit_into_a_time(seconds, turn, measured) -> None:

@@ -11,7 +11,7 @@ from vllm_medusa.offline.options import GenerateOptions, Speculation
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The files of prompts that are parsed, an engine that needs no model."""
+    """The parsed prompt files, with an engine that needs no model."""
     read = []
     real = prompts.read_prompts
     monkeypatch.setattr(

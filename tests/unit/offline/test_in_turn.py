@@ -31,7 +31,7 @@ def test_equal_tokens_are_identical_however_many_come_in_a_step(concurrency):
 
 
 def differences(candidate, **baseline):
-    """What is found beside a plain engine."""
+    """The differences from a plain engine."""
     plain = FakeProcess(**baseline)
     comparison = run_in_turn(plain, candidate, PROMPTS, concurrency=4, seed=3, rounds=1)
     assert not comparison.identical

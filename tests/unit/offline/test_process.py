@@ -1,4 +1,4 @@
-"""The process of an engine, with an engine that needs no model."""
+"""The engine's process, with an engine that needs no model."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class Engine(FakeEngine):
 
 
 def body(channel: Any) -> None:
-    """Run in the child: the real loop around the fake engine."""
+    """Run in the child: the real loop with the fake engine."""
     engine.VllmEngine = Engine  # type: ignore[misc, assignment]
     serve(channel)
 

@@ -51,7 +51,7 @@ def test_the_digest_knows_everything_that_is_trained():
     changes = (
         {},
         {"token_ids": (1, 2, 3, 4, 6)},
-        {"generated": ((3, 5),)},  # a span without labels for heads is in the target's own loss
+        {"generated": ((3, 5),)},  # a span without labels for heads counts in the target's own loss
         {"generated": ((2, 3), (3, 5))},
         {"temperature": 1.0},
         {"temperature": 0.7},
@@ -161,7 +161,7 @@ def test_the_order_of_the_lines_makes_no_difference(tmp_path):
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_samples_of_a_prompt_or_records_of_a_group_are_on_one_side(tmp_path, grouped):
-    """Pieces of a conversation begin differently; only their group says that they belong to it."""
+    """Parts of a conversation start differently; only their group identifies them."""
     made = rows(20, 3)
     if grouped:
         made = [row | {"group": f"{row['index'] % 10:064x}"} for row in made]

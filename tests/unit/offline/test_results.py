@@ -124,7 +124,7 @@ def test_a_job_that_broke_off_before_its_first_result_leaves_nothing(tmp_path):
 
 
 def test_a_full_disk_keeps_what_was_finished(tmp_path):
-    """The limit on a file's size ends a write in its middle, as a full disk does."""
+    """The file size limit interrupts a write, as a full disk does."""
     path = tmp_path / "out.jsonl"
     full = pytest.raises(OSError, match=r"2 finished prompts are kept.*out\.jsonl")
     with limited(300), ResultLog(path, {}) as log, full:
@@ -144,7 +144,7 @@ def test_places_that_can_not_hold_results(tmp_path):
         ResultLog(tmp_path, SETTINGS)
 
 
-def test_a_fingerprint_sees_both_ends_of_every_file(tmp_path):
+def test_a_fingerprint_covers_both_ends_of_every_file(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"h" * 200_000 + b"t")
     before = fingerprint(tmp_path)
@@ -168,7 +168,7 @@ def test_killed_again_and_again_no_line_is_lost_or_repeated(tmp_path):
     for attempt in range(200):
         process = context.Process(target=generate, args=(path, 0.002))
         process.start()
-        # ever later: starting a process takes long on a busy machine or from a large one
+        # increasingly late: starting a process is slow on a busy machine or from a large process
         process.join(moments.uniform(0.005, 0.06) * (1 + attempt / 4))
         if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)

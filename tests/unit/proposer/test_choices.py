@@ -1,4 +1,4 @@
-"""Dynamic proposals: confidences are the heads' own, alike on all ranks, tokens at their nodes."""
+"""Dynamic proposals: the heads' own confidences, equal on all ranks, with tokens at their nodes."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def grow(logits, num_nodes, max_depth, limit=None):
 
 
 def below(proposal, row, column):
-    """The nodes above a node and itself, from below the root on."""
+    """The path to a node, from below the root."""
     path = []
     while column:
         path.insert(0, column)

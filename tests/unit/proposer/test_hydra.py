@@ -37,7 +37,7 @@ def paths(drafts, root, row):
 
 
 def disagreements(tree):
-    """How many nodes are no choice that a dense pass over their own path gives their parent."""
+    """Number of nodes that are not a choice of a dense pass over their parent's path."""
     heads, states, root, embedding, lm_head = setting()
     drafts = propose_tree(heads, states, root, tree, lambda x: x @ lm_head.T)
     wrong = nodes = 0
@@ -61,7 +61,7 @@ def test_nodes_are_a_dense_pass_over_their_own_path(tree):
 
 
 def test_a_siblings_token_shows(monkeypatch):
-    """A head that is fed its sibling's branch gives other choices."""
+    """A head that reads its sibling's branch gives other choices."""
     expand = HydraStep.expand
 
     def wrong(self, level, tokens, parents, width):

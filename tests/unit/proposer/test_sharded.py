@@ -1,4 +1,4 @@
-"""Shards of the vocabulary against the whole of it, bit for bit."""
+"""Shards of the vocabulary against the whole, bit for bit."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def cut(logits: Tensor, widths: list[int], padding: int) -> list[tuple[Tensor, VocabShard]]:
-    """Shards of these widths, whose padding columns would win if they were read."""
+    """Shards of these widths, whose padding columns would be chosen if they were read."""
     shards, first, vocab = [], 0, sum(widths)
     for width in widths:
         own = logits[..., first : first + width]
@@ -57,19 +57,19 @@ def test_shards_equal_the_whole(case, padding):
     assert torch.equal(token_ids(merged), expected)
     values = logits.gather(-1, expected).float() + 0.0
     assert torch.equal(logit_values(merged).nan_to_num(9e9), values.nan_to_num(9e9))
-    assert torch.equal(merge_topk(keys.flip(0), k), merged)  # in whatever order ranks answer
+    assert torch.equal(merge_topk(keys.flip(0), k), merged)  # independent of the order of ranks
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_vocabularies(ranks, dtype):
-    """Where `stable_topk` goes by groups: as it is with all of it, or with a shard of it."""
+    """Vocabularies where `stable_topk` uses groups, for the whole or for a shard."""
     vocab = 40_003
     logits = torch.randn(2, 2, vocab, generator=torch.Generator().manual_seed(ranks)).to(dtype)
     logits[0, 0, torch.tensor([5, 17_000, 39_999])] = NAN
     logits[1, 1] = 1.0
     width = -(-vocab // ranks)
-    memory = torch.full((2, 2, ranks * width), INF, dtype=dtype)  # padded as vLLM pads
+    memory = torch.full((2, 2, ranks * width), INF, dtype=dtype)  # padded as in vLLM
     memory[..., :vocab] = logits
     keys = [
         local_topk(memory[..., r * width : (r + 1) * width], 9, VocabShard.of_rank(r, width, vocab))

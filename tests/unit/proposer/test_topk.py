@@ -33,11 +33,11 @@ def test_equals_a_stable_sort_whatever_the_ties(data):
 
 @pytest.mark.parametrize("vocab", [16385, 20000, 32000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_large_vocabularies_take_the_grouped_way(vocab, dtype):
+def test_large_vocabularies_use_groups(vocab, dtype):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(2, 3, vocab, generator=generator).to(dtype)
     logits[0, 0, -1] = logits[0, 0].max()  # the last, incomplete group counts
-    logits[1, 2] = 0.0  # nothing but ties
+    logits[1, 2] = 0.0  # only ties
     expected = by_sorting(logits, 10)
     assert torch.equal(stable_topk(logits, 10), expected)
     assert stable_topk(logits, 10)[1, 2].tolist() == list(range(10))

@@ -34,7 +34,7 @@ def test_equals_the_walk_with_an_argmax_sampler(case, seed):
 def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second():
     #      0            tokens: both children are 5; only the second has a child that matches
     #     / \
-    #    1   2          The walk stands at node 1 and must stop there.
+    #    1   2          The walk is at node 1 and must stop there.
     #        |
     #        3
     tree = TokenTree.from_paths([[0], [1], [1, 0]])

@@ -47,7 +47,7 @@ def test_copy_reads_all_before_it_writes(isa, slots, count):
     cache = numbered_cache(isa)
     src, dst = torch.tensor(slots[20:28]), torch.tensor(slots[20:28])  # no-ops
     src[:count] = torch.tensor(slots[:count])
-    dst[:count] = torch.tensor(slots[1 : count + 1])  # a chain: each target is the next source
+    dst[:count] = torch.tensor(slots[1 : count + 1])  # a chain: each destination is the next source
     before = gather_tokens(cache, isa, torch.arange(128))
     copy_tokens(cache, isa, src, dst)
     after = gather_tokens(cache, isa, torch.arange(128))

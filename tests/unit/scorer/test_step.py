@@ -1,4 +1,4 @@
-"""The layout of a step against the same thing written as loops."""
+"""The layout of a step against the same layout written as loops."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from vllm_medusa.tree.batch import TreeTensors
 
 TREE = TokenTree.dense([3, 2])  # 10 nodes
 
-# Per request: scheduled tokens before its first node (a prefill's), nodes it verifies.
+# Per request: scheduled tokens before its first node (prefill), nodes to verify.
 requests = st.lists(
     st.tuples(st.integers(0, 5), st.integers(1, TREE.num_nodes)), min_size=1, max_size=6
 )

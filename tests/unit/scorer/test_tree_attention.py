@@ -1,4 +1,4 @@
-"""The CPU path against the fp64 reference; every cache is NaN wherever no tree may look.
+"""The CPU path against the fp64 reference; every cache is NaN wherever no tree may read.
 
 Tolerances: fp32 results differ by summation order, ``1e-5`` is 80 ulp of outputs near 1. The half
 types add one rounding of the output, half an ulp of its largest value (4 and 2**-8, 4 and 2**-11).
@@ -19,7 +19,7 @@ UNTOUCHED = 7.0
 
 
 def error(case: Case, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> float:
-    """Largest difference to the reference; rows between the trees must stay as they were."""
+    """Largest difference from the reference; rows between the trees must be unchanged."""
     out = torch.full_like(case.query, UNTOUCHED)
     expected = torch.full(case.query.shape, UNTOUCHED, dtype=torch.float64)
     result = tree_attention(case.query, case.kv_cache, case.meta, case.scale, softcap, sinks, out)
@@ -105,8 +105,8 @@ def test_a_causal_mask_is_not_a_tree():
 
 
 @pytest.mark.parametrize("wrong", ["base", "blocks", "window", "depths", "rows", "ancestors"])
-def test_wrong_metadata_is_seen(wrong):
-    """Negative controls: the reference reads no metadata, so every wrong field must show."""
+def test_wrong_metadata_is_detected(wrong):
+    """Negative controls: the reference reads no metadata, so every wrong field must be detected."""
     case = make_case([16, 16], [40, 40], window=5)
     assert error(case) < 1e-5
     tree = case.tree
@@ -124,7 +124,7 @@ def test_wrong_metadata_is_seen(wrong):
         ancestors[1, 15, 15] = False
         fields["tree"] = replace(tree, ancestors=ancestors)
     broken = plan_trees(layout=case.meta.layout, num_heads=4, **fields)
-    assert not error(replace(case, meta=broken)) < 1e-2  # nor is NaN
+    assert not error(replace(case, meta=broken)) < 1e-2  # also false for NaN
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -155,7 +155,7 @@ def test_refusals_name_the_value_and_the_remedy():
 
 
 def test_truncated_results_are_the_next_towards_zero():
-    """As vLLM's kernel for CPUs without bf16 instructions has them; about half differ."""
+    """As in vLLM's kernel for CPUs without bf16 instructions; about half differ."""
     case = make_case([9, 3], [40, 7], dtype=torch.bfloat16)
     both = [
         tree_attention(case.query, case.kv_cache, case.meta, case.scale, truncate=truncate)

@@ -1,4 +1,4 @@
-"""Ranks as the proposer would draw the guesses, and sums that add up over batches."""
+"""Ranks in the proposer's order, and sums that are additive over batches."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_batches_add_up():
 
 @pytest.mark.parametrize("count", [4, 12], ids=["below TOP", "above TOP"])
 def test_labels_outside_the_draft_vocabulary_are_missed_and_have_no_loss(count):
-    """The mean loss is over the labels that have one; top k is over all labels."""
+    """The mean loss is over labels with a loss; top k is over all labels."""
     token_map = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:count]
     heads = make_heads(token_map)
     matrix = torch.randn(V, H)

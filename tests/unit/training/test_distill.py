@@ -19,9 +19,9 @@ class Scripted:
     """An engine with scripted answers; letters are tokens, and 3 ends a turn."""
 
     script: Mapping[str, tuple[Sequence[int], str]]  # key -> token ids, finish reason
-    rewrite: bool = False  # the template says earlier answers in upper case
-    end: int = EOT  # what the template ends a turn with
-    longest: int = 1000  # prompt
+    rewrite: bool = False  # the template renders earlier answers in upper case
+    end: int = EOT  # end token of the template
+    longest: int = 1000  # max length of a prompt
     asked: dict[str, list[int]] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ def test_answers_that_are_rendered_otherwise_are_records_of_their_own():
 
 
 def test_no_split_divides_a_conversation_that_falls_into_records(tmp_path):
-    """Records of one prompt, the second's samples too; old files, without groups, still load."""
+    """Records of one prompt and the second prompt's samples; files without groups still load."""
     plan = Plan(samples=2, temperatures=(0.7,), turns=3)
     prompts = [Prompt(i, i + 1, f"t{i}", turns=(chr(97 + i), "y", "z")) for i in range(6)]
     script = {f"{slot}.{turn}": (ids(f"{slot}|"), "stop") for slot in range(12) for turn in "012"}
@@ -151,7 +151,7 @@ def test_samples_have_names_seeds_and_temperatures_of_their_own():
 def test_a_slot_is_done_when_its_last_record_stands():
     plan = Plan(samples=2, turns=3)
     prompts = [Prompt(0, 1, "p", turns=("a", "b", "c"))]
-    assert [s.index for s in plan.slots(prompts, {1, 2})] == [0, 1], "only its first records"
+    assert [s.index for s in plan.slots(prompts, {1, 2})] == [0, 1], "only the first records"
     assert [s.index for s in plan.slots(prompts, {0, 1, 2})] == [1]
     assert [s.index for s in plan.slots(prompts, {0, 3})] == []
 

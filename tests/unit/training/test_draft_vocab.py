@@ -1,4 +1,4 @@
-"""The draft vocabulary: which tokens, how many, and what they cover."""
+"""The draft vocabulary: which tokens, how many, and their coverage."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def record(ids: tuple[int, ...], *spans: tuple[int, int]) -> Record:
 
 
 def texts(*generated) -> list[Record]:
-    """One of each prompt."""
+    """One text per prompt."""
     return [
         Record(n, n + 1, str(n), (n, *ids), ((1, 1 + len(ids)),)) for n, ids in enumerate(generated)
     ]
@@ -30,19 +30,19 @@ def test_the_commonest_generated_tokens_are_kept():
     counts = count_tokens(records, 12)
     assert frequent_tokens(counts, 1).tolist() == [3]  # of 3 and 5, twice each
     assert frequent_tokens(counts, 3).tolist() == [3, 5, 6]
-    assert frequent_tokens(counts, 5).tolist() == [0, 1, 3, 5, 6]  # no prompt's 9 or 7
+    assert frequent_tokens(counts, 5).tolist() == [0, 1, 3, 5, 6]  # not 9 or 7, in prompts only
     assert len(frequent_tokens(counts, 50)) == 12
-    assert frequent_tokens(counts, 3, {11}).tolist() == [3, 5, 11]  # what ends answers
+    assert frequent_tokens(counts, 3, {11}).tolist() == [3, 5, 11]  # an end token
     assert coverage(counts, torch.tensor([3, 6])) == 3 / 5
 
 
 @pytest.mark.parametrize(
     ("used", "vocab", "size"),
     [
-        (100, LARGEST, None),  # as small as a draft vocabulary
+        (100, LARGEST, None),  # not larger than a draft vocabulary
         (100, LARGEST + 1, SMALLEST),
         (5000, 50_000, 5120),  # 4950 cover 99%
-        (6300, 50_000, 7168),  # 6237 do
+        (6300, 50_000, 7168),  # 6237 cover 99%
         (40_000, 50_000, LARGEST),
     ],
 )

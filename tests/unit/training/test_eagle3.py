@@ -41,7 +41,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Random texts of different lengths, each with two spans that the target wrote."""
+    """Random texts of different lengths, each with two generated spans."""
     generator = torch.Generator().manual_seed(0)
     path = tmp_path_factory.mktemp("data") / "records.jsonl"
     with path.open("w") as file:
@@ -63,7 +63,7 @@ def options(target: str, records: Path, output: Path, **steps: Any) -> TrainOpti
 
 
 class Stop:
-    """Progress that interrupts a training at some step."""
+    """Progress that interrupts a training at a given step."""
 
     def __init__(self, at: int) -> None:
         self.cut = at
@@ -113,7 +113,7 @@ def test_each_step_below_each_row_is_a_dense_pass_of_its_path():
                 wanted, _ = dense.dense(text[1 : row + 2], features[: row + 1], below)
                 found = mine.compute_logits(x[0, row, step])
                 torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-        # a piece of a text, which begins later, stands where it stood
+        # a piece of a text keeps its original positions
         first = torch.tensor([5, 5])
         moved = mine(features[None, :4].expand(2, -1, -1), path[None, :4].expand(2, -1, -1), first)
         torch.testing.assert_close(moved[0], mine(features[None, :4], path[None, :4])[0])
@@ -141,7 +141,7 @@ def test_layers_are_chosen_and_checked():
 
 def test_a_cut_run_ends_with_the_same_weights(target, records, trained, tmp_path):
     asked = options(target, records, tmp_path / "cut")
-    for cut in (3, 8):  # before any state was written, and between two
+    for cut in (3, 8):  # before any checkpoint was written, and between two
         with pytest.raises(KeyboardInterrupt):
             train(asked, Stop(cut))
     train(asked)
@@ -180,7 +180,7 @@ def test_what_is_written_says_what_it_is(target, trained):
     found = inspect_eagle(trained, target)
     assert (found.method, found.draft_vocab_size, found.fits) == ("eagle3", 300, True)
     with pytest.raises(HeadsError, match="an EAGLE drafter, not heads"):
-        peek_heads(trained)  # as calibrate and tree do
+        peek_heads(trained)  # as in calibrate and tree
 
 
 def test_passes_and_computed_states_change_nothing(target, records, trained, tmp_path, monkeypatch):
@@ -197,7 +197,7 @@ def test_texts_are_cut_into_pieces(target, records, tmp_path, monkeypatch):
     asked = options(target, records, tmp_path / "pieces")
     train(replace(asked, training=replace(asked.training, epochs=1)))
     rows = [line["rows"] for line in log_of(tmp_path / "pieces") if "rows" in line]
-    # of all texts but the two held out, up to the last that has a label; 80 or a bit more per step
+    # all texts except two held-out ones, up to the last label; at least 80 per step
     assert all(64 < count < 96 + 80 for count in rows)
 
 
@@ -209,7 +209,7 @@ def test_a_shared_lm_head_stays_the_targets(target, records, trained, tmp_path):
     embedding = Target.load(target, dtype=torch.float32, device="cpu").lm_head_weight
     assert torch.equal(shared["lm_head.weight"], embedding[rows].to(torch.bfloat16))
     assert not torch.equal(own["lm_head.weight"], embedding[rows].to(torch.bfloat16))
-    assert not torch.equal(shared["fc.weight"], own["fc.weight"]), "all else is trained"
+    assert not torch.equal(shared["fc.weight"], own["fc.weight"]), "everything else is trained"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Kept states are the target's, whatever was killed, bounded or changed before."""
+"""Cached states equal the target's, after kills, limits or changes."""
 
 import os
 from dataclasses import replace
@@ -29,7 +29,7 @@ def ranges(records):
 
 @pytest.fixture
 def states(target, tmp_path):
-    """Make the states of the records, or those of others, in a folder."""
+    """Create the states of the records, or of other ones, in a folder."""
 
     def made(folder=tmp_path, records=RECORDS, target=target, key="a", **options):
         settings = {"dtype": torch.float32, "shard_bytes": 40 * ROW, "forward_tokens": 64}
@@ -43,7 +43,7 @@ EVERYTHING = [(number, *rows) for number, rows in enumerate(ranges(RECORDS)) if 
 
 
 def straight(target: Target) -> list[torch.Tensor]:
-    """Record by record, the definition."""
+    """The definition, record by record."""
     return [
         target.hidden_states(torch.tensor([RECORDS[n].token_ids]))[0, start:end]
         for n, start, end in EVERYTHING
@@ -77,13 +77,13 @@ def test_kept_and_computed_states_meet_where_the_target_computes(states, monkeyp
     monkeypatch.setattr(
         kept, "_computed", lambda records: [(r, s.to("meta")) for r, s in computed(records)]
     )
-    assert kept.read(EVERYTHING[:1]).device.type == "cpu", "it is kept"
+    assert kept.read(EVERYTHING[:1]).device.type == "cpu", "it is cached"
     assert kept.read(EVERYTHING).device.type == "meta"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_once(states, dtype):
-    """Shards of as many rows: passes of other shapes may differ in the last bit of fp32."""
+    """Shards with equal numbers of rows: other pass shapes may differ in the last bit of fp32."""
     full, half = states(), states(shard_bytes=40 * ROW // 2, dtype=dtype)
     full.build()
     half.build()
@@ -108,7 +108,7 @@ def test_building_resumes_with_what_is_missing(states, tmp_path):
     rebuilt = {shard for shard in shards if shard.stat().st_mtime_ns != times[shard]}
     assert rebuilt == {shards[1], shards[2]}
     assert reports[-1][0] == reports[-1][1] < len(wanted)
-    assert torn.stat().st_size == shards[2].stat().st_size - 4, "replaced, not written over"
+    assert torn.stat().st_size == shards[2].stat().st_size - 4, "replaced, not overwritten in place"
 
 
 def test_two_processes_build_half_each(states, tmp_path):
@@ -155,7 +155,7 @@ def test_refused_when_the_disk_is_full(states, tmp_path, monkeypatch):
     free.free += 1
     kept.build()
     free.free = 0
-    kept.build()  # what is there needs no space
+    kept.build()  # existing shards need no space
 
 
 def test_states_that_are_not_finite_name_their_line(states, target, tmp_path, monkeypatch):

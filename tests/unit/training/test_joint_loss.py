@@ -1,6 +1,6 @@
-"""The loss of Medusa-2 and its gradients against the formula in plain torch, and two impostors.
+"""The loss of Medusa-2 and its gradients against the formula in plain torch; negative controls.
 
-The models are random with large weights, so that no two of student, teacher and labels agree.
+The models are random with large weights, so that student, teacher and labels all differ.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ RECORDS = [record(0, 19, (6, 19)), record(1, 12, (1, 4), (5, 12)), record(2, 9, 
 
 
 class Joint:
-    """A target with an adapter and heads, as if some training lay behind them."""
+    """A target with an adapter and heads, as if partly trained."""
 
     def __init__(
         self, folder: Path, architecture: str, dtype: torch.dtype = torch.float32, **changes: Any
@@ -61,7 +61,7 @@ class Joint:
         return dict(zip(trained, found, strict=True))
 
     def plain(self, soft: bool, distill: bool, lambda_0: float) -> Tensor:
-        """The formula, text by text and with whole logits."""
+        """The formula, text by text, with whole logits."""
         lm = []
         per_head = [[] for _ in range(K)]
         for text in RECORDS:
@@ -135,8 +135,8 @@ def test_parts_and_chunks_add_up_to_the_step(llama, parts, chunk, monkeypatch):
     compare(llama, parts=parts)
 
 
-def test_the_formula_tells_impostors(llama, monkeypatch):
-    """Negative controls: the comparison above fails where the teacher isn't the original model."""
+def test_control_wrong_teachers_are_detected(llama, monkeypatch):
+    """Negative controls: the comparison above fails if the teacher isn't the original model."""
 
     @contextlib.contextmanager
     def left_on(_):
@@ -192,7 +192,7 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tm
 
 
 def test_what_is_counted_is_what_has_a_loss(llama, monkeypatch):
-    """With a draft vocabulary and tokens as labels; soft labels all have one."""
+    """With a draft vocabulary and tokens as labels; soft labels all have a loss."""
     token_map = torch.arange(0, VOCAB, 2)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)
     monkeypatch.setattr(llama, "heads", heads)

@@ -1,4 +1,4 @@
-"""The adapter: which layers it takes, that nothing else trains, switching it off, merging it."""
+"""The adapter: its layers, that only it is trained, disabling it, merging it."""
 
 import copy
 import json
@@ -112,7 +112,7 @@ def test_the_same_seed_gives_the_same_adapter_and_leaves_the_caller_s_numbers(ll
 
 
 def make(folder: Path, architecture: str, **changes: Any) -> tuple[str, Path, torch.Tensor]:
-    """Save a bf16 target and a trained-looking adapter; gives the adapted model's logits."""
+    """Save a bf16 target and an adapter like a trained one; returns the adapted model's logits."""
     source = save_model(folder / "target", architecture, **changes)
     AutoModelForCausalLM.from_pretrained(source).bfloat16().save_pretrained(source)
     GenerationConfig(eos_token_id=[1, 50], temperature=0.6, do_sample=True).save_pretrained(source)
@@ -137,7 +137,7 @@ def test_a_merged_folder_is_the_adapted_model(tmp_path, family):
             names = list(file.keys())
             return {n: (file.get_tensor(n).dtype, file.get_tensor(n).shape) for n in names}
 
-    assert tensors(merged) == tensors(source)  # bf16, nothing untied, nothing of peft's
+    assert tensors(merged) == tensors(source)  # bf16, still tied, without peft's tensors
     model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
     with torch.no_grad():
         got = model(IDS).logits

@@ -1,4 +1,4 @@
-"""The chunked losses against a plain-torch implementation, and which labels count."""
+"""The chunked losses against a plain-torch implementation, and valid labels."""
 
 import itertools
 
@@ -49,7 +49,7 @@ def make_heads(kind: str) -> MedusaHeads:
 def naive(
     heads,
     hidden,
-    tokens,  # int64 [N, K] the tokens themselves
+    tokens,  # int64 [N, K] the actual tokens
     weights,
     lm_head,  # over the whole vocabulary
     temperatures,
@@ -74,7 +74,7 @@ def naive(
         else:
             row = n + h + 1
             full = lm_head(hidden[row].detach()) / temperatures[row]
-            sums[h] = sums[h] - (full.softmax(-1)[allowed] * logs).sum()  # no mass is moved
+            sums[h] = sums[h] - (full.softmax(-1)[allowed] * logs).sum()  # without renormalization
             counts[h] += 1
     total = torch.stack(sums)
     return (total * weights).sum(), total, torch.tensor(counts)

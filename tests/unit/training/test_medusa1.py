@@ -1,4 +1,4 @@
-"""Heads learn, nothing else changes, and a run that was cut ends as if it hadn't been."""
+"""Heads learn, nothing else changes, and an interrupted run ends with the same weights."""
 
 import copy
 from dataclasses import replace
@@ -38,14 +38,14 @@ def seen_tokens(records: list) -> torch.Tensor:
 
 @pytest.fixture
 def trained(target, records, tmp_path):
-    """Train with some of the settings changed; the loop and the losses of all steps."""
+    """Train with some settings changed; the loop and the losses of all steps."""
 
     def run(name="run", like=None, heads=None, cached=True, bf16=False, **changes):
         with TrainingRun(tmp_path / name, {}) as run:
             settings = replace(SHORT, **changes)
             made = looped(target, records, run, settings, heads=heads, cached=cached)
             made.method.bf16 = bf16
-            if like is not None:  # the same order of pieces, to compare
+            if like is not None:  # the same order of pieces, for comparison
                 made.plan = like.plan
             made.train()
             return made, [line["loss"] for line in made.stage.entries() if "loss" in line]
@@ -66,7 +66,7 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path
     record, made = overfit(target, tmp_path / "heads")
     assert [top[0] for top in made.method.measure()["heldout"]["top"]] == [1.0] * K
 
-    # only the heads were trained: the backbone is bitwise what it was
+    # only the heads were trained: the backbone is bitwise unchanged
     assert all(torch.equal(before[name], t) for name, t in target.model.state_dict().items())
     assert not any(p.requires_grad or p.grad is not None for p in target.model.parameters())
     stepped = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
@@ -74,7 +74,7 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path
     assert {id(p) for p in made.optimizer.state} == stepped
     assert stepped.isdisjoint({id(p) for p in target.model.parameters()})
 
-    # and the chain of all heads is accepted whole: tau is 1 + K
+    # and the chain of all heads is always accepted: tau is 1 + K
     tokens = len(record.token_ids) - len(PROMPT)
     out = decode(
         target.model,
@@ -95,7 +95,7 @@ def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp
     settings = replace(SHORT, labels=labels)
 
     def heads():
-        some = seen_tokens(warm)[::2] if kind == "hydra" else None  # others have no label
+        some = seen_tokens(warm)[::2] if kind == "hydra" else None  # other tokens have no label
         return new_heads(target, HeadOptions(kind=kind, num_heads=K, num_layers=2), some)
 
     with TrainingRun(tmp_path / "whole", {}) as run:
@@ -180,7 +180,7 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, t
     _, found = method.loss(method.collate(first), method.decay)
     ids = torch.tensor([records[0].token_ids])
     with torch.no_grad():
-        logits = target.lm_head(target.hidden_states(ids)[0])  # untrained heads give the same
+        logits = target.lm_head(target.hidden_states(ids)[0])  # untrained heads output the same
     start, end = records[0].generated[0]
     for head in range(K):
         wanted = 0.0

@@ -1,4 +1,4 @@
-"""The joint stage on a tiny random model: what trains, what it gains, and runs that are killed."""
+"""The joint stage on a tiny random model: what is trained, what improves, and killed runs."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from vllm_medusa.training.target import Target
 from vllm_medusa.training.workers import Workers
 
 K = 2
-POISON = VOCAB - 1  # a token of one record only
+POISON = VOCAB - 1  # a token that occurs in one record only
 JOINT = JointOptions(
     lora=LoraSettings(rank=4, alpha=8), lm_loss="kl", heads_weight=0.2, pass_tokens=40
 )
@@ -40,7 +40,7 @@ STEPS = StepOptions(
 
 
 def records(count: int, first: int = 0) -> list[Record]:
-    """Texts with few words, so that heads can learn something of them."""
+    """Texts with few distinct words, so that heads can learn something."""
     found = []
     for index in range(first, first + count):
         generator = torch.Generator().manual_seed(index)
@@ -56,7 +56,7 @@ def source(tmp_path_factory):
 
 
 class Job:
-    """One training in a folder; made anew after it was killed."""
+    """One training in a folder; recreated after a kill."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ def test_the_heads_learn_faster_by_the_rate_s_factor(whole):
 
 def test_killed_anywhere_it_ends_with_the_same_bits(source, whole, tmp_path, monkeypatch):
     """While a step is logged, while a state is half written, and before anything was saved."""
-    moments = iter([0, 3, 5, 7])  # the step that is logged last, if it gets so far
+    moments = iter([0, 3, 5, 7])  # the last logged step, if reached
 
     def first_part(at, in_state):
         job = Job(source, tmp_path, save_seconds=0.0)
@@ -161,7 +161,7 @@ def test_killed_anywhere_it_ends_with_the_same_bits(source, whole, tmp_path, mon
     for number, at in enumerate(moments):
         assert killed(lambda at=at, n=number: first_part(at, in_state=n % 2 == 1))
     job = Job(source, tmp_path)
-    assert 4 <= job.loop.step < whole.loop.steps  # it goes on, it doesn't start again
+    assert 4 <= job.loop.step < whole.loop.steps  # it resumes instead of restarting
     job.loop.train()
     expected, found = whole.result(), job.result()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -223,7 +223,7 @@ def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(source, tmp_pat
 
 
 def test_before_and_after_are_measured_alike_in_bfloat16_too(source, tmp_path):
-    """Rounding is no loss of quality: a fresh adapter has lost exactly nothing."""
+    """Rounding does not count as degradation: a new adapter has exactly none."""
     steps = dataclasses.replace(STEPS, batch_tokens=10_000, epochs=1)
     job = Job(source, tmp_path, steps=steps, bf16=True)
     job.loop.train()

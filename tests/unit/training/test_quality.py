@@ -1,4 +1,4 @@
-"""Quality of a trained target: against sums written out, and what counts as too much lost."""
+"""Quality of a trained target: against explicit sums, and its bounds."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_equals_the_definition_position_by_position(chunk):
     got = (quality.perplexity_before, quality.perplexity_after, quality.kl, quality.reverse_kl)
     assert got == pytest.approx(expected, rel=1e-5)
     assert quality.top1_agreement == pytest.approx(same / count)
-    assert quality.kl != pytest.approx(quality.reverse_kl, rel=1e-3)  # the two can be told apart
+    assert quality.kl != pytest.approx(quality.reverse_kl, rel=1e-3)  # the two can be distinguished
 
 
 def test_an_unchanged_model_loses_exactly_nothing():

@@ -1,4 +1,4 @@
-"""What follows from target and texts; lambda_0 and the learning rate over the steps."""
+"""Defaults from target and texts; lambda_0 and the learning rate over the steps."""
 
 import itertools
 import math
@@ -77,5 +77,5 @@ def test_linear_up_and_a_cosine_down():
     assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5)
     assert all(a > b for a, b in itertools.pairwise(rates[10:]))
     assert 0 < rates[-1] < 1e-3
-    assert rate_at(0, 5, 50) == 1.0  # a short run: warm-up is cut to a tenth
+    assert rate_at(0, 5, 50) == 1.0  # a short run: warm-up is limited to a tenth
     assert rate_at(0, 100, 0) == 1.0

@@ -34,9 +34,9 @@ def test_pieces_have_exactly_the_labels_of_the_definition(size, whole):
         for row, head in (labels != IGNORED).nonzero().tolist():
             t = piece.start + row
             found.append((record.index, t, head, int(labels[row, head])))
-            own = seen[row, : head + 1]  # what Hydra's head sees
+            own = seen[row, : head + 1]  # input of Hydra's head
             assert own.tolist() == list(record.token_ids[t + 1 : t + head + 2])
-            assert t + head + 1 < piece.limit  # the state that the label's distribution is of
+            assert t + head + 1 < piece.limit  # the state for the label's distribution
     wanted = [
         (r.index, t, head, r.token_ids[t + head + 2])
         for r in records
@@ -88,7 +88,7 @@ def test_groups_stay_neighbours():
     stream = [groups[item] for step in steps for item in step]
     for epoch in (stream[:10], stream[10:]):
         assert sum(a != b for a, b in itertools.pairwise(epoch)) == 4
-    assert stream[:10] != stream[10:]  # every epoch has an order of its own
+    assert stream[:10] != stream[10:]  # every epoch has a different order
 
 
 def test_dealing_is_even_and_passes_fit():

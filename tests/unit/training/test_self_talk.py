@@ -110,7 +110,7 @@ def test_without_a_prompt_the_target_opens_the_conversation():
     assert engine.asked[0] == "<|im_start|>user\n"
     assert text == "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>"
     assert spans == ["Hello.<|im_end|>"]
-    # conversations that the target opened alike are of one group, others are not
+    # conversations with the same opening are in one group, others are not
     _, (same, *_) = talk(script, nothing, 1)
     _, (other, *_) = talk([("Ho?<|im_end|>", DONE), script[1]], nothing, 1)
     assert line["group"] == same["group"] != other["group"]
@@ -128,7 +128,7 @@ def test_an_opening_that_was_cut_off_is_answered():
 def test_a_user_who_says_nothing_whole_ends_it(user):
     engine, (_, spans, text) = talk([("Hello.<|im_end|>", DONE), user], PROMPT, 3)
     assert spans == ["Hello.<|im_end|>"]
-    assert text.endswith("assistant\nHello.<|im_end|>"), "the user's turn is cut off"
+    assert text.endswith("assistant\nHello.<|im_end|>"), "the incomplete user turn is removed"
     assert len(engine.asked) == 2
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from vllm_medusa.training.target import Target, TargetError
 
-NARROW = {"initializer_range": 0.1}  # states near 1: no cap saturates
+NARROW = {"initializer_range": 0.1}  # states near 1, so that caps do not saturate
 
 
 def bias(model: Any) -> None:
@@ -103,7 +103,7 @@ def test_refused_without_an_lm_head_or_a_model(tmp_path):
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
-def test_quantisation_needs_bitsandbytes(quantization, tmp_path, monkeypatch):
+def test_quantization_needs_bitsandbytes(quantization, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(TargetError, match="pip install bitsandbytes"):
         Target.load(tmp_path, quantization=quantization)

@@ -1,4 +1,4 @@
-"""The processes of a run wait for each other as long as it takes."""
+"""The processes of a run wait for each other without a time limit."""
 
 from datetime import timedelta
 from types import SimpleNamespace

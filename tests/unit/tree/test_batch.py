@@ -1,4 +1,4 @@
-"""Static trees as tensors and as the ragged batch of many requests."""
+"""Static trees as tensors and as a ragged batch of requests."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_a_prefix_of_the_tensors_is_the_tree_of_the_prefix(size):
     for name in ("parents", "depths", "ranks", "ancestor_bits", "ancestors"):
         assert torch.equal(getattr(tensors, name), getattr(expected, name)), name
     assert tensors.num_nodes == size
-    assert tensors.max_depth == tree.max_depth  # still a bound
+    assert tensors.max_depth == tree.max_depth  # still an upper bound
 
 
 def test_select_takes_whole_trees_in_the_order_asked():
@@ -102,7 +102,7 @@ def test_select_takes_whole_trees_in_the_order_asked():
 
 
 def test_some_requests_may_have_other_trees():
-    """The others keep theirs; padding attends to itself alone."""
+    """The others keep theirs; padding attends only to itself."""
     tensors = TreeTensors.from_tree(TokenTree.dense([2, 2]))
     batch = tensors.batch(5, torch.tensor([5, 1, 3]))
     parents = torch.tensor([[-1, 0, 1, 2, 0], [-1, 0, 0, -1, -1]])

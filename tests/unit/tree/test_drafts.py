@@ -1,4 +1,4 @@
-"""Drafted trees: the best nodes of the pool are a tree, and every cut is a prefix."""
+"""Drafted trees: the best nodes of the pool are a tree, and every truncation is a prefix."""
 
 import heapq
 import itertools
@@ -21,7 +21,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def confidences(seed: int, batch: int = 3) -> torch.Tensor:
-    """Log-confidences [B, D, width] with many ties, some of them certain, some impossible."""
+    """Log-confidences [B, D, width] with many ties, some certain, some impossible."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(0, 5, (batch, TREE.max_depth, POOL.width), generator=generator)
     values = torch.tensor([0.0, -0.1, -0.1 - 1e-7, -2.0, -float("inf")])
@@ -35,7 +35,7 @@ def candidates(log_confidence: torch.Tensor) -> DraftTrees:
 
 
 def pool_nodes(drafts: DraftTrees) -> list[list[int]]:
-    """The nodes of the pool that the drafts are, by their paths of tokens."""
+    """The nodes of the pool that the drafts correspond to, by their paths of tokens."""
     places = {}
     for node, path in enumerate(TREE.paths, 1):
         places[tuple(depth * POOL.width + rank for depth, rank in enumerate(path))] = node
@@ -119,7 +119,7 @@ def test_the_widest_pool(num_heads, num_ranks):
     tree = widest_pool(num_heads, num_ranks)
     assert tree.max_depth == num_heads and tree.num_nodes <= MAX_NODES
     assert max(tree.head_widths) == min(num_ranks, 10)
-    if num_heads == 2:  # nothing is left out that has room
+    if num_heads == 2:  # everything fits
         every = itertools.chain.from_iterable(
             itertools.product(range(num_ranks), repeat=depth) for depth in (1, 2)
         )

@@ -1,4 +1,4 @@
-"""Ways to write a tree down."""
+"""Forms of the tree option."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_files(tmp_path, name):
 
 
 def test_the_preset_files_can_be_read_as_files(tmp_path):
-    """Someone copies a preset to change it."""
+    """A user copies a preset to edit it."""
     from importlib import resources
 
     text = (resources.files("vllm_medusa.tree") / "presets" / "zephyr_stage2.json").read_text()

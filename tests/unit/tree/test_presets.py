@@ -36,7 +36,7 @@ def test_unknown_preset_lists_the_known_ones():
 
 
 def test_the_default_is_what_the_published_trees_agree_on():
-    """As its comment claims: the paths of least mean position, then one more head."""
+    """As its docstring states: the paths of lowest mean position, then one more head."""
     presets = [load_preset(name).paths for name in preset_names()]
     everything = {path for paths in presets for path in paths}
 

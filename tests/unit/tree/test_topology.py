@@ -1,4 +1,4 @@
-"""Shape of draft trees: what is accepted, what is refused and in which words."""
+"""Shape of draft trees: what is accepted, what is refused, and the messages."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from vllm_medusa.tree.topology import MAX_NODES, TokenTree, TreeError
 
 @st.composite
 def trees(draw: st.DrawFn, max_drafts: int = 40) -> TokenTree:
-    """Grow a random tree: each node goes under any earlier node, with any unused rank."""
+    """Grow a random tree: each node is added below any earlier node, with any unused rank."""
     paths = [()]
     for _ in range(draw(st.integers(1, max_drafts))):
         child = (*draw(st.sampled_from(paths)), draw(st.integers(0, 5)))
@@ -143,7 +143,7 @@ def test_a_list_that_is_no_tree_is_refused_in_plain_words(paths, words):
         ("43", "widths of a dense tree are '43'"),
         (4, "widths of a dense tree are 4"),
         ([256], "more than 256 nodes"),
-        ([10**9] * 50, "more than 256 nodes"),  # refused before anything is listed
+        ([10**9] * 50, "more than 256 nodes"),  # refused before any path is built
     ],
 )
 def test_bad_widths(widths, words):

@@ -1,6 +1,6 @@
-"""The attention for CUDA without an engine: a layer, what the backend takes, compaction.
+"""The CUDA attention without an engine: a layer, supported settings, compaction.
 
-Our kernel's place is taken by its reference here, as everywhere without a GPU; an engine that runs
+Our kernel is replaced by its reference here, as everywhere without a GPU; an engine that runs
 the kernel is in ``tests/worker/test_triton_engine.py``.
 """
 
@@ -33,7 +33,7 @@ class TestLayer:
         ids=["plain", "window", "soft cap", "sinks", "fp8"],
     )
     def test_attention(self, make_builder, changes):
-        """One tree and one chunk of prefill, every row alone against a softmax over what it sees.
+        """One tree and one chunk of prefill, each row alone against a softmax over visible keys.
 
         fp32 sums in another order: 1e-5.
         """
@@ -125,14 +125,14 @@ class TestBackend:
         ):
             assert len(self.why(**changes)) == 1, changes
 
-    def test_it_passes_for_vllms(self):
+    def test_it_counts_as_vllms(self):
         assert TreeAttentionBackend.get_name() == "TRITON_ATTN"
 
 
 class TestCompaction:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
     def test_all_layers(self, dtype):
-        """Two layouts, and one cache that two layers share: moved once, not twice."""
+        """Two layouts, and one cache shared by two layers: moved once, not twice."""
         blocks, heads = 4, 2
         generator = torch.Generator().manual_seed(0)
 
@@ -159,7 +159,7 @@ class TestCompaction:
             for name in caches:
                 assert torch.equal(by_slot(layers[name].kv_cache), expected[name])
             assert torch.equal(layers["apart"].kv_cache.float(), untouched)
-            for made in layers.values():  # vLLM binds others after profiling
+            for made in layers.values():  # vLLM binds new ones after profiling
                 made.kv_cache = made.kv_cache.clone()
             layers["shares a"].kv_cache = layers["a"].kv_cache
             caches = {name: layers[name].kv_cache for name in caches}

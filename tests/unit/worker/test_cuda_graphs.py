@@ -1,4 +1,4 @@
-"""Which steps vLLM will run as full CUDA graphs: its own sizes and its own dispatch, on the CPU."""
+"""The steps that vLLM runs as full CUDA graphs: its own sizes and dispatch, on the CPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ SEQS, TOKENS = 200, 8192
 
 
 def finished(nodes: int, **chosen: Any) -> tuple[Any, VllmConfig]:
-    """Arguments and the config that vLLM makes of them, as far as graphs go."""
+    """Arguments, and the graph settings of vLLM's config for them."""
     args = SimpleNamespace(
         cudagraph_capture_sizes=None,
         max_cudagraph_capture_size=None,
@@ -40,7 +40,7 @@ def finished(nodes: int, **chosen: Any) -> tuple[Any, VllmConfig]:
 
 
 def full_graphs(config: VllmConfig, nodes: int, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Requests with whole trees -> requests of the full graph that serves them."""
+    """Requests with whole trees -> requests of the full graph that runs them."""
     first = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: first)
     monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None)
@@ -77,7 +77,7 @@ def test_the_users_sizes_stay(chosen):
     before = list(config.compilation_config.cudagraph_capture_sizes)
     capture_more_trees(args, config, 64)
     assert config.compilation_config.cudagraph_capture_sizes == before
-    for name, value in chosen.items():  # given as an argument of its own
+    for name, value in chosen.items():  # passed as a separate argument
         args, config = finished(64)
         setattr(args, name, value)
         before = list(config.compilation_config.cudagraph_capture_sizes)

@@ -1,6 +1,6 @@
-"""No step with trees needs a kernel that the warm-up has not compiled.
+"""Steps with trees need only kernels that the warm-up has compiled.
 
-What a launch would compile is told by Triton itself, for a GPU that isn't there; nothing runs.
+Triton itself reports what a launch would compile, for a GPU that is not present; nothing runs.
 """
 
 import functools
@@ -42,12 +42,12 @@ STEPS = [  # (rows, context) of requests, nodes of each
     ([(NODES, 8000)], [NODES]),
     ([(NODES, LENGTH - NODES)] * 2, [NODES] * 2),
     ([(NODES, 700)] * MOST, [NODES] * MOST),
-    ([(3, 4000)], [3]),  # a tree that was cut
+    ([(3, 4000)], [3]),  # a truncated tree
     ([(2, 40), (1, 9000)], [2, 1]),
     ([(NODES, 20), (1, 7), (9, 0)], [NODES, 1, 1]),
     ([(NODES, 5000), (90, 0)], [NODES, 1]),
     ([(NODES, 9000), (170, 40), (1, 8)], [NODES, 1, 1]),
-    ([(NODES, 9000), (3000, 0)], [NODES, 1]),  # whose rows leave no room for parts
+    ([(NODES, 9000), (3000, 0)], [NODES, 1]),  # without room for parts
 ]
 
 
@@ -101,7 +101,7 @@ def many(make: Callable[[int, int], None], nodes: int) -> set[tuple[str, str]]:
 
 
 def target_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    """As vLLM's models give them: rows of a padded vocabulary, cut."""
+    """As from vLLM's models: rows of a padded vocabulary, without the padding."""
     return torch.zeros(rows, -(-vocab // 64) * 64, dtype=dtype)[:, :vocab]
 
 
@@ -110,7 +110,7 @@ def target_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("vocab", [512, 501])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_acceptance(dtype, vocab, dynamic):
-    """At temperature 1 vLLM hands the target's logits on as they are, else a copy in fp32."""
+    """At temperature 1 vLLM passes the target's logits unchanged, otherwise a copy in fp32."""
     tree = TokenTree.dense([15, 16])
     nodes, static = tree.num_nodes, TreeTensors.from_tree(tree)
     drafted: Any = SimpleNamespace(
@@ -142,7 +142,7 @@ def test_acceptance(dtype, vocab, dynamic):
 
 
 def test_compaction():
-    """One kernel for a cache: vLLM's own warm-up has compacted by then."""
+    """One kernel for a cache: vLLM's own warm-up has compacted before."""
     caches = LayerCaches.of([torch.zeros(4, 2, BLOCK, 8)], (0, 2))
 
     def step(batch, width):
@@ -154,9 +154,9 @@ def test_compaction():
 
 @pytest.mark.parametrize("vocab", [512, 501])
 def test_proposals(vocab):
-    """What two batches compile is enough for all."""
+    """Two batches compile everything that is needed."""
     tensors = TreeTensors.from_tree(TokenTree.dense([3, 4, 4]))
-    stacked = torch.zeros(3, 40, vocab, dtype=torch.bfloat16)  # as one product for all heads gives
+    stacked = torch.zeros(3, 40, vocab, dtype=torch.bfloat16)  # as from one product for all heads
 
     def step(batch, width=0):
         logits = stacked[:, :batch].contiguous().transpose(0, 1)
@@ -177,7 +177,7 @@ def test_proposals(vocab):
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("length", [512, 777])
 def test_lookup(length):
-    """Any batch, and views of the texts' table up to any length."""
+    """Any batch, and views of the text table up to any length."""
     texts, most = torch.zeros(20, length, dtype=torch.int32), 63
     with needed() as compiled:
         options = SimpleNamespace(tree=SimpleNamespace(max_depth=5))

@@ -1,4 +1,4 @@
-"""EAGLE drafters with a tree: what becomes of the options, and who is refused before weights."""
+"""EAGLE drafters with a tree: the resulting options, and refusals before weights load."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(target: str, drafter: Path) -> Config:
-    """The engine's config for some options of the drafter and of vLLM."""
+    """The engine's config for given options of the drafter and of vLLM."""
 
     def made(tree: Any = "dynamic", folder: Path = drafter, vllm: Any = (), **options: Any) -> Any:
         asked = {"method": "eagle3", "model": str(folder), "tree": tree, **options}
@@ -60,7 +60,7 @@ def config(target: str, drafter: Path) -> Config:
 
 @pytest.fixture
 def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
-    """The options of a drafter with a changed config; tensors, and layers, that are None go."""
+    """The options of a drafter with a changed config; tensors and layers of None are removed."""
 
     def made(changes: dict[str, Any], **tensors: Any) -> EngineOptions:
         shutil.copytree(drafter, tmp_path, dirs_exist_ok=True)
@@ -151,7 +151,7 @@ def test_what_is_refused(config: Config, asked: Any, words: str) -> None:
         ({"draft_vocab_size": 8}, "width is 10, but"),
     ],
 )
-def test_drafters_of_others(other: Any, changes: dict[str, Any], words: str) -> None:
+def test_other_drafters(other: Any, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(MedusaConfigError, match=words):
         other(changes)
 
@@ -166,12 +166,12 @@ def test_drafters_of_others(other: Any, changes: dict[str, Any], words: str) -> 
         ("mask_hidden", torch.zeros(3 * HIDDEN), "parallel drafting"),
     ],
 )
-def test_tensors_of_others(other: Any, name: str, tensor: Any, words: str) -> None:
+def test_other_tensors(other: Any, name: str, tensor: Any, words: str) -> None:
     with pytest.raises(MedusaConfigError, match=words):
         other({}, **{name: tensor})
 
 
-def test_heads_are_no_drafter(config: Config, tmp_path: Path) -> None:
+def test_heads_are_not_a_drafter(config: Config, tmp_path: Path) -> None:
     heads = save_random_heads(tmp_path)
     with pytest.raises(MedusaConfigError, match=r'EAGLE drafter.*"method": "medusa"'):
         config(folder=Path(heads))
@@ -188,9 +188,7 @@ def test_heads_are_no_drafter(config: Config, tmp_path: Path) -> None:
         {"target_hidden_size": HIDDEN, "target_model_type": "llama", "rope_scaling": None},
     ],
 )
-def test_what_configs_of_others_hold_besides(
-    other: Any, tmp_path: Path, changes: dict[str, Any]
-) -> None:
+def test_additional_keys_in_configs(other: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
     assert other(changes).heads == str(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The command line, through vLLM's own parser, down to vLLM's own config."""
+"""The command line, through vLLM's own parser, to vLLM's own config."""
 
 import json
 
@@ -71,7 +71,7 @@ def options(args: EngineArgs) -> EngineOptions:
     ],
     ids=" ".join,
 )
-def test_every_way_to_say_it(parse, heads, arguments):
+def test_all_equivalent_arguments(parse, heads, arguments):
     found = options(parse(*[argument.replace("HEADS", heads) for argument in arguments]))
     assert found.heads == heads
     assert isinstance(found.tree, DynamicTree) and found.budget == "auto"
@@ -107,7 +107,7 @@ def test_conflicts_with_the_flag(parse, heads, arguments, words):
 
 
 @pytest.mark.parametrize("flag", ["--spec-method medusa", "--spec-model HEADS", "--spec-tokens 3"])
-def test_said_twice(parse, heads, flag):
+def test_duplicate_options(parse, heads, flag):
     asked = {"method": "medusa", "model": heads, "num_speculative_tokens": 4}
     args = parse("--speculative-config", json.dumps(asked), *flag.replace("HEADS", heads).split())
     with pytest.raises(ValueError, match=r"twice|mutually exclusive") as caught:
@@ -157,7 +157,7 @@ def test_the_heads_own_tree(config, heads, tmp_path):
     assert isinstance(EngineOptions.of(config(asked)).tree, DynamicTree)
 
 
-def test_nothing_of_the_user_s_is_changed(target, heads):
+def test_the_users_arguments_are_not_modified(target, heads):
     asked = {"method": "medusa", "model": heads, "tree": TREE}
     extra = {"mine": {"a": 1}}
     kept = json.dumps([asked, extra])
@@ -203,7 +203,7 @@ def test_without_medusa_the_config_is_vllm_s_own(config, asked, monkeypatch):
     ],
     ids=["no method", "another method", "misspelled"],
 )
-def test_keys_of_ours_without_our_name(config, heads, asked):
+def test_our_keys_without_our_method(config, heads, asked):
     if asked.get("method") != "ngram":
         asked = {"model": heads, **asked}
     with pytest.raises(ValueError, match='Trees need "method": "medusa"'):
@@ -215,12 +215,12 @@ def test_the_flag_is_in_the_help(parser):
     assert action.metavar == "HEADS" and "--speculative-config" in action.help
 
 
-def test_a_key_of_ours_without_speculation_is_nobody_s_business(config):
+def test_our_keys_without_speculation_are_ignored(config):
     assert config(None, additional_config={"medusa": {}}).speculative_config is None
 
 
 def test_adapters_bound_the_drafts_of_a_request(config, heads):
-    """vLLM refuses more nodes in a step than it has buffers of adapters for."""
+    """vLLM refuses more nodes per step than it has adapter buffers for."""
     few = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 128}
     asked = {"method": "medusa", "model": heads}
     assert config(asked, **few).speculative_config.num_speculative_tokens == 7
@@ -249,6 +249,6 @@ def test_the_folder_of_an_eagle_drafter_is_taken_for_one(parse, tmp_path):
 
 
 @pytest.mark.parametrize("given", ["medusa", [1, 2]])
-def test_a_configuration_that_is_no_object_is_refused_in_words(config, given):
+def test_a_configuration_that_is_not_an_object_is_refused(config, given):
     with pytest.raises(ValueError, match=r"speculative_config is .*; use an object such as"):
         config(given)

@@ -1,4 +1,4 @@
-"""Heads of another target: said once, where the options are resolved."""
+"""Heads of another target: one warning, where the options are resolved."""
 
 import logging
 import time
@@ -40,7 +40,7 @@ def said():
     shown = logging.getLogger("vllm")
     level = shown.level
     shown.addHandler(handler)
-    shown.setLevel(logging.INFO)  # the tests run with less
+    shown.setLevel(logging.INFO)  # the tests use a higher level
 
     def resolved(heads, target):
         records.clear()
@@ -94,5 +94,5 @@ def test_start_up_waits_for_a_comparison_no_longer_than_stated(heads, target, sa
     monkeypatch.setattr(fingerprint, "_runs", slow)
     monkeypatch.setattr(options, "_SECONDS_TO_COMPARE", 0.1)
     ((level, message),) = said(heads, target)
-    assert len(read) < 10  # of fifty
+    assert len(read) < 10  # of fifty reads
     assert (level, "took longer than 0.1 s" in message) == ("INFO", True)

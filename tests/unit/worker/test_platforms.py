@@ -48,9 +48,9 @@ class TestPlatforms:
 
 class TestChoice:
     def chosen(self, **arguments: Any) -> Any:
-        args = EngineArgs(".", **arguments)  # a folder: no name is looked up
+        args = EngineArgs(".", **arguments)  # a folder, so that no name is looked up
         choose_triton_attention(args)
-        choose_triton_attention(args)  # arguments are used for more than one engine
+        choose_triton_attention(args)  # arguments may be used for several engines
         return args.attention_backend or args.attention_config.backend
 
     def test_triton(self):

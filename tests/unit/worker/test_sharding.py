@@ -1,4 +1,4 @@
-"""Who scores what; that ranks then draft alike is shown by real ranks (tests/distributed)."""
+"""Vocabulary shards per rank; real ranks are compared in tests/distributed."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ class Group:
     world_size: int
 
     def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        assert part.dtype == torch.float32, "shared memory takes floats"
+        assert part.dtype == torch.float32, "shared memory only takes floats"
         return torch.cat([part] * self.world_size, dim)
 
 
@@ -51,7 +51,7 @@ def test_the_target_says_how_wide_its_shards_are(monkeypatch):
     assert sharding.shard_of_target(target, row, 100) is None
 
 
-def test_candidates_travel_bit_by_bit(monkeypatch):
+def test_candidates_are_sent_bit_by_bit(monkeypatch):
     as_rank(monkeypatch, 0, 2)
     keys = torch.randint(NO_CANDIDATE, -NO_CANDIDATE - 1, (3, 4, 5))
     keys[0, 0] = NO_CANDIDATE

@@ -101,7 +101,7 @@ def test_drafts_for_the_scheduler():
 
 
 def test_useful_depth_of_requests():
-    """Tokens left of max_tokens or of the model's length, less the one that needs no node."""
+    """Tokens left of max_tokens or of the model's length, minus the one that needs no node."""
     options = RequestOptions(SLOTS, AcceptanceConfig(), 100, torch.device("cpu"))
     options.add(0, SamplingParams(max_tokens=10), 20)
     options.add(1, SamplingParams(max_tokens=500), 20)
