@@ -149,8 +149,8 @@ def test_all_rules_and_parameters_in_one_batch(llm: LLM, oracle: Any, prompts: P
         told, asked = RULES[rule]
         prompt = [*prompts[number % 6], 100 + number]  # all prompts are distinct
         extra = {} if asked is None else {"extra_args": {"medusa": asked}}
-        (neighbour,) = seeded(1, 1, temperature=0.9 * (number % 2), extra_args=LOSSLESS)
-        params += [*seeded(1, number, **SAMPLING[sampling], **extra), neighbour]
+        (other,) = seeded(1, 1, temperature=0.9 * (number % 2), extra_args=LOSSLESS)
+        params += [*seeded(1, number, **SAMPLING[sampling], **extra), other]
         batch += [prompt, prompts[number % 6]]
         expected += oracle(told, [number], [prompt], **SAMPLING[sampling])
     got, steps = run(llm, batch, params)

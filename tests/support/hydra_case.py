@@ -73,8 +73,8 @@ def make_case(folder: Path) -> Fitted:
     }
     saved, expected = {}, {}
     for kind, (_, tree) in TREES.items():
-        learnt = torch.stack(states), torch.stack(paths)
-        saved[kind] = save_fitted_hydra(folder / kind, embedding, *learnt, **lm_heads[kind])
+        memorized = torch.stack(states), torch.stack(paths)
+        saved[kind] = save_fitted_hydra(folder / kind, embedding, *memorized, **lm_heads[kind])
         heads: Any = load_heads(saved[kind], hidden_size=HIDDEN, vocab_size=VOCAB)[0]
         heads.use_target_embedding(embedding)
         expected[kind] = [decode(model, heads, tree, torch.tensor(p), TOKENS) for p in prompts]

@@ -82,7 +82,7 @@ def test_items_longer_than_a_step_leave_none_empty():
     assert sorted(item for step in steps for item in step) == [0, 1, 2, 3] and all(steps)
 
 
-def test_groups_stay_neighbours():
+def test_groups_stay_adjacent():
     groups = [0, 0, 0, 1, 2, 2, 3, 4, 4, 4]
     steps = plan_steps([2] * 10, groups, batch=2, epochs=2, seed=0)
     stream = [groups[item] for step in steps for item in step]
