@@ -77,7 +77,7 @@ def _measure(
     tokens, parts = plain if arm is PLAIN else _in_a_process(arm, options, temperature)
     wrong = sum(tokens[index] != ids for index, ids in plain[0].items())
     reason = f"{wrong} of {len(tokens)} answers differ from plain vLLM's"
-    numbers = summarise(parts, plain[1]) | {"parts_ms": parts}
+    numbers = summarize(parts, plain[1]) | {"parts_ms": parts}
     if options.dtype != "float32":
         numbers["differing"], wrong = wrong, 0
     return Row(what, numbers, right=not wrong, failed=reason if wrong else "")
@@ -145,7 +145,7 @@ def average_parts(steps: Sequence[Step]) -> dict[str, float]:
     }
 
 
-def summarise(parts: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
+def summarize(parts: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
     """Totals in milliseconds and shares of the step."""
     step = sum(parts.values())
     own = sum(parts.get(label, 0.0) for label in OWN)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from support.assets import HEADS, TARGET, code_prompts
 from support.budgets import fickle, policy_of
-from support.eagle_case import TOKENS as LEARNT_TOKENS
+from support.eagle_case import TOKENS as LEARNED_TOKENS
 from support.eagle_case import Case, asked
 from support.engines import complete, engine, greedy, medusa
 from support.hydra_case import TOKENS as HYDRA_TOKENS
@@ -159,7 +159,7 @@ def test_an_eagle_drafter(eagle_case: Case) -> None:
     case, count = eagle_case, sized(12, 4)
     tree = asked(case, {"width": 3, "depth": 3}, budget=9)
     with engine(case.target, tree, worker_cls=WORKER, tensor_parallel_size=2) as llm:
-        got = run(llm, case.prompts[:count], greedy(LEARNT_TOKENS))
+        got = run(llm, case.prompts[:count], greedy(LEARNED_TOKENS))
     assert [list(each.token_ids) for each in got.completions] == case.outputs[:count]
     assert got.differing() == 0 and len(got.ranks) == 2
     accepted = [len(made.nodes) - 1 for made in got.trees]

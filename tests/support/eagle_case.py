@@ -14,7 +14,7 @@ from support.engines import Prompt, random_prompts
 from support.models import STOPS, VOCAB, save_model
 
 LAYERS = (1, 2, 3)
-LEARNT, TOKENS = 12, 32
+LEARNED, TOKENS = 12, 32
 
 
 @dataclass
@@ -31,7 +31,7 @@ def make_case(folder: Path) -> Case:
     """Train the drafter, in seconds."""
     target = save_model(folder / "target", "Llama", eos_token_id=list(STOPS), num_hidden_layers=4)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    prompts = random_prompts(LEARNT, VOCAB, shortest=8, longest=8)
+    prompts = random_prompts(LEARNED, VOCAB, shortest=8, longest=8)
     texts = model.generate(
         torch.tensor(prompts), max_new_tokens=TOKENS, do_sample=False, eos_token_id=None
     )

@@ -15,7 +15,7 @@ from support.fake_engine import FakeEngine
 from benchmarks import compare, engines, grammar, profile, typical
 from benchmarks.compare import CompareOptions, arm_of, arms
 from benchmarks.engines import PLAIN, SAMPLED_STOCK, tau_numbers, with_error
-from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarise
+from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarize
 from benchmarks.report import draw
 from benchmarks.spans import Spans
 from vllm_medusa.job import SILENT, JobFailed
@@ -280,7 +280,7 @@ def test_profile_parts_ignore_stalls_and_prefills():
     steps += [(9.0, True, {"heads": 9.0})]
     parts = average_parts(steps)
     assert parts == pytest.approx({"attention": 4.0, "heads": 6.0})
-    summary = summarise(parts, {"attention": 2.0, "sampling": 1.0})
+    summary = summarize(parts, {"attention": 2.0, "sampling": 1.0})
     assert summary["own_overhead_share"] == pytest.approx(0.6)
     assert summary["beyond_plain_ms"] == pytest.approx(5.0)
     assert summary["target_forward_ratio"] == pytest.approx(2.0)

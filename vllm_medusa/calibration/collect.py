@@ -27,7 +27,7 @@ from vllm_medusa.training.rows import pad
 
 FOLDER = "calibration.part"  # next to the heads, while calibration runs
 CLOSE_POSITIONS = 4096  # approximate number used to fit temperatures
-_CLOSE = ("own", "best", "partition", "first", "labelled")
+_CLOSE = ("own", "best", "partition", "first", "labeled")
 
 HiddenStates = Callable[[Tensor, Tensor], Tensor]  # ids, mask [B, L] -> [B, L, H]
 Span = tuple[int, int, int, int]  # text, first and last + 1 position, end of the span

@@ -194,7 +194,7 @@ def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
 
 
 def test_a_quantized_target_is_refused(source, data, tmp_path, capsys):
-    folder = tmp_path / "quantised"
+    folder = tmp_path / "quantized"
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4}

@@ -212,8 +212,8 @@ def test_what_can_not_be_compared_is_said(heads, tmp_path, monkeypatch):
         assert words in match.warning
     packed = weights() | {"model.layers.0.mlp.up_proj.qweight": torch.ones(8, 8).int()}
     config = CONFIG | {"quantization_config": {"quant_method": "gptq"}}
-    quantised = saved(tmp_path / "quantised", packed, config=config)
-    match = match_target(heads(target), quantised)
+    quantized = saved(tmp_path / "quantized", packed, config=config)
+    match = match_target(heads(target), quantized)
     assert match.verdict == "unknown"
     assert "quantized by gptq" in match.warning
-    assert match_target(heads(quantised), quantised).verdict == "same"
+    assert match_target(heads(quantized), quantized).verdict == "same"

@@ -70,9 +70,9 @@ def test_another_target_is_warned_of_and_one_that_can_not_be_compared_mentioned(
     ((level, message),) = said(heads, target)
     assert level == "WARNING"
     assert all(x in message for x in ("were made for another target", heads, str(target)))
-    quantised = TARGET | {"quantization_config": {"quant_method": "awq"}}
+    quantized = TARGET | {"quantization_config": {"quant_method": "awq"}}
     packed = {"model.layers.0.mlp.up_proj.qweight": torch.ones(4, 8).int()}
-    write(target / "model.safetensors", packed, quantised)
+    write(target / "model.safetensors", packed, quantized)
     ((level, message),) = said(heads, target)
     assert (level, "quantized by awq" in message) == ("INFO", True)
 
