@@ -169,7 +169,7 @@ def test_every_file_follows_the_rules(file):
     assert violations(relative, file.read_text(encoding="utf-8")) == []
 
 
-def test_the_scan_sees_the_package():
+def test_the_whole_package_is_scanned():
     names = {file.relative_to(REPOSITORY / PACKAGE).as_posix() for file in FILES}
     assert {"__init__.py", "config.py", "tree/topology.py", "plugin.py"} <= names
 

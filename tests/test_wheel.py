@@ -28,7 +28,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-def test_it_holds_every_file_of_the_package_and_nothing_else(wheel):
+def test_it_contains_exactly_the_files_of_the_package(wheel):
     package = CLONE / "vllm_medusa"
     files = {p.relative_to(CLONE).as_posix() for p in package.rglob("*") if p.is_file()}
     with zipfile.ZipFile(wheel) as archive:

@@ -103,7 +103,7 @@ def test_the_ranks_agree(two_ranks: dict[str, Run], kind: str) -> None:
     assert result.differing() == 0
 
 
-def test_the_comparison_is_a_large_one(two_ranks: dict[str, Run]) -> None:
+def test_the_comparison_covers_many_verdicts(two_ranks: dict[str, Run]) -> None:
     trees = {kind: result.trees for kind, result in two_ranks.items()}
     print({kind: len(made) for kind, made in trees.items()})
     assert min(len(trees["greedy"]), len(trees["seeded"])) > sized(1000, 15)
@@ -118,7 +118,7 @@ def test_the_comparison_is_a_large_one(two_ranks: dict[str, Run]) -> None:
     ("kind", "disturbance"),
     [("greedy", "logits"), ("seeded", "draws"), ("unseeded", "shared_draws")][: len(KINDS)],
 )
-def test_a_rank_that_differs_is_noticed(
+def test_a_differing_rank_is_detected(
     llm: LLM, two_ranks: object, plain: Plain, kind: str, disturbance: str
 ) -> None:
     runs = {"greedy": run_greedy, "seeded": run_seeded, "unseeded": run_unseeded}

@@ -101,7 +101,7 @@ def llm(fitted: Fitted) -> Iterator[LLM]:
         yield llm
 
 
-def test_fitted_heads_accept_much(fitted: Fitted) -> None:
+def test_fitted_heads_have_high_acceptance(fitted: Fitted) -> None:
     accepted = [n for result in fitted.expected for n in result.accepted_per_step]
     assert sum(accepted) > 0.8 * len(accepted)
     assert {0, 1, 2, 3} <= set(accepted)

@@ -62,7 +62,7 @@ def records(engine: VllmEngine, plan: Plan, done: set[int], batch: int) -> list[
     return [record for result in results for record in plan.records(result)]
 
 
-def test_spans_are_the_targets_own_words(tmp_path: Path) -> None:
+def test_spans_are_the_targets_tokens(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     target = save_talkative_llama(tmp_path / "target")

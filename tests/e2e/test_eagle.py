@@ -284,7 +284,7 @@ def run_copying(case: Case, llm: LLM, plain: Any, patch: Patch, shift: int = 0) 
     return [row.accepted for row in tree_rows(steps)]
 
 
-def test_copies_reach_below_its_levels(
+def test_copies_are_deeper_than_its_levels(
     case: Case, llm: LLM, plain: Any, monkeypatch: Patch
 ) -> None:
     """Accepted copies are processed like all others; off by one token, few are accepted."""

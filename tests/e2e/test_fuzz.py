@@ -20,7 +20,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models.save(tmp_path_factory.mktemp("models"))
 
 
-def test_as_plain(models: Models) -> None:
+def test_equals_plain_vllm(models: Models) -> None:
     """Few blocks, priorities, cached prefixes, a random tree; some prompts as embeddings."""
     seeds = [1000 * ENGINE + i for i in range(REQUESTS)]
     found, again = fuzz_round(models, ENGINE, seeds), reproduction(ENGINE, seeds)

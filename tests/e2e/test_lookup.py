@@ -106,7 +106,7 @@ def test_a_wrong_chain_costs_acceptance(
     assert run(llm, expected, monkeypatch, shift)[0] < 0.6 * right
 
 
-def test_copies_join_what_heads_draft(monkeypatch: Patch) -> None:
+def test_copies_are_merged_with_head_drafts(monkeypatch: Patch) -> None:
     """On repetitive texts more is accepted than with heads alone, with equal tokens."""
     prompts = code_prompts(0, 6)
     with engine(TARGET) as llm:

@@ -123,7 +123,7 @@ def test_no_such_heads(chaotic_llama: str, tmp_path: Path) -> None:
     assert str(empty) in refusal(chaotic_llama, medusa(str(empty), TREE))
 
 
-def test_the_target_s_folder_holds_no_heads(chaotic_llama: str) -> None:
+def test_the_target_s_folder_has_no_heads(chaotic_llama: str) -> None:
     message = refusal(chaotic_llama, {"method": "medusa"})
     assert chaotic_llama in message and "no Medusa head" in message
 
@@ -263,7 +263,7 @@ def test_another_vllm_still_starts_without_medusa(
         assert len(complete(llm, [[5, 6, 7]], greedy(4))[0].token_ids) == 4
 
 
-def test_a_worker_that_derives_from_ours_starts(
+def test_a_subclass_of_our_worker_starts(
     chaotic_llama: str, random_heads: str, loaded: list[str]
 ) -> None:
     worker = f"{__name__}.{MyWorker.__name__}"

@@ -73,7 +73,7 @@ def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) ->
     assert_works(llm, reference.part(0, sized(len(reference.prompts), 1)))
 
 
-def test_good_options_are_no_error(llm: LLM, reference: Reference) -> None:
+def test_valid_options_are_accepted(llm: LLM, reference: Reference) -> None:
     part = reference.part(0, 2)
     for extra in ({}, {"other": 3}, {"medusa": {}}, {"medusa": {"acceptance": "lossless"}}):
         params = greedy(TOKENS, extra_args=copy.deepcopy(extra))
@@ -81,7 +81,7 @@ def test_good_options_are_no_error(llm: LLM, reference: Reference) -> None:
         assert params.extra_args == extra
 
 
-def test_short_requests_beside_long_ones(llm: LLM, reference: Reference) -> None:
+def test_short_and_long_requests_together(llm: LLM, reference: Reference) -> None:
     """Requests whose drafts are truncated by the scheduler, or that get none."""
     counts = [1, 2, 3, TOKENS] * 3
     prompts = reference.prompts[:12]

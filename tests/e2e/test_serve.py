@@ -297,7 +297,7 @@ def stream_of_many(server: Server, prompt: str, tokens: int = 900) -> Any:
     )  # fmt: skip
 
 
-def test_64_clients_at_a_time(server: Server, offline: dict[str, list[Answer]]) -> None:
+def test_64_concurrent_clients(server: Server, offline: dict[str, list[Answer]]) -> None:
     """Some clients disconnect, some requests are invalid; the others get plain vLLM's answers."""
     texts, expected = prompts(), offline["greedy"]
 

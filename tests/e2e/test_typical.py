@@ -166,7 +166,7 @@ def test_accepts_more_than_lossless(llm: LLM, prompts: Prompts) -> None:
     assert mean_accepted(many) > 1.15 * mean_accepted(few) > 0
 
 
-def test_lossless_beside_typical(
+def test_lossless_and_typical_together(
     llm: LLM, plain: dict[str, list[Outcome]], prompts: Prompts
 ) -> None:
     """The lossless requests of a mixed batch have plain vLLM's tokens and logprobs."""

@@ -135,7 +135,7 @@ class Cases:
 class TestInterpreted(Cases):
     device, shape, tokens, prompts = "cpu", TINY, 8, 2
 
-    def test_a_tree_decodes_as_plain(self):
+    def test_tree_decoding_equals_plain_decoding(self):
         self.check_text(9)
 
     def test_logits_at_the_nodes(self):
@@ -148,7 +148,7 @@ class TestOnGpu(Cases):
     device, shape, tokens, prompts = "cuda", SMALL, 120, 3
 
     @pytest.mark.parametrize("nodes", [16, 64])
-    def test_a_tree_decodes_as_plain(self, nodes: int):
+    def test_tree_decoding_equals_plain_decoding(self, nodes: int):
         self.check_text(nodes)
 
     def test_logits_at_the_nodes(self):

@@ -57,7 +57,7 @@ def rows_of(options: Any, monkeypatch: pytest.MonkeyPatch, like: Any) -> dict[st
     return {row["name"]: row for row in rows}
 
 
-def test_arms_with_plain_s_tokens_get_a_ratio(options, monkeypatch, tmp_path):
+def test_arms_with_equal_tokens_get_a_ratio(options, monkeypatch, tmp_path):
     rows = rows_of(options, monkeypatch, lambda c: lambda: FakeEngine(step_sizes=(1 + bool(c),)))
     names = ["automatic", "chain 2", "chain 3", "stock 2", "stock 3", "static 2"]
     names = [f"heads, {name}" for name in names] + ["n-gram 2, vLLM's", "n-gram 3, vLLM's"]
@@ -78,7 +78,7 @@ def test_stock_speculation_is_not_measured_when_sampling(options, monkeypatch):
     assert "rejection sampler" in compare.text(list(rows.values()))
 
 
-def test_an_arm_with_other_tokens_gets_no_number_and_the_others_do(options, monkeypatch):
+def test_an_arm_with_other_tokens_gets_no_number(options, monkeypatch):
     """Negative control of the check, and an engine that fails to start."""
 
     def like(config):
@@ -111,9 +111,7 @@ def test_one_engine_serves_all_points_of_an_arm(options, monkeypatch):
     assert [row["requests"] for row in rows.values()] == [3, 3, 8, 8]
 
 
-def test_without_rounds_plain_answers_once_and_tasks_are_put_together(
-    options, monkeypatch, tmp_path
-):
+def test_without_rounds_plain_answers_once_and_tasks_are_merged(options, monkeypatch, tmp_path):
     lines = ASSETS["texts"][0].read_text().splitlines()
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines[:4]))
@@ -135,7 +133,7 @@ def test_without_rounds_plain_answers_once_and_tasks_are_put_together(
     assert every["steps"] == a["steps"] + b["steps"] and every["tau"] == pytest.approx(a["tau"])
 
 
-def test_uneven_answers_have_lengths_of_their_own(options, monkeypatch):
+def test_uneven_answers_have_individual_lengths(options, monkeypatch):
     """The same for both engines; otherwise the length of an answer is not limited by request."""
     made: dict[bool, list[FakeEngine]] = {True: [], False: []}
 
@@ -150,7 +148,7 @@ def test_uneven_answers_have_lengths_of_their_own(options, monkeypatch):
     assert len(lengths) > 12 and lengths <= set(range(12, 37))
 
 
-def test_arms_of_heads_are_those_that_there_are():
+def test_only_existing_heads_have_arms():
     folder = ASSETS["drafter"]
     options = CompareOptions(forms=("static", "chain"), nodes=(4, 999), chain=(2, 99))
     notes = []
@@ -163,7 +161,7 @@ def test_arms_of_heads_are_those_that_there_are():
     assert arm_of(folder, "automatic", 0).config["budget"] == "auto"
 
 
-def test_defaults_of_a_case_show_in_its_help():
+def test_defaults_of_a_case_are_in_its_help():
     options = compare.LOAD.options()
     assert options.batch[-1] == 64 and options.waves == 3 and compare.SPEED.options().batch == (1,)
     assert isinstance(options, CompareOptions)
@@ -171,7 +169,7 @@ def test_defaults_of_a_case_show_in_its_help():
         compare.LOAD.options(waves=0)
 
 
-def test_automatic_is_compared_with_the_best_of_the_others():
+def test_automatic_is_compared_with_the_best_alternative():
     def row(form, batch, ratio):
         what = {"drafter": "h", "form": form, "arm": f"h, {form}", "temperature": 0.0}
         numbers = {"ratio": ratio, "ratio_quartiles": [ratio, ratio], "first": 0.5}
@@ -183,7 +181,7 @@ def test_automatic_is_compared_with_the_best_of_the_others():
     assert [(e["best"], e["relative"]) for e in found] == [("h, static", 1.2), ("plain", 0.9)]
 
 
-def test_the_environment_is_the_arm_s_and_is_restored(options, monkeypatch, tmp_path):
+def test_an_arm_s_environment_is_restored(options, monkeypatch, tmp_path):
     before = dict(engines.os.environ)
     monkeypatch.setattr(engines, "_OPENMP", "none")
     own = replace(options, cores=(0, 1))
@@ -196,7 +194,7 @@ def test_the_environment_is_the_arm_s_and_is_restored(options, monkeypatch, tmp_
     assert dict(engines.os.environ) == before
 
 
-def test_the_error_of_a_gain_leaves_out_what_both_trees_share():
+def test_the_error_of_a_gain_excludes_shared_variance():
     rng = np.random.default_rng(0)
     steps = np.full(200, 30)
     hard = rng.uniform(0.2, 1.8, 200)
@@ -210,7 +208,7 @@ def test_the_error_of_a_gain_leaves_out_what_both_trees_share():
     assert tau_numbers(dynamic, static)["gain"] == pytest.approx(ratio - 1)
 
 
-def test_typical_has_both_deltas_of_each_epsilon_once():
+def test_each_epsilon_has_both_deltas_once():
     found = typical.arms(typical.TypicalOptions(**ASSETS, epsilons=(0.01, 0.09)))
     assert [(arm.what.get("epsilon"), arm.what.get("delta")) for arm in found] == [
         (None, None), (0.01, 0.3), (0.01, 0.1), (0.09, 0.3),
@@ -240,7 +238,7 @@ def test_complete_answers_to_a_schema_are_json():
     assert [p.index for p in mixed["all schemas"]] == sorted(indices) == list(range(28))
 
 
-def test_a_profiled_arm_must_have_plain_s_tokens_too(monkeypatch):
+def test_a_profiled_arm_must_have_equal_tokens_too(monkeypatch):
     def found(arm, options, temperature):
         if arm.stock:
             raise RuntimeError("no hidden_size")
@@ -258,7 +256,7 @@ def test_a_profiled_arm_must_have_plain_s_tokens_too(monkeypatch):
     assert "| attention | 2.000 | 2.000 |" in parts_tables(rows)
 
 
-def test_spans_count_exclusive_time_and_add_up():
+def test_spans_have_exclusive_times_that_sum_up():
     clock = iter(range(100))
     spans = Spans()
     owner = SimpleNamespace(inner=lambda: None)

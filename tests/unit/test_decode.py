@@ -206,7 +206,7 @@ def test_other_trees(llama, tree):
     check_counts(result, 40, tree.max_depth)
 
 
-def test_length_limits_cut_anywhere(llama):
+def test_length_limits_truncate_anywhere(llama):
     tokens, states = plain(llama, prompt(), 40)
     heads = PlantedHeads(tokens, states, misses=0)
     for limit in range(1, 14):
@@ -218,7 +218,7 @@ def test_length_limits_cut_anywhere(llama):
         assert late.token_ids == tokens[:limit] or tokens[limit + 1] in tokens[:limit]
 
 
-def test_end_tokens_cut_anywhere_and_the_step_counts_whole(llama):
+def test_end_tokens_truncate_anywhere_and_the_whole_step_is_counted(llama):
     tokens, states = plain(llama, prompt(), 60)
     heads = PlantedHeads(tokens, states, misses=0)
     free = decode(llama, heads, TREE, prompt(), 40)
@@ -250,7 +250,7 @@ def test_near_max_model_len_only_drafts_that_fit_are_scored(llama):
         assert len(result.accepted_per_step) == len(drafting)  # steps without drafts don't count
 
 
-def test_no_room_is_an_error(llama):
+def test_a_full_context_is_an_error(llama):
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         decode(llama, PlantedHeads([1], torch.zeros(1, HIDDEN)), TREE, prompt(), 0)
     with pytest.raises(ValueError, match="the prompt has 7 tokens; raise"):
@@ -340,7 +340,7 @@ def run_broken(model: Any) -> tuple[int, int]:
     return wrong, steps
 
 
-def test_control_nothing_broken(llama):
+def test_control_unbroken(llama):
     assert run_broken(llama) == (0, 8 * 8)  # 1 token from the prompt, then 5 from every step
 
 
@@ -385,7 +385,7 @@ def test_control_hidden_state_of_the_wrong_node(llama, monkeypatch):
     assert steps > 8 * 12
 
 
-def test_control_one_draw_too_many(llama):
+def test_control_an_additional_draw(llama):
     """A sampler that also draws for rejected levels diverges from the plain run's random stream."""
     options = {"temperature": 1.0}
     tokens, states = plain(

@@ -31,7 +31,7 @@ def drafter(tmp_path):
     return folder
 
 
-def test_there_and_back(drafter, tmp_path):
+def test_round_trip(drafter, tmp_path):
     pack(drafter, tmp_path / "packed")
     unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
     before, after = load_file(drafter / FILE), load_file(tmp_path / "back" / FILE)
@@ -49,7 +49,7 @@ def test_there_and_back(drafter, tmp_path):
     assert (tmp_path / "back" / "config.json").read_text() == '{"hidden_size": 96}'
 
 
-def test_what_is_stored(drafter, tmp_path):
+def test_stored_tensors(drafter, tmp_path):
     pack(drafter, tmp_path / "packed")
     stored = load_file(tmp_path / "packed" / FILE)
     assert stored["fc.weight"].dtype == torch.int8 and stored["fc.weight.scale"].shape == (48, 1)
@@ -85,7 +85,7 @@ def test_unpacking_again_replaces(drafter, tmp_path):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_an_lm_head_of_the_targets_rows_is_left_out(drafter, tmp_path, same):
+def test_an_lm_head_of_the_targets_rows_is_not_stored(drafter, tmp_path, same):
     embedding, ids = torch.randn(64, 16).bfloat16(), torch.tensor([3, 9, 60])
     save_file({"model.embed_tokens.weight": embedding}, tmp_path / FILE)
     tensors = {"d2t": ids - torch.arange(3), "lm_head.weight": embedding[ids].contiguous()}

@@ -65,7 +65,7 @@ def text_at(answer: Take, clock: float) -> str:
 
 @pytest.mark.parametrize("scene", [0, 1, 2])
 @pytest.mark.parametrize("clock", [0.0, 0.15, 0.25, 0.35, 0.61, 0.75])
-def test_each_time_shows_what_was_delivered(scene, clock):
+def test_each_time_shows_the_delivered_text(scene, clock):
     picture = Picture(draw(RECORDING, RUNS))
     assert picture.cycle == pytest.approx(sum(_LEAD + r.seconds + _HOLD for r in RUNS), abs=0.01)
     at = sum(_LEAD + r.seconds + _HOLD for r in RUNS[:scene]) + _LEAD + clock
@@ -78,14 +78,14 @@ def test_each_time_shows_what_was_delivered(scene, clock):
     assert (run.outcome in texts) == (clock >= run.seconds)
 
 
-def test_without_animation_it_is_the_end_of_the_first_scene():
+def test_without_animation_it_shows_the_end_of_the_first_scene():
     picture = Picture(draw(RECORDING, RUNS))
     texts = [text for *_, text in picture.texts(None)]
     assert RUNS[0].prompt in texts and RUNS[0].outcome in texts
     assert picture.panel(True, None) == picture.panel(False, None) == "abcdefg"
 
 
-def test_it_is_self_contained_and_runs_nothing():
+def test_it_is_self_contained_and_has_no_scripts():
     text = draw(RECORDING, [replace(RUN, prompt='<script>"&" \x1b[0m')])
     names = {element.tag.removeprefix(NS) for element in ElementTree.fromstring(text).iter()}
     assert names <= {"svg", "title", "desc", "style", "rect", "circle", "g", "text"}
@@ -103,7 +103,7 @@ def test_long_answers_stay_below_300_kb():
     assert len(draw(RECORDING, [run] * 3).encode()) < 300_000
 
 
-def test_nothing_to_draw_is_said():
+def test_an_empty_recording_is_reported():
     with pytest.raises(ValueError, match="--replays"):
         draw(RECORDING, [])
 
@@ -119,11 +119,11 @@ def test_nothing_to_draw_is_said():
         ("日本語日本語", ["日本語日", "本語"]),
     ],
 )
-def test_lines_break_at_spaces(text, lines):
+def test_lines_wrap_at_spaces(text, lines):
     assert [text[start:end] for start, end in wrap(text, 8)] == lines
 
 
-def test_words_stand_where_the_whole_text_puts_them():
+def test_words_keep_their_place_in_the_full_text():
     answer = take([(0.1, "a"), (0.2, "b c"), (0.3, " " * COLUMNS), (0.4, "d\t\x00")])
     words = [
         [(w.line, w.column, w.text, w.drafted) for w in step] for step in layout(answer, COLUMNS)

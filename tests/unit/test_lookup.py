@@ -126,7 +126,7 @@ def learn(lookup: Lookup, text: list[int], num_new: int) -> None:
     lookup.learn(ONE, texts, ONE, length, np.array([num_new]))
 
 
-def test_requests_learn_from_what_they_said_next() -> None:
+def test_acceptance_is_learned_from_later_tokens() -> None:
     lookup, text = Lookup(100, 1, 63, None), [1, 2, 3, 4, 5, 6, 1, 2, 3]
     assert extend(lookup, text, 4) == [4, 5, 6, 1]
     before = lookup.chances.copy()
@@ -142,7 +142,7 @@ def test_requests_learn_from_what_they_said_next() -> None:
     assert (lookup.chances == before).all()
 
 
-def test_a_continuation_ends_before_what_is_no_token() -> None:
+def test_a_continuation_ends_before_placeholders() -> None:
     assert extend(Lookup(10, 1, 8, None), [1, 2, 5, 99, 1, 2]) == [5]
 
 
@@ -159,7 +159,7 @@ def test_observed_frequencies_are_used() -> None:
     assert np.abs(lookup.chances[[1, 3, 8]] - [0.9, 0.2, 0.5]).max() < 0.15
 
 
-def test_the_device_does_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_equals_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same code on tensors; kernels are tested in `lookup/test_kernel`."""
 
     def find(texts: Any, rows: Any, lengths: Any, count: int) -> tuple[Any, ...]:
@@ -195,7 +195,7 @@ def test_the_device_does_what_the_host_does(monkeypatch: pytest.MonkeyPatch) -> 
     assert host.chances.max() > 0.95
 
 
-def test_a_batch_is_as_each_request_alone() -> None:
+def test_a_batch_equals_single_requests() -> None:
     """Trees of other tokens, rows that differ from slots."""
     rng, nodes, batch = np.random.default_rng(3), 13, 4
     slots, rows, copied = np.array([6, 0, 3, 2]), np.array([1, 3, 0, 2]), 0

@@ -61,7 +61,7 @@ def parse(*words: str) -> Job:
     return from_flags(Job, parser.parse_args(["m", "-o", "x", *words]))
 
 
-def test_defaults_stand_in_the_fields_alone():
+def test_defaults_are_defined_in_the_fields_only():
     assert parse() == Job(model="m", output=Path("x"))
     assert parse().engine_args is not parse().engine_args
 
@@ -80,13 +80,13 @@ def test_defaults_stand_in_the_fields_alone():
         ('--engine-args {"a":[1]}', lambda job: job.engine_args == {"a": [1]}),
     ],
 )
-def test_words_to_options_and_back(words, read):
+def test_arguments_to_options_and_back(words, read):
     job = parse(*words.split())
     assert read(job)
     assert parse(*(word for word in command_line(job) if word != "m")) == job
 
 
-def test_a_command_line_leaves_defaults_out():
+def test_a_command_line_omits_defaults():
     assert command_line(parse()) == ["m", "--output", "x"]
 
 
@@ -110,7 +110,7 @@ def test_a_command_line_leaves_defaults_out():
         ("--kind hard", "invalid choice: 'hard' (choose from 'soft', 'tokens')"),
     ],
 )
-def test_the_parser_names_value_bounds_and_option(words, message, capsys):
+def test_errors_name_value_bounds_and_option(words, message, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(*words.split())
     assert ended.value.code == 2
@@ -132,7 +132,7 @@ def test_the_parser_names_value_bounds_and_option(words, message, capsys):
         ({"kind": "tokens", "rate": 1.0}, "--rate is for --kind soft"),
     ],
 )
-def test_python_callers_are_refused_alike(values, message):
+def test_python_callers_get_the_same_errors(values, message):
     with pytest.raises(ValueError, match="^" + message.replace("(", r"\(")):
         Job(model="m", output=Path("x"), **values)
     with pytest.raises(ValueError, match=r"^budgets is 0; use a whole number from 1"):
@@ -155,7 +155,7 @@ def test_help_shows_each_default_once():
     assert json.dumps({}) not in text
 
 
-def test_values_of_groups_stand_beside_the_others():
+def test_values_of_groups_are_merged_with_the_others():
     values = values_of(parse("--rounds", "2"))
     assert (values["rounds"], values["model"]) == (2, "m")
     assert "more" not in values

@@ -55,7 +55,7 @@ def test_registering_imports_neither_torch_nor_vllm(tmp_path):
     run(code, tmp_path)
 
 
-def test_the_hook_waits_for_the_import_and_is_one(fake_vllm):
+def test_the_hook_waits_for_the_import_and_runs_once(fake_vllm):
     code = """
         import sys
         import vllm_medusa.plugin as plugin
@@ -94,7 +94,7 @@ def test_an_import_that_came_first_is_hooked_at_once(fake_vllm):
     run(code, fake_vllm)
 
 
-def test_other_methods_never_reach_us(fake_vllm):
+def test_other_methods_are_not_handled(fake_vllm):
     code = """
         import sys
         import vllm_medusa.plugin as plugin
@@ -136,7 +136,7 @@ def test_other_versions_are_named(monkeypatch, version):
         assert part in problem
 
 
-def test_no_vllm_at_all(monkeypatch):
+def test_without_vllm(monkeypatch):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 

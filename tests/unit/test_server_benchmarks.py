@@ -26,7 +26,7 @@ def options():
     return ServeOptions(**assets, rates=(1.0, 4.0), ramp=0.0, rounds=2, nodes=(4,))
 
 
-def test_arrivals_are_poisson_and_the_same_for_everyone():
+def test_arrivals_are_poisson_and_equal_for_all_servers():
     load = Load("4/s", 4.0, 1000.0)
     found = np.array(load.arrivals(0))
     assert found.tolist() == load.arrivals(0) != load.arrivals(1)
@@ -64,7 +64,7 @@ def test_figures_of_a_server():
     assert figures["gap_p99"] == pytest.approx(25)
 
 
-def test_servers_take_turns_and_one_with_other_answers_has_no_figures(options, monkeypatch):
+def test_servers_alternate_and_other_answers_have_no_figures(options, monkeypatch):
     asked = []
 
     class Server:
@@ -96,7 +96,7 @@ def test_servers_take_turns_and_one_with_other_answers_has_no_figures(options, m
     assert rows[5]["failed"] == "1 of 4 answers differ from plain vLLM's"
 
 
-def test_a_server_s_command_line_is_the_engine_s_settings(options):
+def test_a_server_s_command_line_has_the_engine_s_settings(options):
     found = serve.words(arm_of(options.drafter, "automatic", 0), options, 8123)
     assert found[0] == str(options.target)
     config = json.loads(found[found.index("--speculative-config") + 1])
@@ -105,7 +105,7 @@ def test_a_server_s_command_line_is_the_engine_s_settings(options):
     assert "--speculative-config" not in serve.words(PLAIN, options, 8123)
 
 
-def test_the_same_seed_asks_the_same_of_all_kinds():
+def test_the_same_seed_gives_the_same_requests():
     asked = requests(PROMPTS, 300, 5)
     assert asked == requests(PROMPTS, 300, 5) != requests(PROMPTS, 300, 6)
     kinds = {each.kind: each for each in asked}
@@ -132,7 +132,7 @@ def test_answers_are_verified():
     assert problem_of(free, Answer(error=(500, "x")), wanted)
 
 
-def test_growth_is_that_of_the_second_half():
+def test_growth_is_measured_over_the_second_half():
     points = [(0, 100.0), (400, 400.0), (600, 401.0), (800, 402.0), (1000, 403.0)]
     seen = Seen("me", psutil.Process(os.getpid()), points)
     assert abs(seen.slope() - 5.0) < 1e-6

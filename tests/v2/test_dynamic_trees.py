@@ -98,7 +98,7 @@ def run(llm: LLM, reference: Reference) -> float:
     return mean_accepted(steps)
 
 
-def test_every_request_and_step_has_another_tree(
+def test_trees_differ_per_request_and_step(
     llm: LLM, reference: Reference, monkeypatch: Patch
 ) -> None:
     topologies = random_topologies(monkeypatch)
@@ -169,7 +169,7 @@ def test_it_learns(llm: LLM, reference: Reference, monkeypatch: Patch) -> None:
     assert sum(accepted for _, accepted in seen) >= 0.8 * sum(accepted for _, accepted in trees)
 
 
-def test_real_decisions(llm: LLM, reference: Reference) -> None:
+def test_unmodified_decisions(llm: LLM, reference: Reference) -> None:
     """Without replaced decisions."""
     part = reference.part(0, 5)
     assert differing(part.completions, complete(llm, part.prompts, greedy(TOKENS))) == []

@@ -69,7 +69,7 @@ def run(llm: LLM, plain: list[Completion], count: int = 2) -> None:
     assert mean_accepted(steps) > 0.7
 
 
-def test_nothing_waits_for_the_device(
+def test_no_step_waits_for_the_device(
     llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = watched(monkeypatch)
@@ -77,7 +77,7 @@ def test_nothing_waits_for_the_device(
     assert min(calls.values()) > 2 and len(calls) == 4
 
 
-def test_copies_reach_below_its_levels(
+def test_copies_are_deeper_than_its_levels(
     llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [[*p, *c.token_ids] for p, c in zip(PROMPTS, plain, strict=True)]
@@ -96,11 +96,13 @@ def dense(case: Case, llm: LLM, plain: list[Completion]) -> int:
     return sum(assert_dense(grown, case.drafter, case.model) for grown in trees)
 
 
-def test_entries_and_guesses_are_dense(case: Case, llm: LLM, plain: list[Completion]) -> None:
+def test_entries_and_drafts_equal_a_dense_pass(
+    case: Case, llm: LLM, plain: list[Completion]
+) -> None:
     assert dense(case, llm, plain) > 12
 
 
-def test_control_siblings_seen(
+def test_control_visible_siblings(
     case: Case, llm: LLM, plain: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a branch attended to all expanded nodes, its drafts would differ from dense ones."""

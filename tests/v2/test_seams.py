@@ -76,7 +76,7 @@ def configure(target_config: str, random_heads: str) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("asked", "on_v2"), [("1", True), (None, True), ("0", False)], ids=["asked", "default", "not"]
 )
-def test_the_runner_is_the_one_vllm_would_take(
+def test_the_runner_is_vllm_s_choice(
     configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, asked: str | None, on_v2: bool
 ) -> None:
     if asked is None:
@@ -126,7 +126,7 @@ def test_full_graphs(
         assert counts >= {1, 2, 4, 8, 16, 20}
 
 
-def test_workers_get_the_config_whole(configure: Callable[..., Any]) -> None:
+def test_workers_get_the_complete_config(configure: Callable[..., Any]) -> None:
     spec = configure().speculative_config
     again = pickle.loads(pickle.dumps(spec))
     assert type(again) is TreeSpeculativeConfig and is_medusa(again)
@@ -206,7 +206,7 @@ def test_control_syncs_are_detected() -> None:
             wait(torch.ones(3))
 
 
-def test_lossless_beside_typical(llm: LLM, plain: dict[str, Any]) -> None:
+def test_lossless_and_typical_together(llm: LLM, plain: dict[str, Any]) -> None:
     """Each request of the batch twice: the lossless ones equal plain vLLM's."""
     prompts, params = mixed()
     typical = mixed()[1]
@@ -283,7 +283,9 @@ def test_prefills_padded_with_placeholders(llm: LLM, plain: dict[str, Any]) -> N
     assert metric(llm, "prefix_cache_hits") > 0
 
 
-def test_start_up_claims_the_logits_of_all_nodes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_up_allocates_the_logits_of_all_nodes(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise memory profiling would allocate one row of logits per request."""
     core: Any = llm.llm_engine.engine_core
     runner = core.engine_core.model_executor.driver_worker.worker.model_runner
@@ -311,7 +313,7 @@ DYNAMIC = {"method": "medusa", "model": str(ASSETS / "heads"), "budget": 5}
     ],
     ids=["sync", "async", "async_dynamic"],
 )
-def test_structured_output_beside_trees(ahead: bool, trees: dict[str, Any]) -> None:
+def test_structured_output_and_trees_together(ahead: bool, trees: dict[str, Any]) -> None:
     """Requests with a grammar follow it and equal plain vLLM's, and their drafts count too.
 
     The async scheduler then waits for each step's tokens.

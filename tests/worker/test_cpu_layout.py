@@ -59,7 +59,7 @@ def store(kv_cache, isa, keys, values, slots):
 
 
 @pytest.mark.parametrize(("isa", "dtype", "dim", "block"), LAYOUTS)
-def test_tokens_are_found_where_vllm_put_them(isa, dtype, dim, block):
+def test_tokens_are_found_in_vllm_s_slots(isa, dtype, dim, block):
     kv_cache = torch.full((3, 2, block, 2 * dim), float("nan"), dtype=dtype)
     slots = torch.randperm(3 * block)[: block + 5]
     keys, values = torch.randn(2, len(slots), 2, dim).to(dtype)
@@ -172,7 +172,7 @@ def test_a_chain_equals_the_stock_kernel(isa, window, softcap, with_sinks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("nodes", "base"), [(1, 512), (8, 256), (16, 1000), (64, 100)])
-def test_rounding_is_that_of_plain_decoding(dtype, nodes, base):
+def test_rounding_equals_plain_decoding(dtype, nodes, base):
     """Near-ties between tokens must be decided as without a tree."""
     ours, stock, exact = run_both(dtype, "vec", [nodes], [base], heads=(14, 2))
     mine, theirs = ((x.double() - exact).abs() for x in (ours, stock))
@@ -182,7 +182,7 @@ def test_rounding_is_that_of_plain_decoding(dtype, nodes, base):
 
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
 @pytest.mark.parametrize(("nodes", "base"), [(1, 512), (8, 256), (64, 100)])
-def test_bf16_outputs_are_those_of_plain_decoding(isa, nodes, base, monkeypatch):
+def test_bf16_outputs_equal_plain_decoding(isa, nodes, base, monkeypatch):
     if isa == "amx" and not torch.cpu._is_amx_tile_supported():
         pytest.skip("this CPU has no AMX")
     ours, stock, _ = run_both(torch.bfloat16, isa, [nodes], [base], heads=(14, 2))
@@ -198,7 +198,7 @@ def test_bf16_outputs_are_those_of_plain_decoding(isa, nodes, base, monkeypatch)
 
 @pytest.mark.parametrize("refuses", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_heads_multiply_where_onednn_has_no_product(dtype, refuses, monkeypatch):
+def test_heads_multiply_without_a_onednn_kernel(dtype, refuses, monkeypatch):
     """Without AVX-512 it has none for bf16 and fp16; vLLM's own layers then use torch."""
 
     def refuse(*args):

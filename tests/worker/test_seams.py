@@ -189,7 +189,7 @@ def stand_in(ours: ast.arguments, stock: ast.arguments) -> bool:
     return ours.kwarg is not None or names[0] <= names[1]
 
 
-def test_every_import_is_there() -> None:
+def test_every_import_exists() -> None:
     imports = set(imports_of_vllm())
     assert len(imports) > 50
     moved = {place for _, *places in MOVED for place in places}
@@ -197,7 +197,7 @@ def test_every_import_is_there() -> None:
     assert [place for place in sorted(NAMED) if found(*place) is None] == []
 
 
-def test_shims_are_needed_and_enough() -> None:
+def test_shims_are_required_and_sufficient() -> None:
     for release, old, new in MOVED:
         assert (found(*old) is None) != (found(*new) is None), f"{old} or {new}"
         # If this fails, import from the new location instead of the shim and remove the entry.
@@ -212,13 +212,13 @@ def test_patched_functions_have_these_parameters() -> None:
         assert tuple(positional(stock)) == expected and not stock.kwonlyargs, name
 
 
-def test_attributes_are_there() -> None:
+def test_attributes_exist() -> None:
     for (module, name), mentions in USED.items():
         text = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(found(module, name)))))
         assert not (gone := {each for each in mentions if each not in text}), f"{name}: {gone}"
 
 
-def test_methods_override_what_they_are_meant_to() -> None:
+def test_methods_override_the_intended_ones() -> None:
     seen: dict[str, set[str]] = {}
     for module in pkgutil.walk_packages(worker.__path__, "vllm_medusa.worker."):
         for owner in vars(importlib.import_module(module.name)).values():

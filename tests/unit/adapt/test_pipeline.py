@@ -127,7 +127,7 @@ ALL = ["check", "distill", "split", "train", "calibrate", "tree", "compare"]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
+def test_only_an_interrupted_stage_runs_again(adapt, name):
     adapt.failing = [name] * 2
     for begun in (ALL[: ALL.index(name) + 1], [name]):
         with pytest.raises(StageFailed, match=f"^{name}: killed"):
@@ -159,7 +159,7 @@ def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
         ({"num_draft_tokens": 3}, ["tree", "compare"]),
     ],
 )
-def test_other_options_run_the_stages_again_that_they_concern(adapt, more, again):
+def test_changed_options_rerun_the_affected_stages(adapt, more, again):
     first = adapt.run()
     other = adapt.run(**more)
     assert adapt.called == again
@@ -168,7 +168,7 @@ def test_other_options_run_the_stages_again_that_they_concern(adapt, more, again
     assert adapt.called == []
 
 
-def test_later_stages_get_what_earlier_ones_left(adapt):
+def test_later_stages_use_earlier_results(adapt):
     folders = adapt.run()
     asked = adapt.asked
     assert asked["train"].files.data == folders["split"] / "train.jsonl"
@@ -194,7 +194,7 @@ def test_a_drafter_of_another_kind(adapt, drafter, stages):
         assert adapt.asked["compare"].tree is None
 
 
-def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, monkeypatch):
+def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatch):
     told = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
     trained = Trained(tmp_path / "heads", told)
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
@@ -203,9 +203,7 @@ def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, mon
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
-def test_the_split_counts_what_it_leaves_out_and_whether_its_halves_share_a_prompt(
-    tmp_path, prompts, disjoint
-):
+def test_the_split_counts_skipped_records_and_shared_prompts(tmp_path, prompts, disjoint):
     (tmp_path / "records.jsonl").write_text(records(prompts) + "{\n")
     options = {"data": tmp_path / "records.jsonl", "output": tmp_path, "heldout_share": 0.1}
     with pytest.raises(ValueError, match=f"line {prompts + 1}"):
@@ -216,7 +214,7 @@ def test_the_split_counts_what_it_leaves_out_and_whether_its_halves_share_a_prom
     assert counts["disjoint"] == disjoint
 
 
-def test_the_output_is_heads_that_know_how_they_fared(adapt):
+def test_the_output_contains_heads_and_their_figures(adapt):
     adapt.run(publish=True, seed=3, budgets=(1, 3))
     output = adapt.folder / "heads"
     info = peek_heads(output)
@@ -241,7 +239,7 @@ def test_the_output_is_heads_that_know_how_they_fared(adapt):
         assert words in page, words
 
 
-def test_little_gain_is_said_and_the_size_asked_for_is_kept(adapt):
+def test_a_small_gain_is_reported_and_the_given_size_is_kept(adapt):
     adapt.rows, adapt.fastest = [row(4, 0.8, 1.1)], 4
     adapt.run(publish=True, num_draft_tokens=16)
     said = report.conclusion(adapt.document)
@@ -251,7 +249,7 @@ def test_little_gain_is_said_and_the_size_asked_for_is_kept(adapt):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_all_that_is_written_may_be_overwritten_also_through_a_link(adapt, tmp_path, there):
+def test_all_outputs_may_be_overwritten_also_through_a_link(adapt, tmp_path, there):
     disk = tmp_path / "disk"
     disk.mkdir()
     if there:

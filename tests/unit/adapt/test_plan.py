@@ -18,12 +18,12 @@ def asked(**more: object) -> AdaptOptions:
     return AdaptOptions(target="target", prompts=Path("p.jsonl"), output=Path("heads"), **more)
 
 
-def test_answers_are_no_longer_than_the_target_has_room_for() -> None:
+def test_answers_fit_the_targets_context() -> None:
     lengths = [Length(100), Length(900, 2)]
     assert Amounts.of(lengths, 2, 512, 1000) == Amounts(4, 2000, 2 * (512 + 100))
 
 
-def test_the_states_are_of_written_tokens_and_no_more_than_may_be_kept() -> None:
+def test_states_are_cached_for_generated_tokens_up_to_the_limit() -> None:
     def disk(amounts: Amounts, **more: object) -> tuple[int, int]:
         return disk_bytes(amounts, training_of(asked(dtype="bfloat16", **more)), TARGET, SIZES)
 
@@ -34,7 +34,7 @@ def test_the_states_are_of_written_tokens_and_no_more_than_may_be_kept() -> None
     assert disk(Amounts(10**6, 10**8, 10**9))[1] == 50e9
 
 
-def test_a_faster_machine_takes_less_and_measuring_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faster_machine_takes_less_but_measures_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = EnginePlan({}, 64)
 
     def seconds(flops: float, **more: object) -> dict[str, float]:

@@ -52,9 +52,7 @@ def test_a_stage_runs_once_and_is_announced(work):
     assert (folder / "done.json").stat().st_mtime_ns == done
 
 
-def test_other_inputs_or_options_are_another_stage_and_another_path_is_none(
-    work, tmp_path, monkeypatch
-):
+def test_other_inputs_or_options_rerun_a_stage_but_other_paths_do_not(work, tmp_path, monkeypatch):
     first = work.copy(data="one")
     assert len({first, work.copy(data="two"), work.copy(compact=True, data="one")}) == 3
     work.data = work.data.rename(tmp_path / "elsewhere.json")
@@ -68,7 +66,7 @@ def test_other_inputs_or_options_are_another_stage_and_another_path_is_none(
     ("name", "left"),
     [("out.json", "[]"), ("out.json", None), ("done.json", '{"outputs": {'), ("done.json", None)],
 )
-def test_a_stage_whose_result_is_not_as_noted_runs_again(work, name, left):
+def test_a_stage_with_a_changed_result_runs_again(work, name, left):
     folder = work.copy()
     (folder / name).unlink()
     if left is not None:
@@ -78,7 +76,7 @@ def test_a_stage_whose_result_is_not_as_noted_runs_again(work, name, left):
     assert json.loads((folder / "out.json").read_text()) == {"a": 1}
 
 
-def test_a_refusal_names_the_log_and_is_no_result(work, tmp_path):
+def test_a_refusal_names_the_log_and_is_not_a_result(work, tmp_path):
     moved = work.data.rename(tmp_path / "elsewhere.json")
     with pytest.raises(StageFailed, match=r"copy: .*data\.json(.|\n)*log\.txt") as failure:
         work.copy(real=True)
@@ -98,7 +96,7 @@ def test_a_job_that_fails_or_leaves_nothing(work, tmp_path, job, message, status
     assert failure.value.status == status
 
 
-def test_two_at_once_are_refused(work):
+def test_concurrent_runs_are_refused(work):
     with (
         WorkFolder(work.folder, 1, SILENT),
         pytest.raises(FileRefused, match="another process"),

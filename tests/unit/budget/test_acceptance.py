@@ -22,7 +22,7 @@ def trained(steps: int, factor: float = 1.0, kind: int = 0, verified: int = 8) -
     return acceptance
 
 
-def test_it_begins_with_the_calibration():
+def test_it_starts_from_the_calibration():
     acceptance = Acceptance([1.5, 1.7, 1.8])
     gain = acceptance.gain(np.array([0, 1, 2, 3, 9]), None)
     assert gain == pytest.approx([0, 0.5, 0.7, 0.8, 0.8])
@@ -30,7 +30,7 @@ def test_it_begins_with_the_calibration():
 
 
 @pytest.mark.parametrize("requests", [3, 64])
-def test_gain_is_that_of_one_pool(requests):
+def test_the_gain_is_computed_over_one_pool(requests):
     nodes = np.arange(8 * requests + 1)
     gain = requests * trained(300).gain(nodes / requests, None)
     pools = [
@@ -41,7 +41,7 @@ def test_gain_is_that_of_one_pool(requests):
     assert gain == pytest.approx(expected, rel=0.15 if requests < 8 else 0.04, abs=0.03 * requests)
 
 
-def test_even_shares_bring_less_than_the_pool():
+def test_equal_shares_gain_less_than_the_pool():
     acceptance = trained(300)
     expected = drafts(np.random.default_rng(1), 4000)[:, :2].sum(1).mean()
     assert acceptance.even_gain(2) == pytest.approx(expected, rel=0.05)
@@ -50,7 +50,7 @@ def test_even_shares_bring_less_than_the_pool():
 
 @pytest.mark.parametrize("factor", [0.4, 0.7, 1.0, 1.5])
 @pytest.mark.parametrize("verified", [2, 8])
-def test_confidence_is_corrected_by_what_was_verified(factor, verified):
+def test_confidence_is_corrected_by_verified_drafts(factor, verified):
     acceptance = trained(400, factor, verified=verified)
     survival = [0.1, 0.3, 0.6]
     of_two_kinds = [Drafted(survival, copied=[0, 0, 1]), Drafted(survival, kind=1)]
@@ -60,7 +60,7 @@ def test_confidence_is_corrected_by_what_was_verified(factor, verified):
     assert found[3:] == pytest.approx(survival)  # another kind of requests
 
 
-def test_traffic_that_changes_is_followed():
+def test_changing_traffic_is_followed():
     acceptance = trained(300)
     before = float(acceptance.gain(np.array([2.0]), None)[0])
     for _ in range(400):
@@ -68,7 +68,7 @@ def test_traffic_that_changes_is_followed():
     assert float(acceptance.gain(np.array([2.0]), None)[0]) < 0.1 < before
 
 
-def test_what_is_long_ago_counts_less():
+def test_older_observations_have_less_weight():
     gains = []
     for idle in (0, 8000):
         acceptance = trained(300)
@@ -81,7 +81,7 @@ def test_what_is_long_ago_counts_less():
     assert gains[1] < 0.8 * gains[0]
 
 
-def test_a_limit_tells_nothing_of_what_lies_beyond():
+def test_nothing_is_learned_beyond_a_limit():
     acceptance = trained(300)
     whole, four = float(acceptance.gain(np.array([8.0]), None)[0]), acceptance.even_gain(4)
     for _ in range(300):
@@ -91,7 +91,7 @@ def test_a_limit_tells_nothing_of_what_lies_beyond():
     assert acceptance.even_gain(4) > four
 
 
-def test_copies_come_with_any_limit_and_take_no_place():
+def test_copies_do_not_count_toward_the_limit():
     acceptance = Acceptance([1.5])
     assert not acceptance.copies
     for _ in range(300):
@@ -105,7 +105,7 @@ def test_copies_come_with_any_limit_and_take_no_place():
     assert not acceptance.copies
 
 
-def test_nonsense_does_no_harm():
+def test_invalid_values_are_harmless():
     acceptance = Acceptance()
     acceptance.observe([], [], [])
     acceptance.observe([Drafted([]), Drafted([])], [0, 0], [0, 0])

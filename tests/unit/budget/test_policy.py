@@ -85,7 +85,7 @@ def test_near_the_best_fixed_choice_and_never_slower_than_plain(name, even):
 
 @pytest.mark.parametrize("gain", [0.9, 0.97, 1.0])
 @pytest.mark.parametrize("requests", [1, 16])
-def test_drafting_pauses_if_it_hardly_pays(gain, requests):
+def test_drafting_pauses_if_the_gain_is_small(gain, requests):
     """Steps of 20 ms; drafts are ``gain`` times as fast as plain steps."""
 
     def hardly(rows: int, step: int = 0) -> float:
@@ -119,7 +119,7 @@ def test_trials_cost_less_than_a_hundredth():
 
 @pytest.mark.parametrize("wrong", [1 / 3, 3.0])
 @pytest.mark.parametrize("name", ["cpu, 1", "cpu, 4", "expensive rows, 8"])
-def test_wrong_tables_are_unlearned(name, wrong):
+def test_wrong_tables_are_corrected(name, wrong):
     """Measured tree costs were three times too high or too low."""
     server, cost = SERVERS[name], StepCost(512)
     for _ in range(20):
@@ -133,7 +133,7 @@ def test_wrong_tables_are_unlearned(name, wrong):
     assert speed >= 0.92 * max(record.speed(500) for record in fixed(name).values())
 
 
-def test_equal_servers_give_equal_decisions():
+def test_equal_observations_give_equal_decisions():
     first, second = (serve(SERVERS["cpu, 4"], 300, new_policy()) for _ in range(2))
     assert first == second
 
@@ -154,20 +154,20 @@ DRAFTS = [Drafted([0.5, 0.2, 0.1, 0.05])]
 
 
 @pytest.mark.parametrize(("per_row", "nodes"), [(2.0, [0]), (0.1, [1, 2, 3]), (0.001, [4])])
-def test_a_node_is_verified_if_it_is_worth_its_time(per_row, nodes):
+def test_a_node_is_verified_if_it_saves_time(per_row, nodes):
     policy = policy_at(per_row)
     assert policy.drafting == (per_row < 1)
     assert policy.counts(DRAFTS, 1, 64)[0] in nodes
 
 
-def test_surer_requests_get_more():
+def test_likelier_requests_get_more():
     policy = policy_at(0.1)
     unsure, sure = policy.counts([Drafted([0.02] * 4), Drafted([0.9] * 4)], 2, 64)
     assert unsure == 0 and sure == 4
 
 
 @pytest.mark.parametrize("room", [0, 1, 3])
-def test_no_more_than_there_is_room_for(room):
+def test_no_more_than_fit(room):
     policy = policy_at(0.001)
     assert policy.counts(DRAFTS, 1, room) == [room]
     assert (policy.limit(1, room) > 0) == (room > 0)
@@ -190,7 +190,7 @@ def test_heads_do_not_run_for_drafts_that_stay_unused():
     assert not policy.drafting
 
 
-def test_copied_drafts_pay_without_heads():
+def test_copied_drafts_are_used_without_heads():
     policy = Auto(StepCost(64), Acceptance((1.05,)), 8, num_heads=0)
     for _ in range(50):
         policy.observe(5, 1, 0.0, 11.0, 4.0)

@@ -13,7 +13,7 @@ def test_ece_by_hand():
 
 
 @pytest.mark.parametrize(("wrong_by", "expected"), [(1.0, 1.0), (2.3, 2.3), (0.6, 0.6), (50, 4.0)])
-def test_the_temperature_that_was_put_in_is_found(wrong_by, expected):
+def test_the_planted_temperature_is_found(wrong_by, expected):
     """Labels sampled from softmax(z), and a head with logits z * wrong_by."""
     rng = np.random.default_rng(0)
     truth = rng.normal(size=(20_000, 12)) * 2

@@ -59,7 +59,7 @@ def test_visits_and_tau_are_those_of_walks_by_hand(seed, tree):
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=30)
-def test_a_leaf_tried_gives_what_it_gives_when_added(seed):
+def test_a_candidate_leaf_has_the_value_it_has_when_added(seed):
     walks = Walks(random_texts(seed), [(0,)])
     leaves = [(1,), (0, 1)]
     tried = walks.tau_with(leaves)
@@ -76,7 +76,7 @@ def test_every_prefix_of_a_tree():
     assert last == walk_taus(texts, DEFAULT_TREE.paths, [3, 7, 14])[2]
 
 
-def test_a_token_never_written_is_a_miss_for_every_rank():
+def test_an_absent_token_is_a_miss_for_every_rank():
     texts = [np.array([[0, -1, -1]] * 6)]
     assert walk_taus(texts, walked_tree(texts, 9, 3), [1, 9]) == [2.0, 2.0]
     walks = Walks(texts)
@@ -116,7 +116,7 @@ def test_every_node_is_the_best_next_one(texts, size):
         assert taus[count] == pytest.approx(best)
 
 
-def test_what_follows_an_accepted_token_counts():
+def test_tokens_after_an_accepted_one_count():
     """Head 1 is right at every position after a hit of head 0, but decoding skips those."""
     text = [(0, 3), (3, 0)] * 30  # a hit of head 0, then a miss where head 1 is right
     shares = np.mean(np.array(text) == 0, axis=0)
@@ -134,11 +134,11 @@ def test_the_search_stops_when_the_heads_offer_no_more():
     assert taus[-1] == 3.0
 
 
-def test_of_equal_candidates_the_shallower_is_taken():
+def test_the_shallower_of_equal_candidates_is_chosen():
     paths = walked_tree([np.full((5, 2), -1)], 4, 2)
     assert paths == [(0,), (1,), (0, 0), (0, 1)]
 
 
-def test_no_text_is_refused():
+def test_empty_texts_are_refused():
     with pytest.raises(ValueError, match="longer texts"):
         walked_tree(arrays([[]]), 3, 2)

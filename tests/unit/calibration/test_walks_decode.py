@@ -26,7 +26,7 @@ def trained():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_walks_of_the_targets_own_text_are_its_decoding(trained, tmp_path, temperature):
+def test_walks_of_the_targets_own_text_equal_decoding(trained, tmp_path, temperature):
     model, heads = trained
     texts, accepted = [], []
     for number, ids in enumerate(code_prompts(0, 3)):

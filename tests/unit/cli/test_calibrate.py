@@ -73,7 +73,7 @@ def test_from_records_to_a_tree_that_serving_uses(heads, records, capsys):
     assert medusa["calibration"] == summary
 
 
-def test_text_of_unknown_origin_is_taken_with_a_warning(heads, records, tmp_path, capsys):
+def test_text_of_unknown_origin_causes_a_warning(heads, records, tmp_path, capsys):
     rows = [json.loads(line) | {"temperature": None} for line in records.read_text().splitlines()]
     path = tmp_path / "foreign.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
@@ -115,7 +115,7 @@ def test_no_more_choices_than_the_heads_have(heads, records, capsys):
         ([5] * 8 + [VOCAB], [], f"token {VOCAB} is outside the target's vocabulary of {VOCAB}"),
     ],
 )
-def test_what_can_not_work_is_refused(
+def test_invalid_options_are_refused(
     heads, records, tmp_path, capsys, monkeypatch, token_ids, arguments, message
 ):
     monkeypatch.setattr(calibrate, "find_tokenizer", lambda source: None)  # would reject it
@@ -129,6 +129,6 @@ def test_what_can_not_work_is_refused(
     assert not (heads / "calibration.safetensors").exists()
 
 
-def test_heads_must_lie_in_a_folder(records, capsys):
+def test_heads_must_be_in_a_folder(records, capsys):
     assert run("calibrate", TARGET, "someone/heads", "--data", records) == 2
     assert "not a local folder" in capsys.readouterr().err

@@ -20,7 +20,7 @@ class Stopped(JobFailed):
         (KeyboardInterrupt(), 130, "interrupted; resume\n"),
     ],
 )
-def test_status_and_words(error, status, text, capfd):
+def test_status_and_text(error, status, text, capfd):
     def job(progress):
         raise error
 
@@ -28,7 +28,7 @@ def test_status_and_words(error, status, text, capfd):
     assert capfd.readouterr().err == text
 
 
-def test_plain_progress_is_a_line_now_and_then(monkeypatch, capfd):
+def test_plain_progress_prints_occasional_lines(monkeypatch, capfd):
     seconds = iter([0.0, 1.0, 11.0, 12.0, 30.0])
     monkeypatch.setattr(console.time, "perf_counter", lambda: next(seconds))
 

@@ -34,13 +34,13 @@ def find(tmp_path, monkeypatch):
     return run
 
 
-def test_a_name_that_the_hub_has_is_said(find):
+def test_an_existing_hub_name_is_reported(find):
     assert find("someone/model", cached=False, hub=None).notes == [
         "someone/model: no such local folder; looking it up on the Hugging Face hub"
     ]
 
 
-def test_without_a_network_the_cache_is_used_or_the_remedy_said(find):
+def test_without_a_network_the_cache_is_used_or_a_remedy_given(find):
     told = find("someone/model", cached=True, hub=OSError("no route"))
     assert told.notes[1] == "the hub is unreachable; using the cached someone/model"
     assert constants.HF_HUB_OFFLINE

@@ -74,7 +74,7 @@ def trained(data, tmp_path_factory):
     return output
 
 
-def test_what_was_held_out_stands_beside_the_heads(trained, data):
+def test_held_out_texts_are_stored_with_the_heads(trained, data):
     heldout, _ = load_records(trained / "training" / "heldout.jsonl")
     known = {record.token_ids: record for record in load_records(data[1])[0]}
     assert len(heldout) == 2
@@ -83,7 +83,7 @@ def test_what_was_held_out_stands_beside_the_heads(trained, data):
         assert record == replace(source, line=record.line)
 
 
-def test_the_heads_say_where_they_come_from(trained, data):
+def test_the_heads_state_their_origin(trained, data):
     heads, info = load_heads(trained, hidden_size=64, vocab_size=512)
     assert heads.num_heads == 2 and heads.shared_lm_head and info.dtype == torch.bfloat16
     about = json.loads((trained / "config.json").read_text())["medusa"]
@@ -97,7 +97,7 @@ def test_the_heads_say_where_they_come_from(trained, data):
     assert (trained / "training/curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_killed_while_caching_and_while_training_it_ends_the_same(data, trained, tmp_path):
+def test_a_run_killed_while_caching_and_training_ends_the_same(data, trained, tmp_path):
     output = tmp_path / "heads"
     command = arguments(data, output)
     work = output / "training/work"
@@ -114,7 +114,7 @@ def test_killed_while_caching_and_while_training_it_ends_the_same(data, trained,
     assert not work.exists()
 
 
-def test_the_same_command_again_has_nothing_to_do(data, trained, tmp_path, capsys):
+def test_repeating_a_finished_command_does_nothing(data, trained, tmp_path, capsys):
     before = (trained / "model.safetensors").stat().st_mtime_ns
     assert run(*arguments(data, trained)) == 0
     assert "nothing to do" in capsys.readouterr().err
@@ -155,7 +155,7 @@ def test_two_processes_train_as_one(data, trained, tmp_path):
             assert one["heldout"]["loss"] == pytest.approx(two["heldout"]["loss"], rel=1e-3)
 
 
-def test_refused_before_anything_is_made(data, tmp_path, capsys):
+def test_refused_before_anything_is_written(data, tmp_path, capsys):
     target, records = data
     full = tmp_path / "full"
     full.mkdir()
@@ -225,7 +225,7 @@ def test_inputs_in_the_output_are_refused(data, tmp_path, capsys):
         assert sorted(output.rglob("*")) == before
 
 
-def test_data_may_go_while_training(data, tmp_path, monkeypatch):
+def test_data_may_be_deleted_while_training(data, tmp_path, monkeypatch):
     records = shutil.copy(data[1], tmp_path / "records.jsonl")
     monkeypatch.setattr(train, "draw_curves", lambda *_: Path(records).unlink())
     brief = ("--epochs", "1", "--num-heads", "1")
@@ -234,7 +234,7 @@ def test_data_may_go_while_training(data, tmp_path, monkeypatch):
     assert about["provenance"][0]["data"][0]["sha256"] == digest(data[1])
 
 
-def test_what_stops_another_process_than_the_main_one_is_told(data, tmp_path, monkeypatch, capsys):
+def test_errors_of_other_processes_are_reported(data, tmp_path, monkeypatch, capsys):
     class Second(workers.Workers):
         def __init__(self, device):
             super().__init__(device)
@@ -249,7 +249,7 @@ def test_what_stops_another_process_than_the_main_one_is_told(data, tmp_path, mo
     assert f"error: in process 1: {nothing}: no such file" in text
 
 
-def test_states_that_are_not_finite_name_their_file(data, tmp_path, capsys):
+def test_non_finite_states_name_their_file(data, tmp_path, capsys):
     target = save_model(tmp_path / "target", "Llama")
     weights = load_file(f"{target}/model.safetensors")
     weights["model.embed_tokens.weight"][1] = float("nan")  # no other record has this token
@@ -269,7 +269,7 @@ def test_states_that_are_not_finite_name_their_file(data, tmp_path, capsys):
         assert f"{bad}, line 1: the target's hidden" in said(capsys)
 
 
-def test_a_large_vocabularys_draft_vocabulary_is_chosen(data, tmp_path, capsys, monkeypatch):
+def test_a_draft_vocabulary_is_chosen_for_a_large_one(data, tmp_path, capsys, monkeypatch):
     for name, value in (("LARGEST", 300), ("SMALLEST", 64), ("MULTIPLE", 64)):  # of 512 tokens
         monkeypatch.setattr(draft_vocab, name, value)
     brief = ("--num-heads", "1", "--epochs", "1", "--heads", "hydra")
@@ -287,7 +287,7 @@ def test_a_large_vocabularys_draft_vocabulary_is_chosen(data, tmp_path, capsys, 
     assert "token_map" not in load_file(tmp_path / "all" / "model.safetensors")
 
 
-def test_a_cache_can_be_kept_bounded_and_used_again(data, tmp_path, capsys):
+def test_a_cache_can_be_kept_limited_and_reused(data, tmp_path, capsys):
     cache = ("--cache", str(tmp_path / "cache"), "--epochs", "1")
     cache += ("--num-heads", "1", "--lm-heads", "own", "--draft-vocab", "300")
     assert run(*arguments(data, tmp_path / "a", *cache, "--cache-gb", "0.0001")) == 0

@@ -67,7 +67,7 @@ def done(source, data, tmp_path_factory):
     return output
 
 
-def test_a_new_target_and_heads_that_know_it(source, data, done, capsys):
+def test_a_new_target_and_heads_for_it(source, data, done, capsys):
     training = told(done)["training"]
     assert told(done)["target"]["sha256"] == target_fingerprint(done / MODEL)["sha256"]
     assert told(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
@@ -88,7 +88,7 @@ def test_a_new_target_and_heads_that_know_it(source, data, done, capsys):
     assert "nothing to do" in capsys.readouterr().err
 
 
-def test_what_is_stated_is_measured_on_the_merged_files(source, data, done):
+def test_reported_figures_are_measured_on_the_merged_files(source, data, done):
     """Recompute everything in plain transformers, text by text."""
     training = told(done)["training"]
     models = [
@@ -128,7 +128,7 @@ def test_what_is_stated_is_measured_on_the_merged_files(source, data, done):
     assert max(training["heldout"]["loss"]) < 5.5  # untrained heads: about log(512) = 6.2
 
 
-def test_a_degraded_target_is_kept_says_so_and_fails(source, data, tmp_path, capsys):
+def test_a_degraded_target_is_kept_and_the_command_fails(source, data, tmp_path, capsys):
     output, bounds = tmp_path / "heads", ("--max-kl", "1e-9")
     assert train(source, data, output, *bounds) == 1
     assert "degraded: KL(original || new) per token is" in said(capsys)
@@ -178,7 +178,7 @@ def test_given_heads_need_no_warm_up(source, data, done, tmp_path):
     assert (output / MODEL).exists() and not (output / "training" / "warm-up.jsonl").exists()
 
 
-def test_refused_before_anything_is_made(source, data, tmp_path, capsys):
+def test_refused_before_anything_is_written(source, data, tmp_path, capsys):
     for options, words in (
         (("--heldout-share", "0"), "its quality must be measured: pass --heldout"),
         (("--max-perplexity-ratio", "0.5"), "ratio: '0.5' is not allowed; use a number from 1"),
@@ -203,7 +203,7 @@ def test_a_quantized_target_is_refused(source, data, tmp_path, capsys):
     assert "stored quantized" in said(capsys) and not (tmp_path / "heads").exists()
 
 
-def test_options_of_the_warm_up_reach_where_they_are_said_to(source, data, tmp_path):
+def test_options_of_the_warm_up_have_effect(source, data, tmp_path):
     output, cache = tmp_path / "heads", tmp_path / "cache"
     options = (*LOOSE, "--cache", str(cache))
     options += ("--cache-dtype", "bfloat16", "--cache-gb", "0.00002", "--warmup-steps", "1")
@@ -238,7 +238,9 @@ def files(output: Path) -> dict[str, Any]:
     return {name: (output / name).read_bytes() for name in names} | dict(enumerate(log))
 
 
-def test_killed_at_any_write_it_ends_with_the_same_files(source, data, done, tmp_path, monkeypatch):
+def test_a_run_killed_at_any_write_ends_with_the_same_files(
+    source, data, done, tmp_path, monkeypatch
+):
     """From the run's settings over both stages' states to the merged model."""
     whole = Syncs()
     with monkeypatch.context() as patch:

@@ -54,7 +54,7 @@ def test_the_references_module_loads_v1_strictly(
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_lm_heads", [3, 0])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_tgi_finds_every_name_it_asks_for(num_lm_heads, num_layers, bias, native, target, tmp_path):
+def test_tgi_finds_every_name(num_lm_heads, num_layers, bias, native, target, tmp_path):
     source = native(num_lm_heads=num_lm_heads, num_layers=num_layers, bias=bias)
     convert(source, "tgi", tmp_path / "tgi", target=target[0])
     config = json.loads((tmp_path / "tgi" / "config.json").read_text())
@@ -95,7 +95,7 @@ def alone(tmp_path_factory):
     ],
     ids=str,
 )
-def test_stock_vllm_loads_everything_and_computes_the_same(
+def test_stock_vllm_loads_everything_and_gives_the_same_result(
     options, alone, native, target, hidden, tmp_path
 ):
     """vLLM's own config and model classes, without this package's plugin."""

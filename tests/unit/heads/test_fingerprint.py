@@ -65,7 +65,7 @@ def test_files_and_formats_do_not_matter(plain, tmp_path):
     assert digest(str(tmp_path / "b")) == plain
 
 
-def test_what_does_not_change_the_model_does_not_matter(plain, tmp_path):
+def test_irrelevant_differences_do_not_matter(plain, tmp_path):
     config = {key: CONFIG[key] for key in ("hidden_size", "vocab_size")}
     assert digest(saved(tmp_path / "a", weights(), config=config | {"dtype": "bfloat16"})) == plain
     (tmp_path / "a" / "config.json").unlink()
@@ -86,7 +86,7 @@ def test_what_does_not_change_the_model_does_not_matter(plain, tmp_path):
     assert digest(saved(tmp_path / "e", renamed)) == plain
 
 
-def test_tied_embeddings_are_the_same_stored_once_or_twice(tmp_path):
+def test_tied_embeddings_may_be_stored_once_or_twice(tmp_path):
     tied = weights()
     tied["lm_head.weight"] = tied["model.embed_tokens.weight"]
     both = digest(saved(tmp_path / "a", tied, "pytorch_model.bin"))
@@ -96,14 +96,14 @@ def test_tied_embeddings_are_the_same_stored_once_or_twice(tmp_path):
 
 
 @pytest.mark.parametrize("name", weights())
-def test_any_tensor_that_was_trained_shows(name, plain, tmp_path):
+def test_any_trained_tensor_changes_it(name, plain, tmp_path):
     """A training step changes nearly all values of a tensor, at least by rounding."""
     tuned = weights()
     tuned[name] = (tuned[name].float() * 1.01).to(torch.bfloat16)
     assert digest(saved(tmp_path / "a", tuned)) != plain
 
 
-def test_layers_in_another_order_show(plain, tmp_path):
+def test_the_order_of_layers_changes_it(plain, tmp_path):
     swapped = {
         name.replace(".0.", ".x.").replace(".1.", ".0.").replace(".x.", ".1."): tensor
         for name, tensor in weights().items()
@@ -111,7 +111,7 @@ def test_layers_in_another_order_show(plain, tmp_path):
     assert digest(saved(tmp_path / "a", swapped)) != plain
 
 
-def test_the_target_stored_again_is_the_same(tmp_path):
+def test_a_target_saved_again_is_the_same(tmp_path):
     tensors = load_file(f"{TARGET}/model.safetensors")
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     config = json.loads(Path(TARGET, "config.json").read_text())
@@ -128,7 +128,7 @@ def test_the_target_stored_again_is_the_same(tmp_path):
     }
 
 
-def test_of_many_experts_the_first_four_of_each_layer_are_read(plain, tmp_path):
+def test_only_four_experts_per_layer_are_read(plain, tmp_path):
     def digest_with(changed):
         experts = {
             f"model.layers.{i}.mlp.experts.{e}.up.weight": torch.full((2, 3), i + e + 0.5)
@@ -157,7 +157,7 @@ def test_a_hub_name_is_looked_up_in_the_cache_only(plain, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("what", ["nothing", "no weights", "no folder", "a shard is missing"])
-def test_what_has_no_weights_is_refused(what, tmp_path):
+def test_a_folder_without_weights_is_refused(what, tmp_path):
     folder = tmp_path / "target"
     if what == "a shard is missing":
         sharded(folder, weights(), "model", "safetensors")
@@ -200,7 +200,7 @@ def test_match(heads, tmp_path):
     assert "number of layers 5, this one 3" in smaller.warning
 
 
-def test_what_can_not_be_compared_is_said(heads, tmp_path, monkeypatch):
+def test_failed_comparisons_are_reported(heads, tmp_path, monkeypatch):
     target = saved(tmp_path / "target", weights())
     for info, place, words, options in (
         (heads(target, scheme=99), target, "another version", {}),

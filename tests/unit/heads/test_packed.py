@@ -38,7 +38,7 @@ def random_heads(num_layers: int, num_lm_heads: int, bias: bool, mapped: bool) -
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_lm_heads", [0, 1, 3])
 @pytest.mark.parametrize("num_layers", [0, 1, 3])
-def test_equal_to_the_heads(num_layers, num_lm_heads, bias, mapped):
+def test_equals_the_heads(num_layers, num_lm_heads, bias, mapped):
     heads = random_heads(num_layers, num_lm_heads, bias, mapped)
     target = torch.randn(VOCAB + 3, HIDDEN)  # three padding rows
     hidden = torch.randn(5, HIDDEN)
@@ -77,7 +77,7 @@ def test_rows_of_stored_lm_heads(num_lm_heads, mapped):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_refuses_what_was_not_packed():
+def test_refuses_unpacked_heads():
     packed = PackedHeads(random_heads(1, 0, True, False), torch_linear)
     with pytest.raises(HeadsError, match="pass lm_head"):
         packed.compute_logits(packed(torch.zeros(1, HIDDEN)))

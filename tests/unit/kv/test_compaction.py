@@ -19,7 +19,7 @@ def test_moves_by_hand():
     assert dst.tolist() == [[21, 22], [8, 7], [3, 3]]
 
 
-def test_a_batch_cut_below_the_tree_s_depth():
+def test_a_batch_truncated_below_the_tree_s_depth():
     src, dst = accepted_moves(
         torch.tensor([[5, 6]]), torch.tensor([[0, 1, 1, 1]]), torch.tensor([1])
     )
@@ -32,7 +32,7 @@ def test_a_batch_cut_below_the_tree_s_depth():
     last=st.lists(st.integers(0, TREE.num_nodes - 1), min_size=1, max_size=5),
     layout=st.sampled_from(["flat", "token_major", "transposed"]),
 )
-def test_paths_close_up_and_nothing_else_changes(seed, last, layout):
+def test_paths_become_contiguous_and_nothing_else_changes(seed, last, layout):
     """Scattered slots, with other requests' slots in between; every layout of a cache."""
     torch.manual_seed(seed)
     batch, n, size = len(last), TREE.num_nodes, 8

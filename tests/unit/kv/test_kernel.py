@@ -107,7 +107,7 @@ class Cases:
         after = self.check(memory, slots, path[None, :columns], count)
         assert torch.equal(after, memory.bytes) == (nodes <= 2)
 
-    def test_downwards_is_detected(self):
+    def test_descending_order_is_detected(self):
         """Negative control for the order of depths: the overlapping case detects it."""
         slots, path = torch.arange(6), [0, 2, 3, 4, 5]
         cache = torch.arange(6.0)

@@ -29,7 +29,7 @@ def test_all_layers_are_moved_once(isa):
             assert torch.equal(found, wanted)
 
 
-def test_nothing_is_asked_of_caches_when_no_token_moves():
+def test_caches_are_not_accessed_if_no_token_moves():
     def never():
         raise AssertionError
         yield

@@ -83,7 +83,7 @@ class Cases:
         for width in (1, 2, 40):
             self.check([torch.arange(width) % 4], width, 7)
 
-    def test_a_wrong_slot_is_seen(self):
+    def test_a_wrong_slot_is_detected(self):
         """Negative control."""
         rows, slots, lengths = table([torch.tensor([1, 2, 3, 1, 2]), torch.arange(5)], 5)
         moved = [each.to(self.device) for each in (rows, slots.flip(0), lengths)]
@@ -106,7 +106,7 @@ class Cases:
             shared += int((expected.source == FROM_BOTH).sum())
         assert shared or nodes < 10
 
-    def test_another_token_of_a_chain_is_seen(self):
+    def test_another_token_of_a_chain_is_detected(self):
         """Negative control."""
         trees, chain, surer = trees_and_chains(0, 3, 10, 9)
         found = self.joined(trees, chain, surer, 5)

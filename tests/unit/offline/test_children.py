@@ -51,7 +51,7 @@ def running(tmp_path, log):
     return process, int(told.read_text())
 
 
-def test_a_job_gets_options_and_gives_its_result_back(log):
+def test_a_job_gets_options_and_returns_a_result(log):
     told = Told()
     options, command, pid = run_in_process(jobs.report, {"a": 1}, told, log=log, command=["b"])
     assert (options, command) == ({"a": 1}, ["b"])
@@ -60,12 +60,12 @@ def test_a_job_gets_options_and_gives_its_result_back(log):
     assert told.counts == [("texts", 1, 2, "half")]
 
 
-def test_what_a_job_started_ends_with_it(log):
+def test_processes_of_a_job_end_with_it(log):
     left = run_in_process(jobs.leave, None, log=log)
     wait_for(lambda: gone(left))
 
 
-def test_all_that_it_says_is_behind_what_the_log_had(log):
+def test_output_is_appended_to_the_log(log):
     log.write_text("before\n")
     run_in_process(jobs.report, None, log=log)
     lines = log.read_text().splitlines()
@@ -75,7 +75,7 @@ def test_all_that_it_says_is_behind_what_the_log_had(log):
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), FileNotFoundError(2, "no", "x")])
-def test_errors_keep_kind_and_text(log, error):
+def test_errors_keep_type_and_text(log, error):
     with pytest.raises(OSError if isinstance(error, OSError) else ValueError) as raised:
         run_in_process(jobs.fail, error, log=log)
     assert str(raised.value) == str(error) and str(error) in log.read_text()
@@ -89,7 +89,7 @@ def test_errors_keep_kind_and_text(log, error):
         (jobs.die, signal.SIGKILL, r"job ended with status -9;[^$]*the last words", 1, ""),
     ],
 )
-def test_failures_keep_their_status_and_faults_their_place(
+def test_failures_keep_their_status_and_exceptions_their_traceback(
     log, job, argument, message, status, logged
 ):
     with pytest.raises(JobFailed, match=message) as raised:
@@ -97,19 +97,19 @@ def test_failures_keep_their_status_and_faults_their_place(
     assert raised.value.status == status and logged in log.read_text()
 
 
-def test_an_interrupted_job_interrupts_who_waits(log):
+def test_an_interrupted_job_interrupts_its_caller(log):
     with pytest.raises(KeyboardInterrupt):
         run_in_process(jobs.die, signal.SIGINT, log=log)
 
 
-def test_a_killed_command_takes_its_child_along(running):
+def test_a_killed_command_ends_its_child(running):
     process, child = running
     process.kill()
     process.wait(60)
     wait_for(lambda: gone(child))
 
 
-def test_an_interruption_reaches_the_child_which_may_end_well(running, tmp_path):
+def test_an_interruption_reaches_the_child_which_may_finish(running, tmp_path):
     process, child = running
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130

@@ -33,7 +33,7 @@ def encode(messages: Any, template: str | None, key: str = "messages") -> tuple[
 
 
 @pytest.mark.parametrize(("template", "written"), STYLES)
-def test_spans_are_what_the_assistant_writes_and_nothing_else(template, written):
+def test_spans_are_exactly_the_assistants_text(template, written):
     text, spans = encode(TALK, template)
     assert spans == written
     tokenizer = chat.tokenizer(template)
@@ -46,7 +46,7 @@ def test_spans_are_what_the_assistant_writes_and_nothing_else(template, written)
         assert list(ids[:start]) == served
 
 
-def test_a_blank_of_the_template_belongs_to_the_answer():
+def test_a_space_of_the_template_belongs_to_the_answer():
     talk = [SYSTEM, *({**m, "content": m["content"].strip()} for m in TALK[1:])]
     text, spans = encode(talk, chat.VICUNA)
     assert spans == [f" {TRIMMED}</s>", " Yes.</s>"]
@@ -100,7 +100,7 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
         (chat.CHATML, [{"from": None, "value": "x"}], "use {'from': speaker, 'value': text}"),
     ],
 )
-def test_what_can_not_be_masked_is_refused(template, talk, reason):
+def test_conversations_that_cannot_be_masked_are_refused(template, talk, reason):
     share_gpt = talk and "from" in talk[0]
     with pytest.raises(PromptError) as error:
         encode(talk, template, "conversations" if share_gpt else "messages")
@@ -117,7 +117,7 @@ def test_plain_text_is_trained_from_its_second_token():
             encode_text(text, tokenizer)
 
 
-def test_a_tokenizer_that_begins_every_text_with_a_blank():
+def test_a_tokenizer_that_starts_every_text_with_a_space():
     """Parts of a text are tokenized differently than the whole text, as in Llama 2's tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ SMOL = TargetSizes(134_500_000, weights=269_000_000, per_token=2 * 30 * 3 * 64 *
 CHATS = [600] * 339 + [1900]  # one long text among short prompts
 
 
-def test_one_long_prompt_does_not_make_all_others_long() -> None:
+def test_a_long_prompt_does_not_affect_the_others() -> None:
     room = fit(SMOL, CHATS, 64, 20 * GB)
     assert room.batch == 64
     assert 1900 < room.arguments["max_model_len"] < 2000
@@ -29,14 +29,14 @@ def test_never_more_than_is_available(available: int, engines: int) -> None:
     assert room.batch <= 64
 
 
-def test_the_batch_is_lowered_and_the_cache_is_enough_for_it() -> None:
+def test_the_batch_is_reduced_to_fit_the_cache() -> None:
     large = fit(SMOL, [8192] * 100, 64, 24 * GB)
     small = fit(SMOL, [8192] * 100, 64, 4 * GB)
     assert 1 <= small.batch < large.batch <= 64
     assert small.arguments["kv_cache_memory_bytes"] >= small.batch * 8192 * SMOL.per_token
 
 
-def test_no_room_for_a_single_text_is_refused_with_the_figures() -> None:
+def test_too_little_memory_for_one_text_is_refused() -> None:
     with pytest.raises(ValueError, match=r"2 engines need .* of 8192 tokens .* 3\.0 GB are avail"):
         fit(SMOL, [8192], 64, 3 * GB, engines=2)
     with pytest.raises(ValueError, match=r"an engine needs 2\.\d GB .* 1\.6 GB are available"):
@@ -51,7 +51,7 @@ def plan(monkeypatch: pytest.MonkeyPatch):
     return lambda *args, **more: plan_engine("target", CHATS, 64, *args, **more)
 
 
-def test_a_long_job_is_compiled_a_short_one_starts_sooner(plan) -> None:
+def test_only_long_jobs_are_compiled(plan) -> None:
     assert not plan(tokens=COMPILE_FROM - 1).compiled
     long = plan(tokens=COMPILE_FROM)
     assert long.compiled
@@ -69,5 +69,5 @@ def test_a_long_job_is_compiled_a_short_one_starts_sooner(plan) -> None:
         (1, 100.0, (6, 1)),  # the minimum
     ],
 )
-def test_rounds_and_prompts_that_fit_into_a_time(seconds, turn, measured) -> None:
+def test_rounds_and_prompts_that_fit_a_time_limit(seconds, turn, measured) -> None:
     assert affordable(seconds, turn, 32, 3) == measured

@@ -22,7 +22,7 @@ def reads(monkeypatch):
     return read
 
 
-def test_what_was_done_is_returned_and_told(tmp_path, reads):
+def test_results_are_returned_and_reported(tmp_path, reads):
     path = tmp_path / "p.txt"
     path.write_text("one\n" + "x" * 30 + "\nthree\n")
     files = {"prompts": path, "output": tmp_path / "o.jsonl"}
@@ -39,7 +39,7 @@ def test_what_was_done_is_returned_and_told(tmp_path, reads):
     assert again.notes[1:] == ["resuming: 3 of 3 are done", "nothing to do"]
 
 
-def test_lookup_goes_with_heads_or_alone():
+def test_lookup_works_with_or_without_heads():
     kind = Speculation
     assert kind().speculative_config() is None
     alone = {"method": "medusa", "lookup": True}

@@ -73,7 +73,7 @@ def by_hand(seed: int, row: int, root: int, beam: Beam, num_nodes: int, deepest:
     st.lists(st.integers(0, 5), min_size=BATCH, max_size=BATCH),
 )
 @settings(max_examples=80)
-def test_the_best_of_all_candidates_parents_first(seed, beam, num_nodes, deepest):
+def test_the_best_candidates_parents_first(seed, beam, num_nodes, deepest):
     root = torch.tensor([3, 7])
     proposal = build_tree(Drafter(seed), beam, root, num_nodes, torch.tensor(deepest))
     counts = proposal.num_nodes.tolist()
@@ -133,7 +133,7 @@ def test_only_nodes_that_can_matter_are_expanded():
     ],
     ids=["chain", "dense", "ragged"],
 )
-def test_a_static_tree_takes_each_nodes_own_choices(tree):
+def test_a_static_tree_uses_each_nodes_own_choices(tree):
     root = torch.tensor([5, 6])
     got = fill_tree(Drafter(1), tree, root)
     for row, (node, path) in itertools.product(range(BATCH), enumerate(tree.paths, 1)):

@@ -63,7 +63,7 @@ def test_truncation_by_hand(logits, top_k, top_p):
     assert bool(kept.any())
 
 
-def test_truncation_leaves_its_input_alone():
+def test_truncation_does_not_modify_its_input():
     row = torch.randn(2, 9)
     before = row.clone()
     truncate_logits(row, 3, 0.5)

@@ -133,7 +133,7 @@ class Cases:
         if shape == "chain":
             assert verdict.path.num_accepted.tolist() == [nodes - 1, max(0, nodes - 2), 0]
 
-    def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second(self):
+    def test_the_first_of_equal_siblings_is_accepted_even_if_the_second_is_deeper(self):
         tree = static([[0], [1], [1, 0]], [4])
         tokens, targets = torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 6, 6, 7]])
         assert self.check_walk(tree, tokens, targets).output_token_ids.tolist()[0][:2] == [5, 6]
@@ -286,7 +286,7 @@ class Cases:
         deepest = [i for i in range(nodes) if tree.depths[0, i] == 3]
         assert path.last_node.tolist() == [deepest[0]] * 2
 
-    def test_how_close_to_the_threshold_a_node_may_be(self, monkeypatch):
+    def test_distance_to_the_threshold(self, monkeypatch):
         """The threshold at the probability, and a ten-thousandth above and below it."""
         monkeypatch.setattr(self.kernel, "_SPLIT", 128)
         count, vocab = 12, 1000
@@ -315,7 +315,7 @@ class Cases:
         path = self.typical(tree, tokens, torch.zeros(1, 2), rows, epsilon, delta)
         assert path.num_accepted.tolist() == [0, 1, 1]
 
-    def test_the_likelier_path_counts_all_its_nodes(self):
+    def test_the_likelihood_of_a_path_includes_all_nodes(self):
         """0.3 * 0.5 against 0.6 * 0.3: the last node alone would choose the other path."""
         tree = static([[0], [1], [0, 0], [1, 0]], [5, 5])
         root, first, second = (0.3, 0.6, 0.05, 0.05), (0.5, 0.3, 0.1, 0.1), (0.3, 0.3, 0.2, 0.2)

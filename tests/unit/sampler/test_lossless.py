@@ -77,7 +77,7 @@ def histogram(tokens: Tensor) -> Tensor:
     return torch.bincount((tokens * places).sum(1), minlength=VOCAB ** tokens.shape[1])
 
 
-def test_marginal_and_joints_are_the_target_s():
+def test_marginal_and_joint_distributions_equal_the_target_s():
     target = Target()
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
@@ -110,7 +110,7 @@ def test_control_unchecked_drafts_are_detected():
 
 @settings(max_examples=100)
 @given(case=cases, seed=st.integers(0, 2**31), early_exit=st.booleans())
-def test_follows_the_samples(case, seed, early_exit):
+def test_the_path_follows_the_samples(case, seed, early_exit):
     """Any samples, different at every visit: the walk is the plain loop, also with early exit."""
     torch.manual_seed(seed)
     levels = case.tree.max_depth + 1
@@ -137,7 +137,7 @@ def test_follows_the_samples(case, seed, early_exit):
 
 
 @pytest.mark.parametrize("early_exit", [False, True])
-def test_no_draft_at_all_is_plain_decoding(early_exit):
+def test_without_drafts_it_is_plain_decoding(early_exit):
     tree = TreeBatch.from_static(TreeTensors.from_tree(TREE), torch.tensor([1, 1]))
     verdict = lossless_walk(
         tree, TOKENS.expand(2, -1), lambda *_: torch.tensor([2, 1]), early_exit=early_exit

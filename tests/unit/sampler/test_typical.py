@@ -70,7 +70,7 @@ def test_the_comparison_is_strict(dtype):
     assert path.num_accepted.tolist() == [0, 1]
 
 
-def test_absent_draft_is_rejected_and_the_final_token_is_the_caller_s():
+def test_an_absent_draft_is_rejected_and_the_caller_chooses_the_final_token():
     tree = TreeBatch.from_static(TreeTensors.from_tree(TokenTree.chain(2)), torch.tensor([3]))
     probs = torch.full((1, 3, 2), 0.5)
     tokens = torch.tensor([[0, 1, -1]])

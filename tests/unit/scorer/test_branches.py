@@ -35,7 +35,7 @@ def test_rows_of_the_newest_level(bases: list[int], dtype: torch.dtype) -> None:
     assert (wrong.view(-1, queries) > 0.01).tolist() == [[False] * 3 + [True]] * len(bases)
 
 
-def test_levels_of_the_paged_form() -> None:
+def test_levels_in_paged_attention() -> None:
     """Each of three levels equals the whole tree's rows; its bits stay in the same memory."""
     size, queries, requests = 66, 22, 2
     case = make_paged([tree(size, 40), tree(size, 3)], heads=(2, 1))

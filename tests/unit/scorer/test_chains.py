@@ -57,7 +57,7 @@ def test_one_tree_for_all(shape):
 
 
 @given(requests, st.randoms(use_true_random=False))
-def test_trees_of_their_own(shape, rng):
+def test_a_tree_per_request(shape, rng):
     counts, by_path = map(list, zip(*shape, strict=True))
     parents = []
     for _ in counts:

@@ -99,7 +99,7 @@ class Cases:
         check(self.make([tree(nodes, context)], heads=(2, 2), splits=1 + nodes % 2))
 
     @pytest.mark.parametrize("context", [0, 1, 15, 16, 17, 31, 32, 63, 64, 65])
-    def test_edges_of_blocks_and_tiles(self, context):
+    def test_boundaries_of_blocks_and_tiles(self, context):
         for window in (None, 3):
             case = self.make([tree(3, context), tree(16, context), decode(context)], window=window)
             check(case)
@@ -120,7 +120,7 @@ class Cases:
         for dtype in (F32, F16):
             check(self.make([tree(70, 40), chunk(90, 80)], heads=(7, 1), dtype=dtype))
 
-    def test_both_methods_of_finding_a_request(self):
+    def test_both_ways_of_finding_a_request(self):
         """Loose bounds make the kernel search; tight ones give every request its tiles."""
         for slack in (0, 500):
             check(self.make([tree(16, 30)] * 5, heads=(2, 2), slack=slack))
@@ -152,12 +152,12 @@ class Cases:
         out, _ = part.run(paged_tree_attention_torch, torch.float64)
         assert (out - expected[rows.to(self.device)]).abs().amax() < 1e-12
 
-    def test_nothing_to_do(self):
+    def test_empty_batch(self):
         out, _ = self.make([PADDING, PADDING], spare_rows=4).run()
         assert out.isnan().all()
         self.make([PADDING], nodes=3).run()
 
-    def test_lse_and_scales_may_be_left_out(self):
+    def test_lse_and_scales_are_optional(self):
         case = self.make([tree(6, 20)], kv_dtype=FP8_DTYPES[0])
         case = replace(case, options={**case.options, "k_scale": None, "v_scale": None})
         check(case)
@@ -257,7 +257,7 @@ class TestInterpreted(Cases):
             (chunk(70, 40), 50, 0),
         ],
     )
-    def test_tiles_that_need_no_mask(self, monkeypatch, request_, window, unmasked):
+    def test_tiles_without_a_mask(self, monkeypatch, request_, window, unmasked):
         """Only these look up blocks for all of their keys."""
         from triton.runtime.interpreter import InterpreterBuilder
 
@@ -273,7 +273,7 @@ class TestInterpreted(Cases):
         check(self.make([request_], heads=(1, 1), window=window))
         assert loaded.count(16) == unmasked
 
-    def test_control_no_integer_overflows(self):
+    def test_control_integer_overflows_are_detected(self):
         """The interpreter checks every sum and product of kernels."""
         import triton
 
@@ -285,7 +285,7 @@ class TestInterpreted(Cases):
         with pytest.raises(triton.runtime.errors.InterpreterError, match="add of int32"):
             twice[1,](2**30)
 
-    def test_small_tiles_give_the_same(self, monkeypatch):
+    def test_small_tiles_give_the_same_result(self, monkeypatch):
         """Sixteen rows and sixteen keys per tile: every loop and every edge is covered."""
         small = tiles.Tiles(16, 16, 4, 1)
         monkeypatch.setattr("vllm_medusa.scorer.launch.tile_sizes", lambda *_: small)
@@ -395,7 +395,7 @@ def test_splits_follow_the_device(monkeypatch):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
-def test_a_call_makes_no_tensor_and_reads_none():
+def test_a_call_creates_and_reads_no_tensor():
     """Only view operators of torch are called: nothing is allocated, copied or synced."""
     pytest.importorskip("triton")
     from vllm_medusa.scorer import launch

@@ -76,7 +76,7 @@ def test_reference_is_sdpa_for_a_chunk():
     assert (out - expected.transpose(0, 1)).abs().max() < 1e-12
 
 
-def test_a_chain_is_a_chunk():
+def test_a_chain_equals_a_chunk():
     case = make_case([tree(9, 21, "chain")], window=5)
     causal = case.with_batch(is_tree=torch.tensor([False]))
     assert torch.equal(twin(case)[0], twin(causal)[0])
@@ -112,14 +112,14 @@ def test_without_triton_or_a_gpu_the_twin_runs():
     assert "ImportError: Medusa on cuda requires Triton" in done.stderr, done.stderr
 
 
-def test_workspace_may_be_made_in_inference_mode():
+def test_workspace_may_be_created_in_inference_mode():
     with torch.inference_mode():
         space = SplitWorkspace.allocate(10, 16, "cpu")
     space.values.fill_(0.0)
     space.lse.fill_(0.0)
 
 
-def test_workspace_knows_how_many_parts_it_holds():
+def test_workspace_states_its_number_of_parts():
     space = SplitWorkspace.allocate(100, 16, "cpu")
     assert space.max_splits(5, 4, 16) == 5
     assert space.max_splits(5, 4, 32) == 2  # layers with wider heads

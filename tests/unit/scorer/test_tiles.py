@@ -37,7 +37,7 @@ def test_tiles_fit(head_size, query, key, device):
         assert tiles.block_m >= min(rows, 128 if (query == 2 and dim <= 128) else 16)
 
 
-def test_two_programs_come_before_keys_further_ahead():
+def test_two_programs_are_preferred_to_prefetching():
     assert tile_sizes(128, 64, 2, 2, H100) == PAIRED  # with 5 stages only one would fit
     assert tile_sizes(128, 256, 2, 2, H100) == ALONE
     assert tile_sizes(128, 64, 2, 1, H100) == Tiles(64, 64, 4, 5, per_sm=2)
@@ -69,7 +69,7 @@ def test_full_batches_and_short_contexts_are_not_split():
     assert splits_of(0, 0) == 1
 
 
-def test_parts_cost_what_they_weigh():
+def test_the_cost_of_parts_depends_on_their_size():
     """Four programs of 128 rows each, as in a 70B model on 8 GPUs, write 256 KB of parts per split.
 
     So few keys are not split as finely as slots would allow; one-byte keys count half.

@@ -79,7 +79,7 @@ def test_window_smaller_than_the_tree_is_deep(window):
     assert changed == list(range(window))
 
 
-def test_one_changed_slot_reaches_exactly_its_descendants():
+def test_a_changed_slot_affects_exactly_its_descendants():
     case = make_case([9, 14], [20, 33])
     layout = case.meta.layout
     before = tree_attention(case.query, case.kv_cache, case.meta, case.scale)
@@ -129,12 +129,12 @@ def test_wrong_metadata_is_detected(wrong):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 1900])
-def test_long_contexts_are_attended_in_parts(dtype, window):
+def test_long_contexts_are_split(dtype, window):
     case = make_case([1, 2], [2100, 5], heads=(4, 1), dtype=dtype, window=window)
     assert error(case, 3.0, torch.linspace(-1, 1, 4)) < TOLERANCE[dtype]
 
 
-def test_layers_share_a_plan_and_strided_rows_are_fine():
+def test_layers_share_a_plan_and_rows_may_be_strided():
     case = make_case([6, 3], [40, 9], heads=(4, 2))
     packed = torch.randn(9, 4 + 2 + 2, 32)
     strided = replace(case, query=packed[:, :4])
@@ -154,7 +154,7 @@ def test_refusals_name_the_value_and_the_remedy():
         plan_trees(*fields, 5)
 
 
-def test_truncated_results_are_the_next_towards_zero():
+def test_truncation_is_toward_zero():
     """As in vLLM's kernel for CPUs without bf16 instructions; about half differ."""
     case = make_case([9, 3], [40, 7], dtype=torch.bfloat16)
     both = [

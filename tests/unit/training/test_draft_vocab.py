@@ -25,7 +25,7 @@ def texts(*generated) -> list[Record]:
     ]
 
 
-def test_the_commonest_generated_tokens_are_kept():
+def test_the_most_frequent_generated_tokens_are_kept():
     records = [record((9, 9, 9, 9, 3, 3, 5), (4, 7)), record((7, 5, 6), (1, 2), (2, 3))]
     counts = count_tokens(records, 12)
     assert frequent_tokens(counts, 1).tolist() == [3]  # of 3 and 5, twice each
@@ -46,12 +46,12 @@ def test_the_commonest_generated_tokens_are_kept():
         (40_000, 50_000, LARGEST),
     ],
 )
-def test_the_usual_size_covers_what_is_written(used, vocab, size):
+def test_the_default_size_covers_generated_texts(used, vocab, size):
     written = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:used].tolist()
     assert usual_size(texts(written, written), vocab) == size
 
 
-def test_texts_that_have_little_in_common_cover_little_of_others():
+def test_coverage_is_low_for_different_texts():
     apart = [range(20_000 + 30 * n, 20_030 + 30 * n) for n in range(8)]
     assert usual_size(texts(*apart), 50_000) == LARGEST  # though 240 tokens cover all of these
     assert usual_size(texts(apart[0]), 50_000) == LARGEST

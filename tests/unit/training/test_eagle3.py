@@ -93,7 +93,7 @@ def trained(target, records, tmp_path_factory):
     return output
 
 
-def test_each_step_below_each_row_is_a_dense_pass_of_its_path():
+def test_each_step_equals_a_dense_pass_of_its_path():
     torch.manual_seed(0)
     shape = EagleShape(64, 512, (0, 1, 2), 4, 2, 32, 128, 10000.0, 1e-6, 1024)
     mine = EagleDrafter(shape, K, torch.arange(0, 512, 2))
@@ -139,7 +139,7 @@ def test_layers_are_chosen_and_checked():
             choose_layers(asked, depth)
 
 
-def test_a_cut_run_ends_with_the_same_weights(target, records, trained, tmp_path):
+def test_an_interrupted_run_ends_with_the_same_weights(target, records, trained, tmp_path):
     asked = options(target, records, tmp_path / "cut")
     for cut in (3, 8):  # before any checkpoint was written, and between two
         with pytest.raises(KeyboardInterrupt):
@@ -172,7 +172,7 @@ def test_it_starts_from_the_targets_last_layer(target):
     assert torch.equal(drafter.fc.weight, torch.eye(3 * hidden)[-hidden:])
 
 
-def test_what_is_written_says_what_it_is(target, trained):
+def test_the_config_describes_the_drafter(target, trained):
     config = json.loads((trained / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     heldout = config["medusa"]["training"]["heldout"]
@@ -192,7 +192,7 @@ def test_passes_and_computed_states_change_nothing(target, records, trained, tmp
         assert losses_of(tmp_path / name) == pytest.approx(losses_of(trained), rel=1e-4)
 
 
-def test_texts_are_cut_into_pieces(target, records, tmp_path, monkeypatch):
+def test_texts_are_split_into_pieces(target, records, tmp_path, monkeypatch):
     monkeypatch.setattr(eagle3, "PIECE_ROWS", 16)
     asked = options(target, records, tmp_path / "pieces")
     train(replace(asked, training=replace(asked.training, epochs=1)))
@@ -201,7 +201,7 @@ def test_texts_are_cut_into_pieces(target, records, tmp_path, monkeypatch):
     assert all(64 < count < 96 + 80 for count in rows)
 
 
-def test_a_shared_lm_head_stays_the_targets(target, records, trained, tmp_path):
+def test_a_shared_lm_head_is_not_trained(target, records, trained, tmp_path):
     asked = options(target, records, tmp_path / "drafter")
     train(replace(asked, heads=replace(asked.heads, lm_heads="shared")))
     shared, own = (load_file(d / "model.safetensors") for d in (tmp_path / "drafter", trained))
@@ -220,7 +220,7 @@ def test_a_shared_lm_head_stays_the_targets(target, records, trained, tmp_path):
         ({"heads": {"kind": "hydra", "aux_layers": (1, 2, 3)}}, "option of --heads eagle3"),
     ],
 )
-def test_options_that_do_nothing_are_refused(target, records, tmp_path, changes, reason):
+def test_options_without_effect_are_refused(target, records, tmp_path, changes, reason):
     asked = options(target, records, tmp_path)
     shape = {"kind": "eagle3"} | changes.get("heads", {})
     with pytest.raises(ValueError, match=reason):

@@ -52,7 +52,7 @@ def straight(target: Target) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("in_memory", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
-def test_states_are_the_targets_kept_or_not(states, share, target, tmp_path, in_memory):
+def test_states_equal_the_targets_cached_or_not(states, share, target, tmp_path, in_memory):
     bound = int(share * sum(end - start for _, start, end in EVERYTHING) * ROW)
     kept = states(None if in_memory else tmp_path, max_bytes=bound)
     kept.build()
@@ -69,7 +69,7 @@ def test_states_are_the_targets_kept_or_not(states, share, target, tmp_path, in_
     torch.testing.assert_close(some, parts[longest][2:5], rtol=1e-4, atol=1e-4)
 
 
-def test_kept_and_computed_states_meet_where_the_target_computes(states, monkeypatch):
+def test_cached_states_are_moved_to_the_targets_device(states, monkeypatch):
     """ "meta" stands for a GPU: torch refuses to concatenate its tensors with the CPU's."""
     kept = states(max_bytes=states().needed_bytes // 2)
     kept.build()
@@ -91,7 +91,7 @@ def test_half_precision_rounds_once(states, dtype):
     assert torch.equal(half.read(EVERYTHING), full.read(EVERYTHING).to(dtype).float())
 
 
-def test_building_resumes_with_what_is_missing(states, tmp_path):
+def test_building_resumes_with_the_missing_parts(states, tmp_path):
     kept = states()
     kept.build()
     wanted = kept.read(EVERYTHING).clone()
@@ -124,7 +124,7 @@ def test_two_processes_build_half_each(states, tmp_path):
     assert not any((tmp_path / "both").iterdir())
 
 
-def test_another_target_text_or_plan_is_another_cache(states):
+def test_another_target_text_or_plan_has_another_cache(states):
     first, *rest = RECORDS
     one_token = [replace(first, token_ids=(first.token_ids[0] ^ 1, *first.token_ids[1:])), *rest]
     others = [
@@ -137,7 +137,7 @@ def test_another_target_text_or_plan_is_another_cache(states):
     assert len({other.folder for other in others}) == 5
 
 
-def test_pieces_of_what_is_not_kept_stay_together(states):
+def test_pieces_of_an_uncached_record_stay_together(states):
     pieces = cut_pieces(RECORDS, 4)
     assert states().groups(pieces) == list(range(len(pieces)))
     groups, records = states(max_bytes=0).groups(pieces), [piece.record for piece in pieces]
@@ -158,7 +158,7 @@ def test_refused_when_the_disk_is_full(states, tmp_path, monkeypatch):
     kept.build()  # existing shards need no space
 
 
-def test_states_that_are_not_finite_name_their_line(states, target, tmp_path, monkeypatch):
+def test_non_finite_states_name_their_line(states, target, tmp_path, monkeypatch):
     broken = target.model.get_input_embeddings().weight.clone()
     broken[77] = float("nan")
     monkeypatch.setattr(target.model.get_input_embeddings(), "weight", torch.nn.Parameter(broken))

@@ -122,12 +122,12 @@ def compare(joint: Joint, soft: bool = False, distill: bool = True, **options: A
 
 @pytest.mark.parametrize("distill", [True, False], ids=["kl", "cross-entropy"])
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
-def test_loss_and_gradients_are_those_of_the_formula(llama, soft, distill):
+def test_loss_and_gradients_equal_the_formula(llama, soft, distill):
     compare(llama, soft, distill)
 
 
 @pytest.mark.parametrize(("parts", "chunk"), [(1, 5), (2, 3), (3, 1000)])
-def test_parts_and_chunks_add_up_to_the_step(llama, parts, chunk, monkeypatch):
+def test_parts_and_chunks_sum_to_the_step(llama, parts, chunk, monkeypatch):
     for module in (medusa2, losses):
         for function in ("lm_loss", "head_losses"):
             if chunked := getattr(module, function, None):
@@ -166,7 +166,7 @@ def test_only_adapter_and_heads_get_gradients(llama):
         parameter.grad = None
 
 
-def test_what_a_prompt_says_changes_no_label_of_its_own(llama):
+def test_prompt_tokens_have_no_labels(llama):
     batch = llama.method().collate(range(3))
     assert len(batch.labels) == 18 + 11 + 8
     assert batch.counts.tolist() == [13 + 10 + 1, 12 + 2 + 6, 11 + 1 + 5, 10 + 0 + 4]
@@ -191,7 +191,7 @@ def test_a_half_precision_target_and_fp32_heads_without_autocast(soft, llama, tm
     torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.0)
 
 
-def test_what_is_counted_is_what_has_a_loss(llama, monkeypatch):
+def test_only_tokens_with_a_loss_are_counted(llama, monkeypatch):
     """With a draft vocabulary and tokens as labels; soft labels all have a loss."""
     token_map = torch.arange(0, VOCAB, 2)
     heads = MedusaHeads(K, 1, HIDDEN, VOCAB, num_lm_heads=0, token_map=token_map)

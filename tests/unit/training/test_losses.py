@@ -83,7 +83,7 @@ def naive(
 @pytest.mark.parametrize("soft", [False, True], ids=["tokens", "soft"])
 @pytest.mark.parametrize("kind", ["shared", "own", "single", "shared+map", "own+map"])
 @pytest.mark.parametrize("chunk", [1, 7, 256])
-def test_losses_and_gradients_are_those_of_plain_torch(kind, soft, chunk):
+def test_losses_and_gradients_equal_plain_torch(kind, soft, chunk):
     heads, length = make_heads(kind), 23
     matrix, bias = torch.randn(V, H), torch.randn(V)
     ids = torch.randint(V, (length,))
@@ -119,7 +119,7 @@ def test_losses_and_gradients_are_those_of_plain_torch(kind, soft, chunk):
 
 
 @pytest.mark.parametrize("generated", [None, 40], ids=["all rows", "one row"])
-def test_logits_never_exist_all_at_once_and_none_of_a_prompt(generated):
+def test_logits_are_computed_in_chunks_and_not_for_prompts(generated):
     seen = []
 
     def lm_head(x):

@@ -61,7 +61,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path):
+def test_heads_memorize_a_text_and_every_step_accepts_all(target, tmp_path):
     before = copy.deepcopy(target.model.state_dict())
     record, made = overfit(target, tmp_path / "heads")
     assert [top[0] for top in made.method.measure()["heldout"]["top"]] == [1.0] * K
@@ -90,7 +90,7 @@ def test_heads_learn_a_text_by_heart_and_every_step_accepts_all(target, tmp_path
 @pytest.mark.parametrize(
     ("labels", "kind"), [("tokens", "medusa"), ("soft", "medusa"), ("soft", "hydra")]
 )
-def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp_path):
+def test_an_interrupted_run_ends_with_the_same_weights(labels, kind, target, records, tmp_path):
     warm = [replace(record, temperature=0.7) for record in records]
     settings = replace(SHORT, labels=labels)
 
@@ -124,7 +124,7 @@ def test_a_cut_run_ends_with_the_same_weights(labels, kind, target, records, tmp
         assert list(made.stage.entries()) == log
 
 
-def test_passes_and_states_that_are_not_kept_change_nothing(trained, monkeypatch):
+def test_passes_and_uncached_states_change_nothing(trained, monkeypatch):
     made, losses = trained()
     assert trained("computed", cached=False, like=made)[1] == pytest.approx(losses, rel=1e-4)
     monkeypatch.setattr(methods.Method, "pass_rows", 32)
@@ -170,7 +170,7 @@ def test_own_lm_heads_and_a_small_vocabulary_train_too(target, records, trained)
     assert made.method.measure()["heldout"]["top"][0][-1] < 1
 
 
-def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, tmp_path):
+def test_soft_labels_of_a_small_vocabulary_use_the_full_one(target, records, tmp_path):
     seen = seen_tokens(records)
     warm = [replace(record, temperature=0.7) for record in records]
     heads = new_heads(target, HeadOptions(num_heads=K), seen)
@@ -190,7 +190,7 @@ def test_soft_labels_of_a_small_vocabulary_know_the_whole_one(target, records, t
         assert float(found[head]) == pytest.approx(wanted, rel=1e-3)
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp_path):
+def test_a_non_finite_loss_stops_and_names_its_line(target, records, tmp_path):
     with TrainingRun(tmp_path / "bad", {}) as run:
         settings = replace(SHORT, batch_tokens=3 * 39, epochs=12)
         made = looped(target, records, run, settings)
@@ -213,7 +213,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_its_line(target, records, tmp
     assert all(bool(t.isfinite().all()) for t in state["heads"].values())
 
 
-def test_a_rate_that_explodes_stops_too(trained):
+def test_a_diverging_learning_rate_stops_too(trained):
     with pytest.raises(NotFiniteError, match="--learning-rate"):
         trained(learning_rate=1e36, warmup_steps=0)
 

@@ -106,7 +106,7 @@ def whole(source, tmp_path_factory):
     return job
 
 
-def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole):
+def test_heads_learn_and_the_targets_weights_are_unchanged(whole):
     log = whole.log()
     steps = [entry for entry in log if "lambda_0" in entry]
     measured = [entry for entry in log if "quality" in entry]
@@ -125,7 +125,7 @@ def test_heads_learn_the_target_stays_and_its_own_weights_do_to_the_bit(whole):
     assert all(torch.equal(kept[name], tensor) for name, tensor in whole.own.items())
 
 
-def test_the_heads_learn_faster_by_the_rate_s_factor(whole):
+def test_the_heads_have_a_higher_learning_rate(whole):
     trained = {id(p): "adapter" for p in whole.method.adapter.values()}
     trained |= {id(p): "heads" for p in whole.heads.parameters()}
     factors = {"adapter": set(), "heads": set()}
@@ -136,7 +136,7 @@ def test_the_heads_learn_faster_by_the_rate_s_factor(whole):
     assert factors == {"adapter": {1.0}, "heads": {4.0}} and not trained
 
 
-def test_killed_anywhere_it_ends_with_the_same_bits(source, whole, tmp_path, monkeypatch):
+def test_a_run_killed_anywhere_ends_with_the_same_bits(source, whole, tmp_path, monkeypatch):
     """While a step is logged, while a state is half written, and before anything was saved."""
     moments = iter([0, 3, 5, 7])  # the last logged step, if reached
 
@@ -168,7 +168,7 @@ def test_killed_anywhere_it_ends_with_the_same_bits(source, whole, tmp_path, mon
     assert job.log() == whole.log()
 
 
-def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(source, tmp_path):
+def test_a_non_finite_line_is_named_and_nothing_is_lost(source, tmp_path):
     texts = records(16)
     bad = texts[11]
     texts[11] = Record(bad.index, bad.line, "bad", (*bad.token_ids[:5], POISON, 3), ((4, 7),), 1.0)
@@ -182,7 +182,7 @@ def test_the_line_that_is_not_finite_is_named_and_nothing_is_lost(source, tmp_pa
     assert job.loop.step == at and all(bool(t.isfinite().all()) for t in job.result().values())
 
 
-def test_layers_computed_twice_give_the_same_gradients(source, tmp_path):
+def test_gradient_checkpointing_gives_the_same_gradients(source, tmp_path):
     results = []
     steps = dataclasses.replace(STEPS, batch_tokens=10_000)
     for number, twice in enumerate((False, True)):
@@ -200,7 +200,7 @@ def test_layers_computed_twice_give_the_same_gradients(source, tmp_path):
         torch.testing.assert_close(checkpointed[name], tensor, atol=1e-6, rtol=1e-4)
 
 
-def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(source, tmp_path):
+def test_mean_losses_cover_labels_in_the_draft_vocabulary(source, tmp_path):
     """Untrained heads predict the next token: all losses of step 1 follow from the target."""
     drafted = torch.tensor([3, 5, 6])
     steps = dataclasses.replace(STEPS, batch_tokens=10_000, epochs=1)
@@ -222,7 +222,7 @@ def test_mean_losses_are_over_the_labels_of_the_draft_vocabulary(source, tmp_pat
     assert step["losses"] == pytest.approx([sum(x) / len(x) for x in found], rel=1e-3)
 
 
-def test_before_and_after_are_measured_alike_in_bfloat16_too(source, tmp_path):
+def test_before_and_after_are_measured_equally_in_bfloat16_too(source, tmp_path):
     """Rounding does not count as degradation: a new adapter has exactly none."""
     steps = dataclasses.replace(STEPS, batch_tokens=10_000, epochs=1)
     job = Job(source, tmp_path, steps=steps, bf16=True)

@@ -57,7 +57,7 @@ def test_equals_the_definition_position_by_position(chunk):
     assert quality.kl != pytest.approx(quality.reverse_kl, rel=1e-3)  # the two can be distinguished
 
 
-def test_an_unchanged_model_loses_exactly_nothing():
+def test_an_unchanged_model_has_no_degradation():
     head = lm_head()
     meter = QualityMeter(head)
     for following, before, _ in texts():
@@ -86,7 +86,7 @@ def test_bounds(kl, after, words):
     assert all(word in text for word, text in zip(words, found, strict=True))
 
 
-def test_a_diverged_model_is_measured_and_nothing_to_measure_is_an_error():
+def test_a_diverged_model_is_measured_and_an_empty_text_is_an_error():
     head = lm_head()
     meter = QualityMeter(head)
     following, before, after = texts()[0]

@@ -22,7 +22,7 @@ from vllm_medusa.training.recipe import (
 )
 
 
-def test_lambda_0_grows_as_a_sine_to_the_peak():
+def test_lambda_0_follows_a_sine_to_its_peak():
     joint = JointOptions(heads_weight=0.2)
     assert [heads_weight(joint, step, 4) for step in range(4)] == pytest.approx(
         [0.2 * math.sin(math.pi / 8 * n) for n in (1, 2, 3, 4)]
@@ -46,20 +46,20 @@ def test_lambda_0_grows_as_a_sine_to_the_peak():
         (QualityBounds, {"max_perplexity_ratio": 0.9}),
     ],
 )
-def test_a_value_out_of_bounds_is_named_and_the_bounds_too(kind, bad):
+def test_an_error_names_the_value_and_the_bounds(kind, bad):
     ((name, value),) = bad.items()
     with pytest.raises(ValueError, match=rf"{name}.* {value!r}; use "):
         kind(**bad)
 
 
-def test_what_isnt_given_follows_from_the_width_and_the_rows():
+def test_defaults_follow_from_width_and_rows():
     rates = [usual_rate(width) for width in (64, 256, 512, 4096)]
     assert rates == [5e-3, 5e-3, 1.25e-3, 1e-3]
     rows = (10, 600_000, 3_000_000, 60_000_000)
     assert [usual_batch(count) for count in rows] == [256, 384, 1920, 4096]
 
 
-def test_what_is_given_is_kept_and_the_rest_filled_in():
+def test_given_values_are_kept_and_others_have_defaults():
     steps, joint = StepOptions(), JointOptions()
     alone = complete(steps, hidden_size=64, num_labels=10)
     assert (alone.batch_tokens, alone.learning_rate, alone.warmup_steps) == (256, 5e-3, 50)
@@ -71,7 +71,7 @@ def test_what_is_given_is_kept_and_the_rest_filled_in():
     assert complete_joint(joint, mine, self_distilled=True)[1].warmup_steps == 0
 
 
-def test_linear_up_and_a_cosine_down():
+def test_linear_warm_up_and_cosine_decay():
     rates = [rate_at(step, 100, 10) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert rates[10] == 1.0 and rates[55] == pytest.approx(0.5)

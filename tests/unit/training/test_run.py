@@ -19,7 +19,7 @@ def steps(stage: Stage) -> list[int]:
     return [entry["step"] for entry in stage.entries()]
 
 
-def test_log_and_checkpoint_are_of_the_same_step(tmp_path):
+def test_log_and_checkpoint_have_the_same_step(tmp_path):
     output = tmp_path / "heads"
     run, stage = begun(output, {"a": 1})
     assert stage.load() is None
@@ -45,7 +45,7 @@ def test_log_and_checkpoint_are_of_the_same_step(tmp_path):
     run.close()
 
 
-def test_a_checkpoint_that_can_not_be_written_leaves_the_one_before(tmp_path):
+def test_a_failed_checkpoint_keeps_the_previous_one(tmp_path):
     run, stage = begun(tmp_path / "heads", {})
     stage.load()
     stage.save({"step": 1})
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_can_not_be_written_leaves_the_one_before(tmp_path):
     run.close()
 
 
-def test_other_settings_are_refused_once_something_was_computed(tmp_path):
+def test_other_settings_are_refused_once_training_started(tmp_path):
     output = tmp_path / "heads"
     with pytest.raises(OSError, match="no target"), TrainingRun(output, {"x": 0}):
         raise OSError("no target")
@@ -81,7 +81,7 @@ def test_overwrite_removes_heads_checkpoint_and_caches(tmp_path):
     run.close()
 
 
-def test_overwriting_that_is_killed_continues_no_old_checkpoint(tmp_path):
+def test_a_killed_overwrite_does_not_resume_the_old_checkpoint(tmp_path):
     output = tmp_path / "heads"
     run, stage = begun(output, {"a": 1})
     stage.load()
@@ -134,7 +134,7 @@ def test_other_folders_are_left_alone(tmp_path):
     assert read_json(project / "training" / "run.json")["settings"] == {"lr": 1}
 
 
-def test_other_processes_do_not_check_what_the_main_one_is_making(tmp_path):
+def test_other_processes_do_not_check_the_main_ones_output(tmp_path):
     (tmp_path / "heads").mkdir()
     (tmp_path / "heads" / "new").touch()
     with TrainingRun(tmp_path / "heads", {}, main=False) as run:

@@ -40,7 +40,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_states_and_lm_head_give_the_models_own_logits(name, tmp_path):
+def test_states_and_lm_head_give_the_models_logits(name, tmp_path):
     architecture, options = TARGETS[name]
     target = Target.load(save_model(tmp_path, architecture, **NARROW | options))
     assert (target.hidden_size, target.vocab_size) == (64, 512)
@@ -81,7 +81,7 @@ def test_padding_on_the_right_changes_nothing(tmp_path):
     )
 
 
-def test_refused_where_the_logits_are_something_else(tmp_path):
+def test_refused_if_the_logits_differ(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path, "Llama"))
     forward = model.forward
 

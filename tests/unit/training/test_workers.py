@@ -10,7 +10,7 @@ import torch
 from vllm_medusa.training.workers import Workers, usable
 
 
-def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch):
+def test_a_merge_may_take_hours(monkeypatch):
     asked = {}
 
     def state(**options):
@@ -23,7 +23,7 @@ def test_waiting_for_a_merge_of_hours_is_no_error(monkeypatch):
     assert asked["cpu"] and asked["timeout"] >= timedelta(days=1)
 
 
-def test_a_device_that_is_not_here_is_named():
+def test_an_absent_device_is_named():
     assert usable("cpu") == torch.device("cpu")
     missing = "xpu" if torch.cuda.is_available() else "cuda"
     with pytest.raises(ValueError, match=rf"--device {missing} can't be used here.*Use cpu"):

@@ -83,7 +83,7 @@ def test_the_best_nodes_are_a_tree_best_first(seed, num_nodes):
 
 @given(seeds, st.lists(st.integers(1, 40), min_size=1, max_size=5))
 @settings(max_examples=60)
-def test_topologies_are_what_their_paths_say(seed, sizes):
+def test_topologies_match_their_paths(seed, sizes):
     """Every request's tensors equal those of a static tree of the same paths."""
     found = candidates(confidences(seed, len(sizes))).best(max(sizes))
     batch = TreeBatch.from_parents(found.parents, torch.tensor(sizes), TREE.max_depth)
@@ -105,7 +105,7 @@ def test_limits_and_padding():
     assert DraftTrees.roots(2, 5, "cpu").num_nodes.tolist() == [1, 1]
 
 
-def test_a_static_tree_is_taken_whole():
+def test_a_static_tree_is_used_whole():
     tokens = torch.arange(2 * TREE.num_nodes).view(2, -1)
     drafts = DraftTrees.static(POOL, tokens)
     assert drafts.token_ids is tokens and drafts.num_nodes.tolist() == [TREE.num_nodes] * 2

@@ -92,7 +92,7 @@ class TestLayer:
         with pytest.raises(NotImplementedError, match=f"(?s){reason}.*method='medusa'"):
             layer(**changes)
 
-    def test_nothing_is_fused_that_the_kernel_does_not_do(self):
+    def test_unsupported_fusions_are_disabled(self):
         assert not layer().supports_quant_query_input
         assert not layer().fused_output_quant_supported(None)
 
@@ -107,7 +107,7 @@ class TestBackend:
         }  # fmt: skip
         return TreeAttentionBackend.validate_configuration(**options | changes)
 
-    def test_what_is_taken(self):
+    def test_supported_settings(self):
         for changes in (
             {},
             {"head_size": 256},
@@ -125,7 +125,7 @@ class TestBackend:
         ):
             assert len(self.why(**changes)) == 1, changes
 
-    def test_it_counts_as_vllms(self):
+    def test_it_has_vllms_backend_name(self):
         assert TreeAttentionBackend.get_name() == "TRITON_ATTN"
 
 

@@ -72,7 +72,7 @@ def test_batches(nodes, before, monkeypatch):
 @pytest.mark.parametrize(
     "chosen", [{"max_cudagraph_capture_size": 128}, {"cudagraph_capture_sizes": [64, 256]}]
 )
-def test_the_users_sizes_stay(chosen):
+def test_the_users_sizes_are_kept(chosen):
     args, config = finished(64, **chosen)
     before = list(config.compilation_config.cudagraph_capture_sizes)
     capture_more_trees(args, config, 64)
@@ -85,7 +85,7 @@ def test_the_users_sizes_stay(chosen):
         assert config.compilation_config.cudagraph_capture_sizes == before
 
 
-def test_no_graphs_stay_none():
+def test_disabled_graphs_stay_disabled():
     args, config = finished(64)
     config.compilation_config.cudagraph_capture_sizes = []
     capture_more_trees(args, config, 64)

@@ -54,7 +54,7 @@ def addresses(batch: PagedBatch) -> dict[str, Any]:
 
 
 class TestMetadata:
-    def test_without_medusa_it_is_vllms(self, target, make_builder):
+    def test_without_medusa_it_equals_vllms(self, target, make_builder):
         config, builder = make_config(target, None), make_builder(None)
         metadata = build(builder, Buffers().batch([(NODES, 0)]), None)
         assert type(metadata) is TritonAttentionMetadata
@@ -62,7 +62,7 @@ class TestMetadata:
         support = stock.get_cudagraph_support(config, spec)
         assert builder.get_cudagraph_support(config, spec) == support
 
-    def test_without_trees_it_is_vllms(self, make_builder):
+    def test_without_trees_it_equals_vllms(self, make_builder):
         metadata = build(make_builder(), Buffers().batch([(5, 0), (1, 9)]), None)
         assert type(metadata) is TritonAttentionMetadata
 
@@ -84,7 +84,7 @@ class TestMetadata:
             assert own.data_ptr() == theirs.data_ptr()
 
     @pytest.mark.usefixtures("splits")
-    def test_buffers_stay(self, make_builder):
+    def test_buffers_are_reused(self, make_builder):
         """After any earlier steps, a step of the same shape is read from the same addresses."""
         builder, buffers = make_builder(), Buffers()
         shape = [(NODES, 20), (NODES, 3)]
@@ -105,7 +105,7 @@ class TestMetadata:
     @pytest.mark.parametrize("real", [4, 3])
     @pytest.mark.parametrize("size", [NODES, 3, 2])
     @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-    def test_a_graph_replayed(self, make_builder, real, size, dynamic):
+    def test_replay_of_a_graph(self, make_builder, real, size, dynamic):
         """Metadata built for capture is right for later steps of its size, also padded ones.
 
         Sizes below the whole tree's are captured if vLLM has several: trees are then truncated.
@@ -135,13 +135,13 @@ class TestMetadata:
             assert torch.equal(captured.ancestor_bits[b, :size], tree.ancestor_bits[b])
 
     @pytest.mark.parametrize("size", [NODES, 3])
-    def test_a_uniform_batch_without_trees_is_told_to_the_graph(self, make_builder, size):
+    def test_a_captured_graph_sees_batches_without_trees(self, make_builder, size):
         builder, buffers = make_builder(), Buffers()
         captured = paged(builder.build_for_cudagraph_capture(buffers.batch([(size, 0)] * 2)))
         build(builder, buffers.batch([(size, 4), (size, 9)]), None)
         assert not captured.is_tree.any()
 
-    def test_one_row_a_request_is_captured_as_vllm_does(self, make_builder):
+    def test_one_row_per_request_is_captured_as_in_vllm(self, make_builder):
         captured = make_builder().build_for_cudagraph_capture(Buffers().batch([(1, 0)] * 2))
         assert type(captured) is TritonAttentionMetadata
 

@@ -59,9 +59,7 @@ def make_drafter(heads: Path, tree: TokenTree, device: str = "cpu") -> MedusaDra
 
 
 @pytest.mark.parametrize("num_lm_heads", [5, 0])
-def test_five_heads_trained_and_three_used_cost_what_three_cost(
-    num_lm_heads, alone, tmp_path, monkeypatch
-):
+def test_unused_heads_cost_nothing(num_lm_heads, alone, tmp_path, monkeypatch):
     weights, products = [], []
     original = compat.packed_linear
 
@@ -99,7 +97,7 @@ def test_five_heads_trained_and_three_used_cost_what_three_cost(
     assert torch.equal(*drafts)
 
 
-def test_a_rank_s_device_never_holds_rows_of_others(tmp_path, monkeypatch):
+def test_a_rank_never_loads_rows_of_others(tmp_path, monkeypatch):
     """They are removed on the host."""
     devices = []
 
@@ -140,7 +138,7 @@ def test_drafts_are_the_targets_ids(in_parts, alone, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_only_the_draft_vocabularys_rows_are_read(kind, alone, tmp_path):
+def test_only_rows_of_the_draft_vocabulary_are_read(kind, alone, tmp_path):
     known = torch.tensor([7, 11, 9, 13, 5])
     torch.manual_seed(1)
     heads = {

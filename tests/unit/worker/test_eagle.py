@@ -87,7 +87,7 @@ def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
         ({"tree": "chain", "num_speculative_tokens": 3, "budget": "auto"}, (1, 1, 3), 3, "auto"),
     ],
 )
-def test_what_the_engine_runs_with(
+def test_the_engine_s_settings(
     config: Config, drafter: Path, asked: Any, beam: tuple[int, int, int], most: int, budget: Any
 ) -> None:
     made = config(**asked)
@@ -103,7 +103,7 @@ def test_what_the_engine_runs_with(
     assert made.scheduler_config.scheduler_cls == EITHER_SCHEDULER
 
 
-def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
+def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
     asked = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
     args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked)
     made = args.create_engine_config()
@@ -130,7 +130,7 @@ def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
         ({"vllm": {"max_model_len": 50}}, "take 50 cache slots"),
     ],
 )
-def test_what_is_refused(config: Config, asked: Any, words: str) -> None:
+def test_refused(config: Config, asked: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         config(**asked)
 
@@ -192,7 +192,7 @@ def test_additional_keys_in_configs(other: Any, tmp_path: Path, changes: dict[st
     assert other(changes).heads == str(tmp_path)
 
 
-def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_intended_runner(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_medusa.worker import compat
 
     assert not is_for_v2(config().speculative_config)
@@ -202,13 +202,13 @@ def test_the_runner_that_it_was_made_for(config: Config, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 1], [-1, 2], [1, 600]])
-def test_a_vocabulary_that_is_no_part(ids: list[int]) -> None:
+def test_a_vocabulary_that_is_not_a_subset(ids: list[int]) -> None:
     check_vocabulary(torch.tensor([0, 5, 511]), VOCAB)
     with pytest.raises(MedusaConfigError, match="has token ids from"):
         check_vocabulary(torch.tensor(ids), VOCAB)
 
 
-def test_layers_that_the_target_shows(config: Config) -> None:
+def test_auxiliary_layers_of_the_target(config: Config) -> None:
     made, model = config(), torch.nn.Module()
     model.model = torch.nn.Module()
     model.model.aux_hidden_state_layers = (1, 2, 3)

@@ -116,9 +116,7 @@ def test_duplicate_options(parse, heads, flag):
 
 
 @pytest.mark.parametrize(("seqs", "warned"), [(64, False), (65, True)])
-def test_running_requests_that_can_fill_a_step_are_warned_of(
-    parse, heads, monkeypatch, seqs, warned
-):
+def test_a_warning_if_running_requests_can_fill_a_step(parse, heads, monkeypatch, seqs, warned):
     lines = []
     monkeypatch.setattr(compat.logger, "warning_once", lambda t, *values: lines.append(t % values))
     tree = {"tree": {"chain": 3}}
@@ -131,12 +129,12 @@ def test_running_requests_that_can_fill_a_step_are_warned_of(
     assert all("65 running requests" in x and "max_num_seqs to 64" in x for x in found)
 
 
-def test_a_target_without_heads_when_none_are_named(config):
+def test_a_target_without_heads(config):
     with pytest.raises(ValueError, match=r'file itself\. The target .*"lookup": true'):
         config({"method": "medusa"})
 
 
-def test_a_tree_of_a_file_is_capped(config, heads, tmp_path):
+def test_a_tree_from_a_file_is_capped(config, heads, tmp_path):
     file = tmp_path / "tree.json"
     file.write_text(json.dumps({"paths": TREE, "source": "by hand"}))
     for cap in (None, 2, 200):
@@ -176,7 +174,7 @@ def test_the_users_arguments_are_not_modified(target, heads):
     [None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}],
     ids=["plain", "ngram"],
 )
-def test_without_medusa_the_config_is_vllm_s_own(config, asked, monkeypatch):
+def test_without_medusa_the_config_is_unchanged(config, asked, monkeypatch):
     def made():
         found = config(asked and dict(asked))
         found.instance_id = ""
@@ -219,7 +217,7 @@ def test_our_keys_without_speculation_are_ignored(config):
     assert config(None, additional_config={"medusa": {}}).speculative_config is None
 
 
-def test_adapters_bound_the_drafts_of_a_request(config, heads):
+def test_adapters_limit_the_drafts_of_a_request(config, heads):
     """vLLM refuses more nodes per step than it has adapter buffers for."""
     few = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 128}
     asked = {"method": "medusa", "model": heads}
@@ -240,7 +238,7 @@ def test_hydra_heads_expand_a_beam(config, tmp_path):
     assert EngineOptions.of(config(asked | {"tree": {"chain": 3}})).tree == TokenTree.chain(3)
 
 
-def test_the_folder_of_an_eagle_drafter_is_taken_for_one(parse, tmp_path):
+def test_the_folder_of_an_eagle_drafter_is_recognized(parse, tmp_path):
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (0, 1, 2)).save(tmp_path)
     own = {"method": "eagle3", "tree": "dynamic", "model": drafter}
     assert parse("--speculative-model", drafter).speculative_config == own

@@ -95,7 +95,7 @@ def random_drafts(rng, num_nodes, text):
     return Candidates(tokens, parents)
 
 
-def test_every_mask_is_that_of_the_path(schema, drafted):
+def test_every_mask_is_the_mask_of_its_path(schema, drafted):
     begun, drafts = drafted
     grammar, masks = at(schema, begun), xgr.allocate_token_bitmask(50, VOCAB)
     root = masks[5] = mask_of(grammar)
@@ -127,7 +127,7 @@ def test_only_allowed_drafts_are_chosen(schema, drafted, row, spelling):
     assert torch.equal(mask_of(grammar), mask_of(at(schema, begun)))
 
 
-def test_what_is_forced_is_drafted_without_heads(compiler, row, spelling):
+def test_forced_tokens_are_drafted_without_heads(compiler, row, spelling):
     """Up to the end token, after which there are no drafts."""
     compiled = compiler.compile_regex("return self")
     more = row, VOCAB, spelling, 0.85
@@ -151,7 +151,7 @@ def test_what_is_forced_is_drafted_without_heads(compiler, row, spelling):
 
 @pytest.mark.parametrize("begun", [0, 3, 6])
 @pytest.mark.parametrize(("longest", "depth"), [(0.85, 9), (0.85, 1), (0.45, 9), (0.1, 9)])
-def test_a_forced_run_is_the_surest_path(schema, row, spelling, begun, longest, depth):
+def test_a_forced_run_is_the_likeliest_path(schema, row, spelling, begun, longest, depth):
     text = tokenizer().encode(TEXT, add_special_tokens=False)[:begun]
     grammar = at(schema, text)
     run = forced_run(grammar, depth, row, VOCAB, spelling, longest)
@@ -179,7 +179,7 @@ def test_chance_of_the_longest_is_learned():
     assert first > 0.8 and chance.value == pytest.approx(0.25, abs=0.02)
 
 
-def test_few_tokens_are_found():
+def test_small_sets_of_allowed_tokens_are_found():
     mask = torch.zeros(WORDS, dtype=torch.int32)
     mask[0], mask[3] = 1 << 4, -(1 << 31)
     assert few_tokens(mask.numpy(), VOCAB) == [4, 3 * 32 + 31]

@@ -69,7 +69,7 @@ def test_the_path_counts_as_output(changes):
     assert given.output_token_ids == [[7], [8, 9]]
 
 
-def test_paths_may_be_given():
+def test_explicit_paths():
     history = PathHistory(metadata(no_penalties=False), 2, [[], [5]])
     assert history.at(0, ALL).output_token_ids == [[7], [8, 9, 5]]
 
@@ -123,7 +123,7 @@ def test_a_finished_grammar_may_stop_before_min_tokens():
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_the_argmax_is_not_all_that_greedy_requests_may_ask_for(changes):
+def test_greedy_requests_may_need_more_than_the_argmax(changes):
     plain = {"all_greedy": True, "all_random": False, "temperature": None}
     assert _is_plain_greedy(metadata(**plain))
     assert not _is_plain_greedy(metadata(**plain | changes))

@@ -55,18 +55,18 @@ def test_positions_are_depths(config):
     assert counted(config) == ([5, 24, 7], [4, 2, 1])
 
 
-def test_vllm_itself_would_count_one_for_each_node(config, monkeypatch):
+def test_vllm_counts_one_position_per_node(config, monkeypatch):
     """The behavior that is overridden; if this fails, the override can be removed."""
     monkeypatch.setattr(PrometheusStatLogger, "__init__", PrometheusStatLogger.__init__.__wrapped__)
     assert counted(config) == ([5, 24, 7], [4, 2, 1, 0, 0, 0])
 
 
-def test_other_engines_count_as_they_did(target, config):
+def test_other_engines_are_unaffected(target, config):
     PrometheusStatLogger(make_config(target, None), [0])
     assert not [m for m in get_metrics_snapshot() if "spec_decode" in m.name]
 
 
-def test_the_line_of_the_log_has_depths(config):
+def test_the_log_line_has_depths(config):
     logger, lines = LoggingStatLogger(config), []
     record(logger)
     logger.record(sent(SpecDecodingStats.new(NODES)), None)  # a step without drafts
@@ -118,7 +118,7 @@ def test_steps_of_dynamic_trees(target, random_heads, config, budget):
     assert reported() == expected
 
 
-def test_what_is_no_report_is_left_alone(target, random_heads, config):
+def test_static_trees_send_no_report(target, random_heads, config):
     """Engines with a static tree send vLLM's own list, which has its own meaning."""
     assert StepReport.of(SpecDecodingStats.new(20)) is None
     assert StepReport.of(SpecDecodingStats(20)) is None
@@ -130,7 +130,7 @@ def test_what_is_no_report_is_left_alone(target, random_heads, config):
     assert reported() == {}
 
 
-def test_engines_in_one_process_have_metrics_of_their_own(target, random_heads):
+def test_engines_in_one_process_have_separate_metrics(target, random_heads):
     """vLLM's registry only has those of the engine that started last."""
     engines = []
     for heads in (random_heads, random_heads, None):

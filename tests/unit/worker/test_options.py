@@ -56,15 +56,13 @@ def said():
     shown.removeHandler(handler)
 
 
-def test_nothing_is_said_of_heads_without_a_fingerprint_or_of_their_own_target(heads, target, said):
+def test_no_message_without_a_fingerprint_or_for_the_same_target(heads, target, said):
     assert said(heads, target) == []
     update_config(heads, target=target_fingerprint(target))
     assert said(heads, target) == []
 
 
-def test_another_target_is_warned_of_and_one_that_can_not_be_compared_mentioned(
-    heads, target, said
-):
+def test_a_warning_for_another_target_and_info_if_not_comparable(heads, target, said):
     update_config(heads, target=target_fingerprint(target))
     write(target / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": torch.zeros(4, 8)})
     ((level, message),) = said(heads, target)
@@ -77,7 +75,7 @@ def test_another_target_is_warned_of_and_one_that_can_not_be_compared_mentioned(
     assert (level, "quantized by awq" in message) == ("INFO", True)
 
 
-def test_start_up_waits_for_a_comparison_no_longer_than_stated(heads, target, said, monkeypatch):
+def test_start_up_limits_the_time_of_a_comparison(heads, target, said, monkeypatch):
     """Weights on a slow disk: reading stops, and the engine starts."""
     update_config(heads, target=target_fingerprint(target))
     names = [f"model.layers.{layer}.weight" for layer in range(50)]

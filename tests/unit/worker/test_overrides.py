@@ -38,7 +38,7 @@ def make_owner() -> type:
     return Owner
 
 
-def test_methods_stay_what_they_are():
+def test_methods_keep_their_kind():
     owner = make_owner()
     for name in ("method", "static", "of"):
         assert override(owner, name, twice)
@@ -50,7 +50,7 @@ def test_methods_stay_what_they_are():
     assert isinstance(inspect.getattr_static(owner, "of"), classmethod)
 
 
-def test_a_second_time_changes_nothing():
+def test_a_second_application_changes_nothing():
     owner = make_owner()
     for name in ("method", "static", "of"):
         override(owner, name, twice)
@@ -99,7 +99,7 @@ def patches(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_every_patch_is_on_the_list():
+def test_every_patch_is_listed():
     listed = {entry.target.rpartition(".")[2] for entry in OVERRIDES}
     found = {
         name: file.name

@@ -23,7 +23,7 @@ def platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 class TestPlatforms:
     @pytest.mark.parametrize(("name", "on_v2"), [("cpu", False), ("cpu", True), ("cuda", True)])
-    def test_taken(self, monkeypatch, name, on_v2):
+    def test_accepted(self, monkeypatch, name, on_v2):
         platform(monkeypatch, name)
         compat.refuse_unsupported_platform(on_v2)
         assert compat.on_cuda() == (name == "cuda")

@@ -89,7 +89,7 @@ def run(scheduler: TreeScheduler, requests: int, steps: int, accepts: int = 2) -
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_fixed_budget_gives_every_request_as_many(make: Make, ahead: bool) -> None:
+def test_a_fixed_budget_is_equal_for_all_requests(make: Make, ahead: bool) -> None:
     scheduler = make(ahead, budget=4)
     assert isinstance(scheduler.policy, Fixed)
     worker = run(scheduler, 3, 6)
@@ -100,14 +100,14 @@ def test_a_fixed_budget_gives_every_request_as_many(make: Make, ahead: bool) -> 
         assert scheduler.requests["r0"].num_output_tokens == 1 + 5 * 3
 
 
-def test_a_static_tree_is_vllms_own_to_cut(make: Make) -> None:
+def test_static_trees_are_truncated_by_vllm(make: Make) -> None:
     scheduler = make(tree={"chain": 3})
     assert scheduler.policy is None and scheduler.dynamic_sd_lookup is None
     assert run(scheduler, 2, 4).nodes[-1] == {"r0": 3, "r1": 3}
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_an_automatic_budget_learns_from_what_it_sees(make: Make, ahead: bool) -> None:
+def test_an_automatic_budget_learns_from_steps(make: Make, ahead: bool) -> None:
     scheduler = make(ahead, budget="auto")
     policy = scheduler.policy
     assert isinstance(policy, Auto) and policy.even == ahead
@@ -131,7 +131,7 @@ def test_max_rows_counts_the_requests_themselves(make: Make, most: int) -> None:
     assert max(3 + sum(nodes.values()) for nodes in worker.nodes) == most
 
 
-def test_the_surest_drafts_are_kept_where_rows_are_few(make: Make) -> None:
+def test_the_likeliest_drafts_are_kept_if_rows_are_few(make: Make) -> None:
     """No running request waits for a row because of drafts."""
     scheduler = make(budget=6, limits={"max_num_batched_tokens": 20, "max_num_seqs": 8})
     worker = run(scheduler, 8, 12)
@@ -153,9 +153,7 @@ def test_a_reused_request_id_does_not_get_old_drafts(make: Make) -> None:
     assert scheduler._draft_of("r0") is not None  # its own draft
 
 
-def test_every_step_is_reported_with_its_own_numbers(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_step_is_reported(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, sent = make(budget=4), []
     monkeypatch.setattr(StepReport, "put_into", lambda self, stats: sent.append(self))
     run(scheduler, 2, 5)
