@@ -18,7 +18,7 @@ from support.interpreter import INTERPRETING
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted(path.parent.name for path in ROOT.glob("tests/unit/*/test_kernel.py"))
 QUICK = [  # one test of each file that has interpreted ones
-    "TestInterpreted and (nothing or wrong_slot or wrong_first or downwards)",
+    "TestInterpreted and (empty_batch or wrong_slot or wrong_first or descending)",
     "TestInterpreted and (plain or reason or attention_is_checked)",
 ]
 BARE = """
@@ -64,7 +64,7 @@ def run_bare(*arguments: str, **environment: str) -> str:
     return done.stdout
 
 
-FILES = [f"tests/unit/{room}/test_kernel.py" for room in KERNELS]
+FILES = [f"tests/unit/{package}/test_kernel.py" for package in KERNELS]
 
 
 @pytest.mark.skipif(INTERPRETING, reason="this process was started by a test")

@@ -91,7 +91,7 @@ def test_refused_if_the_logits_differ(tmp_path):
         return out
 
     model.forward = doubled
-    with pytest.raises(TargetError, match="something else in between"):
+    with pytest.raises(TargetError, match="another operation in between"):
         Target(model)
 
 
