@@ -24,7 +24,7 @@ from vllm_medusa.offline.batch import Conversation, Engine, Request, Result
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.options import FromZero, Positive, option
 
-ASKED = "Write a JSON document for: {schema}. Answer with the document alone."
+QUESTION = "Write a JSON document for: {schema}. Answer with the document alone."
 BACKEND = {"backend": "xgrammar", "disable_any_whitespace": True}
 
 
@@ -60,8 +60,8 @@ def tasks_of(options: GrammarOptions) -> Tasks:
     for number in range(options.prompts):
         for schema, own in found.items():
             index = number * len(SCHEMAS) + list(SCHEMAS).index(schema)
-            asked = (ASKED.format(schema=schema),)
-            own.append(Prompt(index, index + 1, f"{schema}, {number}", turns=asked))
+            question = (QUESTION.format(schema=schema),)
+            own.append(Prompt(index, index + 1, f"{schema}, {number}", turns=question))
     if not options.rounds:
         return found
     every = [prompt for own in found.values() for prompt in own]

@@ -154,12 +154,12 @@ def _rows(
     found = {name: Answers() for name in turns}
     broken: dict[str, str] = {}
     for number in range(options.rounds):
-        asked = requests(load, number, temperature, options)
+        planned = requests(load, number, temperature, options)
         for name in turns if number % 2 == 0 else reversed(turns):
             if name in broken:
                 continue
             try:
-                found[name].add(ask(urls.get(name, urls[PLAIN.name]), asked, load.seconds))
+                found[name].add(ask(urls.get(name, urls[PLAIN.name]), planned, load.seconds))
             except Exception as error:
                 broken[name] = f"{type(error).__name__}: {error}"
     wanted = found[PLAIN.name].texts
@@ -205,7 +205,7 @@ def _chat(turn: str, target: str) -> str:
     return str(text)
 
 
-def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
+def ask(url: str, planned: Sequence[Any], seconds: float) -> dict[str, Any]:
     """Send requests at their arrival times; returns the results of `vllm bench serve`.
 
     Raises:
@@ -222,7 +222,7 @@ def ask(url: str, asked: Sequence[Any], seconds: float) -> dict[str, Any]:
         model_id=_MODEL,
         model_name=_MODEL,
         tokenizer=None,
-        input_requests=list(asked),
+        input_requests=list(planned),
         logprobs=None,
         request_rate=float("inf"),
         burstiness=1.0,

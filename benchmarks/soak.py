@@ -26,7 +26,7 @@ from benchmarks.case import ROOT, Case, Row
 from benchmarks.compare import arm_of
 from benchmarks.engines import PLAIN, EngineOptions
 from benchmarks.serve import server
-from benchmarks.soak_requests import Answer, Asked, ask, requests
+from benchmarks.soak_requests import Answer, Request, ask, requests
 from vllm_medusa.job import Progress
 from vllm_medusa.options import Above, FromZero, Positive, Seed, option
 
@@ -75,7 +75,7 @@ def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
     options = options.ready(progress)
     prompts = [prompt.text or prompt.turns[0] for prompt in options.all_prompts()]
     pool = requests(prompts, options.distinct, options.seed)
-    asked = [pool[index % len(pool)] for index in range(options.requests)]
+    planned = [pool[index % len(pool)] for index in range(options.requests)]
     known = list({each.key: each for each in pool if each.compared}.values())
     progress.note(f"{len(known)} answers of plain vLLM")
     with server(PLAIN, options, more=words(options)) as url:
@@ -84,23 +84,23 @@ def run(options: SoakOptions, progress: Progress) -> Iterator[Row]:
     form = "dynamic" if options.budget else "automatic"
     arm = arm_of(options.drafter, form, options.budget)
     assert arm is not None  # every drafter supports these forms
-    progress.note(f"{len(asked)} requests")
+    progress.note(f"{len(planned)} requests")
     with server(arm, options, more=words(options)) as url:
         processes = processes_of(url)
         start = time.monotonic()
-        answers, at_most = asyncio.run(ask_all(url, asked, options.clients, processes))
+        answers, at_most = asyncio.run(ask_all(url, planned, options.clients, processes))
         seconds = time.monotonic() - start
         left = settled(url)
         preempted = metric(url, "num_preemptions_total")
         accepted = metric(url, "spec_decode_num_accepted_tokens_total")
         drafts = metric(url, "spec_decode_num_drafts_total")
-    what = {"name": "all requests", "requests": len(asked)}
+    what = {"name": "all requests", "requests": len(planned)}
     numbers = {"seconds": seconds, "preempted": preempted, "at_most": at_most}
     numbers["tau"] = 1 + accepted / max(drafts, 1)
     lost = sum(isinstance(answer, str) for answer in answers)
     yield Row(what, numbers, right=not lost and not left, failed=_lost(lost, left, answers))
-    for kind in dict.fromkeys(each.kind for each in asked):
-        own = [(a, b) for a, b in zip(asked, answers, strict=True) if a.kind == kind]
+    for kind in dict.fromkeys(each.kind for each in planned):
+        own = [(a, b) for a, b in zip(planned, answers, strict=True) if a.kind == kind]
         wrong = [problem for a, b in own if (problem := problem_of(a, b, wanted))]
         reason = f"{len(wrong)} of {len(own)}: {wrong[0]}" if wrong else ""
         numbers = {"compared": sum(each.compared for each, _ in own)}
@@ -127,7 +127,7 @@ def words(options: SoakOptions) -> dict[str, Any]:
 
 
 async def ask_all(
-    url: str, asked: Sequence[Asked], clients: int, processes: Sequence[Seen] = ()
+    url: str, planned: Sequence[Request], clients: int, processes: Sequence[Seen] = ()
 ) -> tuple[list[Any], int]:
     """Send all requests, ``clients`` at a time; a lost one has its error as the answer.
 
@@ -137,8 +137,8 @@ async def ask_all(
     """
     from openai import AsyncOpenAI
 
-    found: list[Any] = [None] * len(asked)
-    waiting, state = iter(enumerate(asked)), {"done": 0, "now": 0, "max": 0}
+    found: list[Any] = [None] * len(planned)
+    waiting, state = iter(enumerate(planned)), {"done": 0, "now": 0, "max": 0}
     async with AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_LOST_S
     ) as client:
@@ -168,18 +168,18 @@ async def ask_all(
     return found, state["max"]
 
 
-def problem_of(asked: Asked, answer: Any, wanted: dict[str, dict[str, Any]]) -> str:
+def problem_of(planned: Request, answer: Any, wanted: dict[str, dict[str, Any]]) -> str:
     """Describe an error of an answer; empty if it is correct."""
     if isinstance(answer, str):
         return f"lost: {answer}"
-    if asked.refused:
+    if planned.refused:
         status = answer.error[0] if answer.error else 200
-        return "" if status in _REFUSALS else f"{dict(asked.body)} got the status {status}"
-    if asked.compared:
-        got, plain = asdict(answer), wanted[asked.key]
-        return "" if got == plain else f"{asked.key[:300]}: {got}, plain {plain}"
+        return "" if status in _REFUSALS else f"{dict(planned.body)} got the status {status}"
+    if planned.compared:
+        got, plain = asdict(answer), wanted[planned.key]
+        return "" if got == plain else f"{planned.key[:300]}: {got}, plain {plain}"
     if answer.error:
-        return f"{asked.key[:300]}: {answer.error}"
+        return f"{planned.key[:300]}: {answer.error}"
     return "" if answer.cancelled or None not in answer.reasons.values() else "it has no end"
 
 

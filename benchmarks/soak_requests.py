@@ -45,7 +45,7 @@ CHAT, COMPLETION = "chat.completions", "completions"
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A request."""
 
     kind: str
@@ -105,14 +105,14 @@ KINDS = {  # kind -> relative frequency
 }
 
 
-def requests(prompts: Sequence[str], count: int, seed: int) -> list[Asked]:
+def requests(prompts: Sequence[str], count: int, seed: int) -> list[Request]:
     """``count`` requests of all kinds, some of them equal."""
     draw = random.Random(seed)
     kinds = draw.choices(list(KINDS), list(KINDS.values()), k=count)
     return [_request(kind, prompts, draw) for kind in kinds]
 
 
-def _request(kind: str, prompts: Sequence[str], draw: random.Random) -> Asked:
+def _request(kind: str, prompts: Sequence[str], draw: random.Random) -> Request:
     prompt, stream = draw.choice(prompts), draw.random() < 0.5
     route, more = COMPLETION, dict[str, Any]()
     body: dict[str, Any] = {"max_tokens": draw.choice((1, 8, 24, 48)), "temperature": 0}
@@ -151,25 +151,25 @@ def _request(kind: str, prompts: Sequence[str], draw: random.Random) -> Asked:
         case "malformed":
             body |= draw.choice(WRONG)
             more, stream = {"compared": False, "refused": True}, False
-    return Asked(kind, route, body, stream, **more)
+    return Request(kind, route, body, stream, **more)
 
 
-async def ask(client: Any, asked: Asked, model: str) -> Answer:
+async def ask(client: Any, request: Request, model: str) -> Answer:
     """Send a request with `openai.AsyncOpenAI`; a server error is an answer too."""
     from openai import APIStatusError
 
     call = client
-    for name in asked.route.split("."):
+    for name in request.route.split("."):
         call = getattr(call, name)
-    answer, body = Answer(), {"model": model, **asked.body}
+    answer, body = Answer(), {"model": model, **request.body}
     try:
-        if not asked.stream:
+        if not request.stream:
             _take(answer, (await call.create(**body)).choices, "message")
             return answer
         async with await call.create(**body, stream=True) as stream:
             number = 0
             async for chunk in stream:
-                if number == asked.cancel_after:
+                if number == request.cancel_after:
                     answer.cancelled = True
                     return answer
                 number += 1

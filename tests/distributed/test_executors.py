@@ -98,16 +98,16 @@ def started(
     if executor == "ray":
         job["ray"] = 2  # devices: see support.ray_on_cpu
     with engine_process(job, folder) as process:
-        told = answers(process, folder, START_S)
+        reply = answers(process, folder, START_S)
         runs = [
             Run(
                 [Completion(tuple(t), f, s) for t, f, s in result["completions"]],
                 [decisions(rows) for rows in result["ranks"]],
             )
-            for result in told["batches"]
+            for result in reply["batches"]
         ]
         kinds = dict(zip(("greedy", "seeded"), runs, strict=True))
-        yield Started(executor, process, folder, told["process_id"], told["shard"], kinds, alone)
+        yield Started(executor, process, folder, reply["process_id"], reply["shard"], kinds, alone)
 
 
 def test_greedy_tokens(started: Started, plain: Plain) -> None:

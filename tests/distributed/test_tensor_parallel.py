@@ -13,7 +13,7 @@ import pytest
 from support.assets import HEADS, TARGET, code_prompts
 from support.budgets import fickle, policy_of
 from support.eagle_case import TOKENS as LEARNED_TOKENS
-from support.eagle_case import Case, asked
+from support.eagle_case import Case, eagle_config
 from support.engines import complete, engine, greedy, medusa
 from support.hydra_case import TOKENS as HYDRA_TOKENS
 from support.hydra_case import TREES, Fitted
@@ -157,7 +157,7 @@ def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_eagle_drafter(eagle_case: Case) -> None:
     """Its drafts come from gathered logits, like the target's verdicts."""
     case, count = eagle_case, sized(12, 4)
-    tree = asked(case, {"width": 3, "depth": 3}, budget=9)
+    tree = eagle_config(case, {"width": 3, "depth": 3}, budget=9)
     with engine(case.target, tree, worker_cls=WORKER, tensor_parallel_size=2) as llm:
         got = run(llm, case.prompts[:count], greedy(LEARNED_TOKENS))
     assert [list(each.token_ids) for each in got.completions] == case.outputs[:count]

@@ -247,8 +247,8 @@ def automatic(
         (file,) = costs.glob("*.json")
         document = json.loads(file.read_text())
         plain, *others = document["log_curves"]  # cost of drafts and heads
-        dear = [plain, *([value + 2.0 for value in curve] for curve in others)]
-        file.write_text(json.dumps(document | {"log_curves": dear}))
+        expensive = [plain, *([value + 2.0 for value in curve] for curve in others)]
+        file.write_text(json.dumps(document | {"log_curves": expensive}))
         (costs.parent / "stale.json").write_text(file.read_text())
         llm = start(chaotic_llama, config, **FEW_ROWS)
     yield llm
@@ -290,13 +290,13 @@ def test_max_rows_counts_the_requests_themselves(
     """A decoding step has at most that many rows, including a root per request."""
     random_topologies(monkeypatch)
     fickle(monkeypatch, automatic)
-    most, scheduler = 20, scheduler_of(automatic)
-    options = replace(scheduler.options, budget={"max_rows": most})
+    maximum, scheduler = 20, scheduler_of(automatic)
+    options = replace(scheduler.options, budget={"max_rows": maximum})
     monkeypatch.setattr(scheduler, "options", options)
     with recorded_steps() as steps:
         run(automatic, reference)
     decoding = [step for step in steps if not any(row.is_prefill for row in step)]
-    assert max(sum(row.num_nodes for row in step) for step in decoding) == most
+    assert max(sum(row.num_nodes for row in step) for step in decoding) == maximum
 
 
 def test_automatic_budgets(
@@ -315,11 +315,11 @@ def test_automatic_budgets(
     assert budget.cost.steps > before + TOKENS
     (kept,) = (json.loads(file.read_text()) for file in costs.glob("*.json"))
     assert kept["steps"] == budget.cost.steps
-    told = {
+    sums = {
         m.name.removeprefix("vllm:medusa_"): getattr(m, "value", 0) for m in automatic.get_metrics()
     }
-    assert told["timed_steps"] > TOKENS and told["measured_ms"] > 0 and told["expected_ms"] > 0
-    assert told["expected_ratio"] == pytest.approx(budget.expected_ratio, abs=1e-3)
+    assert sums["timed_steps"] > TOKENS and sums["measured_ms"] > 0 and sums["expected_ms"] > 0
+    assert sums["expected_ratio"] == pytest.approx(budget.expected_ratio, abs=1e-3)
     assert budget.cost.plain_ms(4) > 0
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.eagle import Eagle1
-from support.eagle_case import LAYERS, TOKENS, Case, asked
+from support.eagle_case import LAYERS, TOKENS, Case, eagle_config
 from support.eagle_steps import assert_dense, recorded_trees
 from support.engines import complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
@@ -70,7 +70,7 @@ def test_chain_is_that_of_vllm(case: Case, monkeypatch: Patch) -> None:
             expected = complete(llm, case.prompts, greedy(TOKENS))
     with monkeypatch.context() as patch, recorded_steps() as steps:
         ours = drafts_of(EagleModelRunner, patch)
-        with engine(case.target, asked(case, "chain", num_speculative_tokens=length)) as llm:
+        with engine(case.target, eagle_config(case, "chain", num_speculative_tokens=length)) as llm:
             got = complete(llm, case.prompts, greedy(TOKENS))
     assert differing(expected, got) == []
     assert [list(completion.token_ids) for completion in got] == case.outputs
@@ -123,7 +123,7 @@ def test_eagle_1(case: Case, plain: Any) -> None:
     torch.manual_seed(1)
     drafter = Eagle1(case.model)
     folder = Path(case.folder).with_name("eagle-1")
-    config = asked(case, {"width": 3, "depth": 3}, budget=8)
+    config = eagle_config(case, {"width": 3, "depth": 3}, budget=8)
     config |= {"method": "eagle", "model": drafter.save(folder)}
     with engine(case.target, config, block_size=32, enable_prefix_caching=True) as llm:
         one = Case(case.target, case.model, drafter, str(folder), [], [])
@@ -136,7 +136,7 @@ def llm(case: Case, plain: Any) -> Iterator[LLM]:
 
     With lookup, which finds nothing to copy in chaotic texts.
     """
-    tree = asked(case, {"width": 3, "depth": DEPTH}, budget=12, lookup=True)
+    tree = eagle_config(case, {"width": 3, "depth": DEPTH}, budget=12, lookup=True)
     with engine(
         case.target,
         tree,

@@ -48,16 +48,16 @@ def test_another_map_costs_acceptance(
 ) -> None:
     """A negative control: the rows belong to other tokens than those in the map."""
     kind, llm = running
-    choose, asked = MedusaDrafter._read, []
+    choose, widths = MedusaDrafter._read, []
 
     def wrong(self: MedusaDrafter, logits: Any, *args: Any) -> Any:
-        asked.append(logits.shape[-1])
+        widths.append(logits.shape[-1])
         return choose(self, logits.roll(1, -1), *args)
 
     monkeypatch.setattr(MedusaDrafter, "_read", wrong)
     with recorded_steps() as steps:
         got = complete(llm, hydra_case.prompts, greedy(TOKENS))
-    assert set(asked) == {KNOWN if kind == "dynamic" else VOCAB}
+    assert set(widths) == {KNOWN if kind == "dynamic" else VOCAB}
     for completion, result in zip(got, hydra_case.expected[kind], strict=True):
         assert list(completion.token_ids) == result.token_ids
     assert mean_accepted(steps) < 0.2

@@ -18,7 +18,7 @@ from support.spies import recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 
 from vllm_medusa.config import MedusaConfig, MedusaConfigError
-from vllm_medusa.lookup import lookup as room
+from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.worker import practice
 
@@ -76,8 +76,8 @@ def test_long_chains_are_verified(llm: LLM, expected: Any, monkeypatch: Patch) -
     """Deeper than any heads reach, with plain rows and prefills, also after preemption."""
     assert policy_of(llm).cost.steps > 0  # dummy chains were timed
     before = metric(llm, "num_preemptions"), metric(llm, "lookup_accepted_tokens")
-    mean, most = run(llm, expected, monkeypatch)
-    assert mean > 4 and most > 15
+    mean, maximum = run(llm, expected, monkeypatch)
+    assert mean > 4 and maximum > 15
     assert metric(llm, "num_preemptions") > before[0]
     all_accepted = metric(llm, "spec_decode_num_accepted_tokens")
     assert 0 < metric(llm, "lookup_accepted_tokens") - before[1] <= all_accepted
@@ -85,13 +85,13 @@ def test_long_chains_are_verified(llm: LLM, expected: Any, monkeypatch: Patch) -
 
 def below_the_root(patch: Patch) -> None:
     """Every node of a chain is a child of the root."""
-    own = room.join
+    own = lookup_module.join
 
     def wrong(*args: Any) -> Any:
         found = own(*args)
         return replace(found, parents=found.parents.clamp_max(0))
 
-    patch.setattr(room, "join", wrong)
+    patch.setattr(lookup_module, "join", wrong)
 
 
 @pytest.mark.parametrize("control", [below_the_root, 1], ids=["wrong parent", "one token off"])
@@ -111,13 +111,13 @@ def test_copies_are_merged_with_head_drafts(monkeypatch: Patch) -> None:
     prompts = code_prompts(0, 6)
     with engine(TARGET) as llm:
         first = complete(llm, prompts, greedy(TOKENS))
-        asked = [[*p, *c.token_ids, *p] for p, c in zip(prompts, first, strict=True)]
-        asked = plain_greedy(llm, asked, TOKENS).prompts
-        plain = complete(llm, asked, mixed(len(asked), 100))
+        extended = [[*p, *c.token_ids, *p] for p, c in zip(prompts, first, strict=True)]
+        extended = plain_greedy(llm, extended, TOKENS).prompts
+        plain = complete(llm, extended, mixed(len(extended), 100))
     config = {"method": "medusa", "model": HEADS, "lookup": True, "budget": 12}
 
     def steps(llm: LLM) -> int:
-        got = complete(llm, asked, mixed(len(asked), 100))
+        got = complete(llm, extended, mixed(len(extended), 100))
         assert differing(plain, got) == []
         return sum(len(each.accepted) for each in got)
 

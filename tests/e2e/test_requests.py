@@ -95,12 +95,12 @@ def test_short_and_long_requests_together(llm: LLM, reference: Reference) -> Non
 
 def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads: str) -> None:
     """Trees twice from the same dict, then plain and stock speculation, all in this process."""
-    asked = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")
-    kept = copy.deepcopy(asked)
+    given = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")
+    kept = copy.deepcopy(given)
     for _ in range(2):
-        with engine(chaotic_llama, asked) as llm:
+        with engine(chaotic_llama, given) as llm:
             assert_works_unplanted(llm, reference)
-    assert asked == kept
+    assert given == kept
     with engine(chaotic_llama) as llm:  # vLLM's own attention again
         assert differing(reference.completions, run(llm, reference)) == []
 

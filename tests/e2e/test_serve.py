@@ -240,16 +240,16 @@ def test_tool_calls(server: Server) -> None:
     schema = {"type": "object", "properties": fields, "required": list(fields)}
     parameters = schema | {"additionalProperties": False}
     function = {"name": "weather", "strict": True, "parameters": parameters}
-    asked = {
+    given = {
         "model": "demo", "messages": CHATS[0], "temperature": 0, "max_tokens": 120,
         "tools": [{"type": "function", "function": function}],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
     }  # fmt: skip
     before = server.metric("spec_decode_num_accepted_tokens_total")[0]
-    reply = server.client.chat.completions.create(**asked)
+    reply = server.client.chat.completions.create(**given)
     assert reply.choices[0].message.tool_calls, reply
     [call] = reply.choices[0].message.tool_calls
-    chunks = server.client.chat.completions.create(**asked, stream=True)
+    chunks = server.client.chat.completions.create(**given, stream=True)
     parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
     streamed = "".join(part.function.arguments or "" for part in parts)
     arguments = json.loads(call.function.arguments)
@@ -332,7 +332,7 @@ def test_a_client_that_never_reads(server: Server, offline: dict[str, list[Answe
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("given", "words"),
     [
         ({"budget": "x"}, "budget is 'x'; give \"auto\""),
         ({"tree": "x"}, "no preset or file 'x'"),
@@ -340,12 +340,12 @@ def test_a_client_that_never_reads(server: Server, offline: dict[str, list[Answe
     ],
 )
 def test_refusals_have_no_traceback(
-    asked: dict[str, str], words: str, capfd: Any, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], words: str, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv)
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        config = json.dumps(asked)
+        config = json.dumps(given)
         flags = ["--speculative-model", HEADS, "--speculative-config", config, "--port", "0"]
         assert serve.run([TARGET, *flags]) == 2
     finally:

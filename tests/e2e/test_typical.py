@@ -129,10 +129,10 @@ def first_draw_of_v2(prompt: list[int], seed: int) -> Draw:
 def test_equals_the_oracle(
     llm: LLM, oracle: Any, prompts: Prompts, rule: str, sampling: str
 ) -> None:
-    told, asked = RULES[rule]
-    extra = {} if asked is None else {"extra_args": {"medusa": asked}}
+    oracle_rule, requested = RULES[rule]
+    extra = {} if requested is None else {"extra_args": {"medusa": requested}}
     params = seeded(COUNT, 70, **SAMPLING[sampling], **extra)
-    expected = oracle(told, [param.seed for param in params], **SAMPLING[sampling])
+    expected = oracle(oracle_rule, [param.seed for param in params], **SAMPLING[sampling])
     got, steps = run(llm, prompts, params)
     for prompt, outcome, result in zip(prompts, got, expected, strict=True):
         assert list(outcome.tokens) == result.token_ids
@@ -146,13 +146,13 @@ def test_all_rules_and_parameters_in_one_batch(llm: LLM, oracle: Any, prompts: P
     kinds = [(rule, sampling) for sampling in SAMPLING for rule in RULES]
     batch, params, expected = [], [], []
     for number, (rule, sampling) in enumerate(kinds):
-        told, asked = RULES[rule]
+        oracle_rule, requested = RULES[rule]
         prompt = [*prompts[number % 6], 100 + number]  # all prompts are distinct
-        extra = {} if asked is None else {"extra_args": {"medusa": asked}}
+        extra = {} if requested is None else {"extra_args": {"medusa": requested}}
         (other,) = seeded(1, 1, temperature=0.9 * (number % 2), extra_args=LOSSLESS)
         params += [*seeded(1, number, **SAMPLING[sampling], **extra), other]
         batch += [prompt, prompts[number % 6]]
-        expected += oracle(told, [number], [prompt], **SAMPLING[sampling])
+        expected += oracle(oracle_rule, [number], [prompt], **SAMPLING[sampling])
     got, steps = run(llm, batch, params)
     for prompt, outcome, result in zip(batch[::2], got[::2], expected, strict=True):
         assert list(outcome.tokens) == result.token_ids

@@ -73,21 +73,21 @@ class Cases:
     def target(self) -> Target:
         return Target(self.shape, torch.float32, self.device, positions=2048)
 
-    def asked(self) -> list[list[int]]:
+    def inputs(self) -> list[list[int]]:
         return [[t % self.shape.vocab for t in prompt] for prompt in PROMPTS[: self.prompts]]
 
     def decode(self, kind, target, tree=None, heads=None) -> Decoded:
         """At least ``tokens`` tokens per prompt."""
-        asked = self.asked()
-        most = self.tokens * (1 if tree is None else tree.max_depth + 1)
-        capacity = max(map(len, asked)) + most + (1 if tree is None else tree.num_nodes)
-        decoder = kind(target, [1] * len(asked), capacity, tree, heads)
+        inputs = self.inputs()
+        maximum = self.tokens * (1 if tree is None else tree.max_depth + 1)
+        capacity = max(map(len, inputs)) + maximum + (1 if tree is None else tree.num_nodes)
+        decoder = kind(target, [1] * len(inputs), capacity, tree, heads)
         step = (capture if self.device == "cuda" else run_once)(decoder.step)
         for cache in decoder.caches:
             cache.fill_(float("nan"))
-        for request, prompt in enumerate(asked):
+        for request, prompt in enumerate(inputs):
             decoder.prefill(request, prompt)
-        decoded = Decoded([[] for _ in asked], [])
+        decoded = Decoded([[] for _ in inputs], [])
         while min(map(len, decoded.texts)) < self.tokens:
             step()
             for text, new in zip(decoded.texts, decoder.emitted(), strict=True):
@@ -112,13 +112,13 @@ class Cases:
         target, tree = self.target(), a_tree(nodes)
         hidden = torch.randn(4, 1, self.shape.hidden).to(self.device)
         heads = fitted_heads(hidden, [[0, 1, 2, 3]], self.shape.vocab)  # of any kind
-        asked = self.asked()
-        decoder = Decoder(target, [1] * len(asked), 64 + nodes, tree, heads)
-        for request, prompt in enumerate(asked):
+        inputs = self.inputs()
+        decoder = Decoder(target, [1] * len(inputs), 64 + nodes, tree, heads)
+        for request, prompt in enumerate(inputs):
             decoder.prefill(request, prompt)
         decoder.score()
-        scored = decoder.logits.view(len(asked), nodes, -1)
-        for request, prompt in enumerate(asked[: 1 if self.device == "cpu" else None]):
+        scored = decoder.logits.view(len(inputs), nodes, -1)
+        for request, prompt in enumerate(inputs[: 1 if self.device == "cpu" else None]):
             plain = Decoder(target, [1], 64 + nodes)
             row = decoder.tokens[request].tolist()
             for node in range(nodes):

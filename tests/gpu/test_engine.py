@@ -41,20 +41,20 @@ import json, sys
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
-    trees = "speculative_config" in asked["engine"]
+    task = json.loads(sys.argv[1])
+    trees = "speculative_config" in task["engine"]
     if trees:  # a checkout that isn't installed has no entry point
         from vllm_medusa.plugin import register
         register()
-    llm = LLM(**asked["engine"])
+    llm = LLM(**task["engine"])
     config = llm.llm_engine.vllm_config
     if trees != ("medusa" in (config.additional_config or {})):  # vLLM has a Medusa of its own
-        raise RuntimeError(f"trees were asked for: {trees}; {config.parallel_config.worker_cls=}")
+        raise RuntimeError(f"trees were requested: {trees}; {config.parallel_config.worker_cls=}")
     found = {}
-    for temperature in asked["temperatures"]:
-        params = SamplingParams(temperature=temperature, seed=1, max_tokens=asked["tokens"])
-        llm.generate(asked["prompts"][:1], params, use_tqdm=False)
-        outputs = llm.generate(asked["prompts"], params, use_tqdm=False)
+    for temperature in task["temperatures"]:
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=task["tokens"])
+        llm.generate(task["prompts"][:1], params, use_tqdm=False)
+        outputs = llm.generate(task["prompts"], params, use_tqdm=False)
         found[str(temperature)] = [list(output.outputs[0].token_ids) for output in outputs]
     print("FOUND" + json.dumps(found))
 """
@@ -66,12 +66,12 @@ class Engine:
     def __init__(self, engine: dict[str, Any], folder: Path, **environment: str):
         lines = (ROOT / "tests/assets/prompts.jsonl").read_text(encoding="utf-8").splitlines()
         prompts = [json.loads(line)["prompt"] for line in lines[:PROMPTS]]
-        asked = {"engine": engine, "prompts": prompts, "temperatures": [0.0, 0.8]}
+        task = {"engine": engine, "prompts": prompts, "temperatures": [0.0, 0.8]}
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.output = folder / "output.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", ENGINE, json.dumps(asked | {"tokens": TOKENS})],
+                [sys.executable, "-c", ENGINE, json.dumps(task | {"tokens": TOKENS})],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={

@@ -41,7 +41,7 @@ def fickle(
     llm: LLM,
     drafting: float = 0.8,
     preempting: bool = False,
-    most_each: int = 255,
+    max_each: int = 255,
 ) -> list[int]:
     """Budgets that change with every step: nothing, the maximum, or something in between.
 
@@ -54,15 +54,15 @@ def fickle(
 
     def counts(drafts: list[Drafted], requests: int, room: int) -> list[int]:
         nodes = Nodes.of(drafts)
-        most = max(0, min(len(nodes.survival), room, most_each * requests))
-        taken.append(int(generator.integers(0, most + 1)))
+        maximum = max(0, min(len(nodes.survival), room, max_each * requests))
+        taken.append(int(generator.integers(0, maximum + 1)))
         return best(nodes, nodes.survival, taken[-1])
 
     patch.setattr(policy, "counts", counts)
-    most = policy.max_drafts
-    limits = [1, 2, 3, *[most] * 5]  # sometimes few heads, sometimes none
+    maximum = policy.max_drafts
+    limits = [1, 2, 3, *[maximum] * 5]  # sometimes few heads, sometimes none
     if policy.even:  # all drafts are verified
-        limits = list(range(min(most, most_each) + 1))
+        limits = list(range(min(maximum, max_each) + 1))
 
     def limit(*_: Any) -> int:
         found = int(generator.choice(limits)) if generator.random() < drafting else 0

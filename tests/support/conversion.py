@@ -13,5 +13,5 @@ def convert(
     source: str | Path, to: str, output: Path, *, provenance: Any = None, **options: Any
 ) -> job.Conversion:
     """`vllm_medusa.convert.job.convert` with its options as keyword arguments."""
-    asked = ConvertOptions(source=str(source), to=to, output=output, **options)
-    return job.convert(asked, provenance=provenance)
+    given = ConvertOptions(source=str(source), to=to, output=output, **options)
+    return job.convert(given, provenance=provenance)

@@ -40,6 +40,6 @@ def make_case(folder: Path) -> Case:
     return Case(target, model, drafter, str(made), prompts, texts[:, 8:].tolist())
 
 
-def asked(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
+def eagle_config(case: Case, tree: Any, **options: Any) -> dict[str, Any]:
     """The speculative config."""
     return {"method": "eagle3", "model": case.folder, "tree": tree, **options}

@@ -42,7 +42,7 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         self: Any, roots: Any, root: Tensor, num_nodes: int, depth: Tensor, *more: Any
     ) -> Any:
         nonlocal count
-        useful = [row for row, most in enumerate(depth.tolist()) if most > 0]
+        useful = [row for row, useful_depth in enumerate(depth.tolist()) if useful_depth > 0]
         row = useful[0] if useful else 0
         latest[:] = [Grown(row, int(roots.ends[row]))]
         proposal = draft(self, roots, root, num_nodes, depth, *more)

@@ -123,22 +123,22 @@ def generate(
 ) -> list[Any]:
     """Run requests, returned as ``RequestOutput``; vLLM's metrics must count exactly these."""
     before = counts(llm)
-    asked: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     lora: Any = None if adapters is None else list(adapters)
-    results = llm.generate(asked, params, use_tqdm=False, lora_request=lora)
+    results = llm.generate(inputs, params, use_tqdm=False, lora_request=lora)
     assert_counted(added(before, counts(llm)), results)
     config = llm.llm_engine.vllm_config
     if is_medusa(config.speculative_config):
         options = EngineOptions.of(config)
         depth = options.depth
         assert positions(llm) == depth
-        told = [output.spec_decode_metrics for result in results for output in result.outputs]
+        stats = [output.spec_decode_metrics for result in results for output in result.outputs]
         lengths = {1 + depth}
         if any(
             each.structured_outputs for each in (params if isinstance(params, list) else [params])
         ):
             lengths.add(1 + options.tree.num_draft_tokens)  # runs forced by a grammar
-        assert {len(each.histogram) for each in told if each is not None} <= lengths
+        assert {len(each.histogram) for each in stats if each is not None} <= lengths
     return results
 
 

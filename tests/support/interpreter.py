@@ -225,8 +225,8 @@ def _check_integers(interpreter: Any) -> None:
             return
         name = binary_op.__name__
         exact = compute[name](lhs.handle.data, rhs.handle.data, dtype=np.int64)
-        least, most = dtype.get_int_min_value(), dtype.get_int_max_value()
-        if exact.min() < least or exact.max() > most:
+        lowest, highest = dtype.get_int_min_value(), dtype.get_int_max_value()
+        if exact.min() < lowest or exact.max() > highest:
             raise OverflowError(f"{name} of {dtype} gives {exact.min()} to {exact.max()}")
 
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check

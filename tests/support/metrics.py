@@ -52,10 +52,10 @@ def added(before: Counts, after: Counts) -> Counts:
 
 def drafted_and_accepted(output: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """For a ``CompletionOutput``, verification by verification: drafts, and accepted drafts."""
-    told = output.spec_decode_metrics
-    if told is None:
+    metrics = output.spec_decode_metrics
+    if metrics is None:
         return (), ()
-    return tuple(told.per_step_drafted), tuple(told.per_step_accepted)
+    return tuple(metrics.per_step_drafted), tuple(metrics.per_step_accepted)
 
 
 def assert_counted(more: Counts, results: Sequence[Any]) -> None:

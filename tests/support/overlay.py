@@ -19,12 +19,12 @@ VARIABLE = "VLLM_MEDUSA_TEST_VLLM_033"
 
 def python_files_of_033() -> Path | None:
     """The folder of 0.33's files, if configured."""
-    told = os.environ.get(VARIABLE)
-    if told is None:
+    setting = os.environ.get(VARIABLE)
+    if setting is None:
         return None
-    if not (Path(told) / "vllm" / "_version.py").is_file():
-        pytest.fail(f"{VARIABLE} is {told}, which holds no vLLM: no vllm/_version.py")
-    return Path(told)
+    if not (Path(setting) / "vllm" / "_version.py").is_file():
+        pytest.fail(f"{VARIABLE} is {setting}, which holds no vLLM: no vllm/_version.py")
+    return Path(setting)
 
 
 def installed() -> Path:

@@ -35,15 +35,15 @@ def on_v1() -> Iterator[None]:
     On V1 plain vLLM is five times as fast as with the interpreter, and gives the same tokens at
     temperature 0: V2's trees are then compared with V1's tokens. Seeds give other tokens on V2.
     """
-    asked = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    requested = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     try:
         yield
     finally:
-        if asked is None:
+        if requested is None:
             del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
         else:
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = asked
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = requested
 
 
 @contextmanager

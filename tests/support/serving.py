@@ -104,8 +104,8 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
             if policy and not policy.even:
                 counts = np.array(policy.counts(offered, requests, room))
             else:
-                most = survival.size if policy else int(arm) * requests
-                counts = np.array(Fixed(NODES).counts(offered, requests, most))
+                maximum = survival.size if policy else int(arm) * requests
+                counts = np.array(Fixed(NODES).counts(offered, requests, maximum))
             kept = np.arange(survival.shape[1])[None, :] < counts[:, None]
             expected = (survival * kept).sum(1) * server.right
         nodes = int(counts.sum())
@@ -115,10 +115,10 @@ def serve(server: Server, steps: int, arm: int | Auto, seed: int = 0) -> Record:
         if policy:
             whole = np.floor(expected)
             accepted = whole + (noise.random(len(counts)) < expected - whole)
-            told = true * np.exp(noise.normal(0, server.noise))
-            told *= 10.0 if noise.random() < server.outliers else 1.0
+            measured = true * np.exp(noise.normal(0, server.noise))
+            measured *= 10.0 if noise.random() < server.outliers else 1.0
             tokens = requests + accepted.sum()
-            policy.observe(requests + nodes, requests, share, told, tokens)
+            policy.observe(requests + nodes, requests, share, measured, tokens)
             if survival is not None:
                 policy.acceptance.observe(offered, counts, accepted)
         record.nodes.append(nodes)

@@ -146,12 +146,12 @@ def assert_told(
 
     The async scheduler may have scheduled one more step before it learns of a request's end.
     """
-    for prompt, told in zip(prompts, completions, strict=True):
+    for prompt, completion in zip(prompts, completions, strict=True):
         seen = [row for row in tree_rows(steps) if row.prompt == tuple(prompt)]
-        end = len(told.drafted)
+        end = len(completion.drafted)
         assert len(seen) - end in (0, 1)
-        assert tuple(row.num_nodes - 1 for row in seen[:end]) == told.drafted
-        assert tuple(row.accepted for row in seen[:end]) == told.accepted
+        assert tuple(row.num_nodes - 1 for row in seen[:end]) == completion.drafted
+        assert tuple(row.accepted for row in seen[:end]) == completion.accepted
 
 
 def mean_accepted(steps: Sequence[Step]) -> float:

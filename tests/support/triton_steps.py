@@ -22,7 +22,7 @@ from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
 TREE = TokenTree.from_paths([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]])
 NODES = TREE.num_nodes  # 7
-MOST, BLOCK, DIM = 6, 16, 32
+MAX_SEQS, BLOCK, DIM = 6, 16, 32
 HEADS, KV_HEADS = COMMON["num_attention_heads"], COMMON["num_key_value_heads"]
 
 
@@ -38,16 +38,16 @@ def save_target(folder: Path) -> Path:
 
 def make_config(target: Path, heads: str | None, dynamic: bool = False) -> Any:
     """An engine's config; with ``heads``, for `TREE`, or for dynamic trees of the same size."""
-    asked = {"method": "medusa", "model": heads, "tree": TREE.to_lists()}
+    speculative = {"method": "medusa", "model": heads, "tree": TREE.to_lists()}
     if dynamic:
-        asked = {"method": "medusa", "model": heads, "budget": NODES - 1}
+        speculative = {"method": "medusa", "model": heads, "budget": NODES - 1}
     return EngineArgs(
         str(target),
         dtype="float32",
         skip_tokenizer_init=True,
-        max_num_seqs=MOST,
+        max_num_seqs=MAX_SEQS,
         max_model_len=512,
-        speculative_config=asked if heads else None,
+        speculative_config=speculative if heads else None,
     ).create_engine_config()
 
 
@@ -62,9 +62,9 @@ class Buffers:
     """The runner's buffers, updated in place from step to step."""
 
     def __init__(self) -> None:
-        self.query_start_loc = torch.zeros(MOST + 1, dtype=torch.int32)
-        self.seq_lens = torch.zeros(MOST, dtype=torch.int32)
-        self.block_table = torch.arange(MOST * 8, dtype=torch.int32).view(MOST, 8)
+        self.query_start_loc = torch.zeros(MAX_SEQS + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(MAX_SEQS, dtype=torch.int32)
+        self.block_table = torch.arange(MAX_SEQS * 8, dtype=torch.int32).view(MAX_SEQS, 8)
         self.slot_mapping = torch.zeros(200, dtype=torch.int64)
 
     def batch(self, requests: list[tuple[int, int]], padded: int = 0) -> CommonAttentionMetadata:

@@ -144,7 +144,7 @@ def test_uneven_answers_have_individual_lengths(options, monkeypatch):
     rows_of(replace(options, batch=(4,), waves=2), monkeypatch, like)
     plain, chain = ([engine.options for engine in made[which]] for which in (True, False))
     assert plain == chain
-    lengths = {asked["max_tokens"] for each in plain for asked in each.values()}
+    lengths = {given["max_tokens"] for each in plain for given in each.values()}
     assert len(lengths) > 12 and lengths <= set(range(12, 37))
 
 
@@ -245,8 +245,8 @@ def test_a_profiled_arm_must_have_equal_tokens_too(monkeypatch):
         return {0: [1, int("chain" in arm.name)]}, {"attention": 2.0}
 
     monkeypatch.setattr(profile, "_in_a_process", found)
-    asked = ProfileOptions(**ASSETS, forms=("dynamic", "chain", "stock"), nodes=2, chain=2)
-    rows = [row.to_dict() for row in profile.run(asked, SILENT)]
+    given = ProfileOptions(**ASSETS, forms=("dynamic", "chain", "stock"), nodes=2, chain=2)
+    rows = [row.to_dict() for row in profile.run(given, SILENT)]
     names = ["plain", "heads, dynamic 2", "heads, chain 2", "heads, stock 2"]
     assert [row["arm"] for row in rows[:4]] == names
     assert rows[1]["step_ms"] == 2 and rows[1]["target_forward_ratio"] == 1

@@ -125,8 +125,8 @@ def test_only_own_files_are_replaced(content, tmp_path):
     with pytest.raises(FileRefused, match=re.escape(f"{path} exists and holds no figures")):
         files.refuse_to_replace(path, "figures", lambda document: bool(document.get("ours")))
     assert path.read_text() == content
-    for fine in ("", '{"ours": 1}'):
-        path.write_text(fine)
+    for replaceable in ("", '{"ours": 1}'):
+        path.write_text(replaceable)
         files.refuse_to_replace(path, "figures", lambda document: bool(document.get("ours")))
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for path in (tmp_path, tmp_path / "link"):

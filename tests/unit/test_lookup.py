@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_medusa.lookup import lookup as room
+from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import (
     MAX_MATCH,
@@ -170,8 +170,8 @@ def test_the_device_equals_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def joined(trees: DraftTrees, chain: Any, survival: Any, levels: int) -> DraftTrees:
         return join_numpy(trees, np.asarray(chain), np.asarray(survival), levels)
 
-    monkeypatch.setattr(room, "continuations", find)
-    monkeypatch.setattr(room, "join", joined)
+    monkeypatch.setattr(lookup_module, "continuations", find)
+    monkeypatch.setattr(lookup_module, "join", joined)
     rng, nodes = np.random.default_rng(3), 13
     texts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 9, 30, 60)]
     host, device = (Lookup(VOCAB, 8, nodes - 1, each) for each in (None, torch.device("cpu")))

@@ -14,7 +14,7 @@ from benchmarks.compare import arm_of
 from benchmarks.engines import PLAIN
 from benchmarks.serve import AGAIN, Answers, Load, ServeOptions
 from benchmarks.soak import Seen, problem_of
-from benchmarks.soak_requests import COMPLETION, Answer, Asked, requests
+from benchmarks.soak_requests import COMPLETION, Answer, Request, requests
 from vllm_medusa.job import SILENT, JobFailed
 
 PROMPTS = ["one", "two", "three", "four"]
@@ -65,7 +65,7 @@ def test_figures_of_a_server():
 
 
 def test_servers_alternate_and_other_answers_have_no_figures(options, monkeypatch):
-    asked = []
+    planned = []
 
     class Server:
         def __init__(self, arm, options):
@@ -80,7 +80,7 @@ def test_servers_alternate_and_other_answers_have_no_figures(options, monkeypatc
             pass
 
     def ask(url, requests, seconds):
-        asked.append((url, requests))
+        planned.append((url, requests))
         wrong = url == "heads, automatic" and requests == ("4/s", 1)
         return answers(["a", "x" if wrong else "b"], 0.1)
 
@@ -89,7 +89,7 @@ def test_servers_alternate_and_other_answers_have_no_figures(options, monkeypatc
     monkeypatch.setattr(serve, "ask", ask)
     rows = [row.to_dict() for row in serve.run(options, SILENT)]
     turns = ["plain", "heads, automatic", "plain", "plain", "heads, automatic", "plain"]
-    assert asked[2:8] == [(url, ("1/s", i // 3)) for i, url in enumerate(turns)]
+    assert planned[2:8] == [(url, ("1/s", i // 3)) for i, url in enumerate(turns)]
     assert rows[0]["failed"] == "no room" and rows[0]["arm"] == "heads, dynamic 4"
     assert [row["arm"] for row in rows[1:]] == 2 * ["plain", "heads, automatic", AGAIN]
     assert rows[2]["requests"] == 4 and rows[4]["requests"] == 4
@@ -106,25 +106,25 @@ def test_a_server_s_command_line_has_the_engine_s_settings(options):
 
 
 def test_the_same_seed_gives_the_same_requests():
-    asked = requests(PROMPTS, 300, 5)
-    assert asked == requests(PROMPTS, 300, 5) != requests(PROMPTS, 300, 6)
-    kinds = {each.kind: each for each in asked}
+    planned = requests(PROMPTS, 300, 5)
+    assert planned == requests(PROMPTS, 300, 5) != requests(PROMPTS, 300, 6)
+    kinds = {each.kind: each for each in planned}
     assert len(kinds) == 11 and {"tools", "schema", "cancelled stream", "malformed"} <= kinds.keys()
     assert all(
-        each.body["temperature"] == 0 or "seed" in each.body for each in asked if each.compared
+        each.body["temperature"] == 0 or "seed" in each.body for each in planned if each.compared
     )
 
 
 def test_answers_are_verified():
-    compared = Asked("x", COMPLETION, {"prompt": "a"})
-    refused = Asked("x", COMPLETION, {"prompt": "a"}, compared=False, refused=True)
-    free = Asked("x", COMPLETION, {"prompt": "a"}, compared=False)
+    compared = Request("x", COMPLETION, {"prompt": "a"})
+    refused = Request("x", COMPLETION, {"prompt": "a"}, compared=False, refused=True)
+    free = Request("x", COMPLETION, {"prompt": "a"}, compared=False)
     good, other = Answer(texts={0: "b"}, reasons={0: "stop"}), Answer(texts={0: "c"})
     wanted = {compared.key: vars(good)}
     assert not problem_of(compared, good, wanted)
     assert "plain" in problem_of(compared, other, wanted)
-    for asked in (compared, refused, free):
-        assert "lost" in problem_of(asked, "TimeoutError: ", wanted)
+    for planned in (compared, refused, free):
+        assert "lost" in problem_of(planned, "TimeoutError: ", wanted)
     assert not problem_of(refused, Answer(error=(400, "BadRequestError")), wanted)
     for status in (500, None):
         assert problem_of(refused, Answer(error=status and (status, "x")), wanted)

@@ -116,7 +116,7 @@ def test_seeded_requests_and_penalties(
     llm: LLM, plain_seeded: list[Outcome], monkeypatch: Patch
 ) -> None:
     """Without host sync."""
-    fickle(monkeypatch, llm, preempting=True, most_each=7)
+    fickle(monkeypatch, llm, preempting=True, max_each=7)
     calls = watched(monkeypatch)
     with planted_by_seed(by_seed(plain_seeded), VOCAB), recorded_steps() as steps:
         got = outcomes(llm, *mixed())

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.eagle_case import Case, asked
+from support.eagle_case import Case, eagle_config
 from support.eagle_steps import assert_dense, recorded_trees
 from support.engines import Completion, complete, engine, greedy, metric, random_prompts
 from support.models import VOCAB
@@ -53,7 +53,7 @@ def plain(case: Case) -> list[Completion]:
 
 @pytest.fixture(scope="module")
 def llm(case: Case, plain: object) -> Iterator[LLM]:
-    tree = asked(case, {"width": 3, "depth": DEPTH}, budget=7, lookup=True)
+    tree = eagle_config(case, {"width": 3, "depth": DEPTH}, budget=7, lookup=True)
     with triton_attention_on_cpu(), async_scheduling(), engine(case.target, tree, **SMALL) as llm:
         core: Any = llm.llm_engine.engine_core
         assert isinstance(core.engine_core.scheduler, AsyncScheduler)

@@ -23,7 +23,7 @@ pytestmark = [
 
 TREE = [[0], [1], [0, 0], [1, 0], [0, 0, 0]]
 DYNAMIC = {"method": "medusa", "model": HEADS, "budget": 7}
-Told = tuple[list[Completion], list[list[tuple[int, ...]]], Counts]
+Results = tuple[list[Completion], list[list[tuple[int, ...]]], Counts]
 
 
 # (engine options, async scheduling, metrics left out)
@@ -48,7 +48,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return [*prompts, prompts[0]], params
 
 
-def told(config: Any = None, **options: Any) -> Told:
+def results(config: Any = None, **options: Any) -> Results:
     """All outputs of an engine for the requests, without times."""
     prompts, params = requests()
     options = {"enable_prefix_caching": True, "block_size": 32, **options}
@@ -62,9 +62,9 @@ def told(config: Any = None, **options: Any) -> Told:
 def test_tokens_acceptances_and_metrics(kind: str) -> None:
     options, ahead, left_out = KINDS[kind]
     with on_v1():
-        completions, steps, metrics = told(**options)
+        completions, steps, metrics = results(**options)
     with async_scheduling() if ahead else nullcontext():
-        got, got_steps, got_metrics = told(**options)
+        got, got_steps, got_metrics = results(**options)
     assert got == completions and got_steps == steps
     assert kept(got_metrics, left_out) == kept(metrics, left_out)
     assert {completion.finish_reason for completion in got} == {"length", "stop"}

@@ -74,15 +74,15 @@ def configure(target_config: str, random_heads: str) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "on_v2"), [("1", True), (None, True), ("0", False)], ids=["asked", "default", "not"]
+    ("value", "on_v2"), [("1", True), (None, True), ("0", False)], ids=["value", "default", "not"]
 )
 def test_the_runner_is_vllm_s_choice(
-    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, asked: str | None, on_v2: bool
+    configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, value: str | None, on_v2: bool
 ) -> None:
-    if asked is None:
+    if value is None:
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     else:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
     plain, trees = configure(speculative_config=None), configure()
     spec = trees.speculative_config
     assert plain.use_v2_model_runner == trees.use_v2_model_runner == on_v2

@@ -162,11 +162,11 @@ def request_case(seed: int) -> RequestCase:
     if maybe(0.05) and not ON_V2:  # almost no room below max_model_len
         room = rng.randint(1, 12)
         prompt += [rng.randrange(3, VOCAB) for _ in range(MAX_MODEL_LEN - room - len(prompt))]
-    most = rng.randint(1, sized(60, 14))
+    maximum = rng.randint(1, sized(60, 14))
     params: dict[str, Any] = {
         "seed": 100 * seed,
         "temperature": rng.choice((0.0, 0.0, 0.3, 0.7, 1.0, 1.3)),
-        "max_tokens": None if maybe(0.04) and not ON_V2 else most,
+        "max_tokens": None if maybe(0.04) and not ON_V2 else maximum,
         "ignore_eos": maybe(0.4),
         "output_kind": rng.choice(_KINDS),
     }
@@ -185,7 +185,7 @@ def request_case(seed: int) -> RequestCase:
         few = sized(VOCAB // 20, 50)  # V2 allows 128 including the model's
         params["stop_token_ids"] = rng.sample(range(3, VOCAB), few)
     if maybe(0.25):
-        params["min_tokens"] = rng.randint(0, most)
+        params["min_tokens"] = rng.randint(0, maximum)
     if maybe(0.3):  # one kind per batch: vLLM 0.32 mixes them up between requests
         if seed // PER_ENGINE % 8 == 7:
             params["logprob_token_ids"] = rng.sample(range(VOCAB), 3)
@@ -222,7 +222,7 @@ def request_case(seed: int) -> RequestCase:
         prompt,
         params,
         step=rng.randint(0, 30),
-        abort_after=rng.randint(1, most) if streams and maybe(0.08) else None,
+        abort_after=rng.randint(1, maximum) if streams and maybe(0.08) else None,
         priority=rng.randint(0, 3),
         adapter=rng.randint(0, ADAPTERS),
         embedded=maybe(0.5)  # vLLM 0.32 penalizes other requests' tokens as the prompt's

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.told import Told
+from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.adapt import pipeline, plan, report, stages
 from vllm_medusa.adapt.options import AdaptOptions, training_of
@@ -40,10 +40,10 @@ class Run:
     """An adapt run without models; any job may fail."""
 
     def __init__(self, folder: Path):
-        self.folder, self.told = folder, Told()
+        self.folder, self.recorded = folder, RecordingProgress()
         self.failing: list[str] = []
         self.called: list[str] = []
-        self.asked: dict[str, Any] = {}
+        self.received: dict[str, Any] = {}
         self.cache, self.batch, self.fastest = 1 << 30, 64, 3
         self.rows = [row(1, 1.2, 1.25), row(3, 1.4, 1.5)]
         (folder / "prompts.jsonl").touch()
@@ -59,7 +59,7 @@ class Run:
         self.called.clear()
         plan = self.plan(**more)
         count = count_stages(plan.options)
-        with WorkFolder(plan.options.work_folder, count, self.told) as work:
+        with WorkFolder(plan.options.work_folder, count, self.recorded) as work:
             run_stages(plan, work)
         assert len(work.finished) == count
         if publish:
@@ -67,13 +67,13 @@ class Run:
             report.publish(plan, self.document, work.finished)
         return {name: stage.folder for name, stage in work.finished.items()}
 
-    def job(self, run, asked, progress, *, log):
+    def job(self, run, received, progress, *, log):
         """Replaces `run_in_process`."""
-        _, options, _ = asked
+        _, options, _ = received
         here = log.parent
         name = here.name.rpartition("-")[0]
         self.called.append(name)
-        self.asked[name] = options
+        self.received[name] = options
         getattr(self, f"_{name}")(here)
         if name in self.failing:
             self.failing.remove(name)
@@ -85,7 +85,7 @@ class Run:
         (here / "records.jsonl").write_text(records(6) if "distill" not in self.failing else "{")
 
     def _split(self, here: Path) -> None:
-        split_texts(self.asked["split"])
+        split_texts(self.received["split"])
 
     def _train(self, here: Path) -> None:
         heads = MedusaHeads(2, 1, 8, 16, num_lm_heads=0, dtype=torch.float32)
@@ -93,7 +93,7 @@ class Run:
         save_heads(here / "heads", heads, {"training": training})
         (here / "heads" / "training").mkdir(exist_ok=True)
         (here / "heads" / "training" / "curves.png").write_bytes(b"picture")
-        if self.asked["train"].method == "medusa-2":
+        if self.received["train"].method == "medusa-2":
             (here / "heads" / "target").mkdir(exist_ok=True)
             (here / "heads" / "target" / "config.json").touch()
 
@@ -170,33 +170,33 @@ def test_changed_options_rerun_the_affected_stages(adapt, more, again):
 
 def test_later_stages_use_earlier_results(adapt):
     folders = adapt.run()
-    asked = adapt.asked
-    assert asked["train"].files.data == folders["split"] / "train.jsonl"
-    assert asked["train"].files.heldout == folders["split"] / "calibration.jsonl"
-    assert asked["calibrate"].data == folders["split"] / "calibration.jsonl"
-    assert asked["compare"].prompts == folders["split"] / "measurement.jsonl"
-    assert asked["compare"].heads == str(folders["calibrate"] / "heads")
-    assert asked["compare"].tree == str(folders["tree"] / "tree.json")
-    assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets) == 16
-    assert asked["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
-    assert asked["distill"].batch == 64
+    received = adapt.received
+    assert received["train"].files.data == folders["split"] / "train.jsonl"
+    assert received["train"].files.heldout == folders["split"] / "calibration.jsonl"
+    assert received["calibrate"].data == folders["split"] / "calibration.jsonl"
+    assert received["compare"].prompts == folders["split"] / "measurement.jsonl"
+    assert received["compare"].heads == str(folders["calibrate"] / "heads")
+    assert received["compare"].tree == str(folders["tree"] / "tree.json")
+    assert received["tree"].num_draft_tokens == max(received["compare"].budgets) == 16
+    assert received["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
+    assert received["distill"].batch == 64
 
 
 @pytest.mark.parametrize(("drafter", "stages"), [("hydra", ALL), ("eagle3", [*ALL[:4], ALL[6]])])
 def test_a_drafter_of_another_kind(adapt, drafter, stages):
     folders = adapt.run(drafter=drafter, publish=True)
     assert list(folders) == stages
-    assert adapt.asked["check"]["drafter"] == adapt.asked["train"].heads.kind == drafter
+    assert adapt.received["check"]["drafter"] == adapt.received["train"].heads.kind == drafter
     page = (adapt.folder / "heads" / "report.md").read_text()
     assert ("builds its trees itself" in page) == (drafter == "eagle3")
     if drafter == "eagle3":
-        assert adapt.asked["compare"].heads == str(folders["train"] / "heads")
-        assert adapt.asked["compare"].tree is None
+        assert adapt.received["compare"].heads == str(folders["train"] / "heads")
+        assert adapt.received["compare"].tree is None
 
 
 def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatch):
-    told = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
-    trained = Trained(tmp_path / "heads", told)
+    recorded = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
+    trained = Trained(tmp_path / "heads", recorded)
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):
         pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
@@ -244,7 +244,7 @@ def test_a_small_gain_is_reported_and_the_given_size_is_kept(adapt):
     adapt.run(publish=True, num_draft_tokens=16)
     said = report.conclusion(adapt.document)
     assert "No tree is faster than plain vLLM on this machine" in said and "0.80 times" in said
-    assert "has 4 draft nodes (16 were requested; this is the maximum)" in said
+    assert "has 4 draft nodes (maximum; 16 were requested)" in said
     assert "1.10 tokens per step is low: more training text than" in said
 
 

@@ -14,7 +14,7 @@ SIZES = TargetSizes(134_500_000, 269_000_000, 23040, 8192)
 CHATS = Amounts(texts=340, prompt_tokens=68_000, written=136_000)
 
 
-def asked(**more: object) -> AdaptOptions:
+def chosen(**more: object) -> AdaptOptions:
     return AdaptOptions(target="target", prompts=Path("p.jsonl"), output=Path("heads"), **more)
 
 
@@ -25,7 +25,7 @@ def test_answers_fit_the_targets_context() -> None:
 
 def test_states_are_cached_for_generated_tokens_up_to_the_limit() -> None:
     def disk(amounts: Amounts, **more: object) -> tuple[int, int]:
-        return disk_bytes(amounts, training_of(asked(dtype="bfloat16", **more)), TARGET, SIZES)
+        return disk_bytes(amounts, training_of(chosen(dtype="bfloat16", **more)), TARGET, SIZES)
 
     files, states = disk(CHATS)
     assert states == 136_000 * 576 * 2
@@ -39,7 +39,7 @@ def test_a_faster_machine_takes_less_but_measures_as_long(monkeypatch: pytest.Mo
 
     def seconds(flops: float, **more: object) -> dict[str, float]:
         monkeypatch.setattr(plan, "_speeds", lambda: (flops, 1e10))
-        options = asked(**more)
+        options = chosen(**more)
         return expected_seconds(CHATS, options, training_of(options), TARGET, SIZES, engine)
 
     slow, fast = seconds(1e10), seconds(2e10)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from support import jobs
 from support.jobs import CopyOptions
-from support.told import Told
+from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.adapt.stages import StageFailed, WorkFolder
 from vllm_medusa.files import FileRefused
@@ -23,16 +23,16 @@ class Work:
         def options(here: Path) -> CopyOptions:
             return CopyOptions(data=self.data, output=to or here / "out.json", compact=compact)
 
-        told = Told()
+        recorded = RecordingProgress()
         with self.patch.context() as patch:
             if not real:
-                here = lambda run, asked, progress, log: run(asked, progress)  # noqa: E731
+                here = lambda run, arguments, progress, log: run(arguments, progress)  # noqa: E731
                 patch.setattr("vllm_medusa.adapt.stages.run_in_process", here)
             try:
-                with WorkFolder(self.folder, 1, told) as work:
+                with WorkFolder(self.folder, 1, recorded) as work:
                     return work.run("copy", job, options, inputs, ["out.json"], "copy-json")
             finally:
-                self.said = "".join(f"{note}\n" for note in told.notes)
+                self.said = "".join(f"{note}\n" for note in recorded.notes)
 
 
 @pytest.fixture

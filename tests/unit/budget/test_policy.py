@@ -89,12 +89,12 @@ def test_drafting_pauses_if_the_gain_is_small(gain, requests):
     """Steps of 20 ms; drafts are ``gain`` times as fast as plain steps."""
 
     def hardly(rows: int, step: int = 0) -> float:
-        return 20.0 if rows <= requests else 20.0 * dear
+        return 20.0 if rows <= requests else 20.0 * cost_factor
 
-    dear = 1.0
+    cost_factor = 1.0
     server = Server(hardly, batch(requests), heads=(0.0, 0.0), tree=(0.0, 0.0), noise=0.05)
     plain = serve(server, STEPS, 0)
-    dear = serve(server, STEPS, NODES).speed() / plain.speed() / gain
+    cost_factor = serve(server, STEPS, NODES).speed() / plain.speed() / gain
     record = serve(server, STEPS, new_policy())
     assert record.speed() >= 0.985 * plain.speed()
     assert np.mean(record.drafting) < (0.2 if gain < 1 else 0.6)
@@ -162,8 +162,8 @@ def test_a_node_is_verified_if_it_saves_time(per_row, nodes):
 
 def test_likelier_requests_get_more():
     policy = policy_at(0.1)
-    unsure, sure = policy.counts([Drafted([0.02] * 4), Drafted([0.9] * 4)], 2, 64)
-    assert unsure == 0 and sure == 4
+    uncertain, confident = policy.counts([Drafted([0.02] * 4), Drafted([0.9] * 4)], 2, 64)
+    assert uncertain == 0 and confident == 4
 
 
 @pytest.mark.parametrize("room", [0, 1, 3])

@@ -48,10 +48,10 @@ def test_counts_equal_those_by_hand():
     for place, name in enumerate(NAMES):
         for head in range(HEADS):
             ranks = [rank for rank in cases[name, head] if rank != NO_LABEL]
-            assert accuracy.asked[head, place] == len(ranks) > 0, (name, head)
+            assert accuracy.counted[head, place] == len(ranks) > 0, (name, head)
             expected = [ranks.count(r) / len(ranks) for r in range(RANKS)]
             assert np.allclose(getattr(accuracy, name)[head], expected)
-    assert accuracy.to_dict()["positions_asked"]["walked"] == accuracy.asked[:, 1].tolist()
+    assert accuracy.to_dict()["positions_asked"]["walked"] == accuracy.counted[:, 1].tolist()
 
 
 def test_shares_exclude_unlabeled_positions():

@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
-from support.told import Told
+from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.cli.hub import find_models
 from vllm_medusa.offline.options import CompareOptions
@@ -15,7 +15,7 @@ from vllm_medusa.offline.options import CompareOptions
 def find(tmp_path, monkeypatch):
     """Look up one name with the given cache and hub; returns the notes."""
 
-    def run(name: str, *, cached: bool, hub: Exception | None) -> Told:
+    def run(name: str, *, cached: bool, hub: Exception | None) -> RecordingProgress:
         def model_info(self, *_, **__):
             if hub is not None:
                 raise hub
@@ -26,10 +26,10 @@ def find(tmp_path, monkeypatch):
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        told = Told()
+        progress = RecordingProgress()
         options = CompareOptions(target=name, heads=str(tmp_path), prompts=Path("x"))
-        find_models(options, told)
-        return told
+        find_models(options, progress)
+        return progress
 
     return run
 
@@ -41,8 +41,8 @@ def test_an_existing_hub_name_is_reported(find):
 
 
 def test_without_a_network_the_cache_is_used_or_a_remedy_given(find):
-    told = find("someone/model", cached=True, hub=OSError("no route"))
-    assert told.notes[1] == "the hub is unreachable; using the cached someone/model"
+    progress = find("someone/model", cached=True, hub=OSError("no route"))
+    assert progress.notes[1] == "the hub is unreachable; using the cached someone/model"
     assert constants.HF_HUB_OFFLINE
     with pytest.raises(
         ValueError, match=r"is unreachable \(no route\)\. Pass a model's folder, .* hf d"

@@ -165,7 +165,7 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys):
     for name, text in {
         "bad": records.read_text() + foreign + "x\n",
         "short": four.replace("END", "2"),
-        "brief": four.replace("END", "3"),
+        "quick": four.replace("END", "3"),
         "empty": "",
         "cut": records.read_text().replace('"temperature"', '"top_p": 0.9, "temperature"'),
         "foreign": foreign,
@@ -180,7 +180,7 @@ def test_refused_before_anything_is_written(data, tmp_path, capsys):
         (tmp_path / "bad", (), "line 25: token_ids[1] is 600"),
         (tmp_path / "bad", (), "line 26: not JSON"),
         (tmp_path / "short", whole, "has labels for 0 heads, but 2 are requested"),
-        (tmp_path / "brief", whole, "Train --num-heads 1"),
+        (tmp_path / "quick", whole, "Train --num-heads 1"),
         (tmp_path / "short", (), "--heldout-share 0"),
         (tmp_path / "empty", whole, "no usable records"),
         (tmp_path / "empty", (), "no usable records"),
@@ -228,8 +228,8 @@ def test_inputs_in_the_output_are_refused(data, tmp_path, capsys):
 def test_data_may_be_deleted_while_training(data, tmp_path, monkeypatch):
     records = shutil.copy(data[1], tmp_path / "records.jsonl")
     monkeypatch.setattr(train, "draw_curves", lambda *_: Path(records).unlink())
-    brief = ("--epochs", "1", "--num-heads", "1")
-    assert run(*arguments((data[0], Path(records)), tmp_path / "heads", *brief)) == 0
+    quick = ("--epochs", "1", "--num-heads", "1")
+    assert run(*arguments((data[0], Path(records)), tmp_path / "heads", *quick)) == 0
     about = json.loads((tmp_path / "heads/config.json").read_text())["medusa"]
     assert about["provenance"][0]["data"][0]["sha256"] == digest(data[1])
 
@@ -257,11 +257,11 @@ def test_non_finite_states_name_their_file(data, tmp_path, capsys):
     bad = tmp_path / "bad.jsonl"
     line = {"token_ids": [4, 1, 5, 6, 7, 8], "generated": [[2, 6]], "temperature": 1.0}
     bad.write_text(json.dumps(line) + "\n")
-    brief = ("--num-heads", "1", "--heldout-share", "0")
-    joint = (*brief, "--method", "medusa-2", "--heldout")
+    quick = ("--num-heads", "1", "--heldout-share", "0")
+    joint = (*quick, "--method", "medusa-2", "--heldout")
     for file, more in (
-        (bad, brief),
-        (data[1], (*brief, "--heldout", str(bad))),
+        (bad, quick),
+        (data[1], (*quick, "--heldout", str(bad))),
         (data[1], (*joint, str(bad))),
         (bad, (*joint, str(data[1]))),
     ):
@@ -272,17 +272,17 @@ def test_non_finite_states_name_their_file(data, tmp_path, capsys):
 def test_a_draft_vocabulary_is_chosen_for_a_large_one(data, tmp_path, capsys, monkeypatch):
     for name, value in (("LARGEST", 300), ("SMALLEST", 64), ("MULTIPLE", 64)):  # of 512 tokens
         monkeypatch.setattr(draft_vocab, name, value)
-    brief = ("--num-heads", "1", "--epochs", "1", "--heads", "hydra")
-    assert run(*arguments(data, tmp_path / "few", *brief)) == 0
+    quick = ("--num-heads", "1", "--epochs", "1", "--heads", "hydra")
+    assert run(*arguments(data, tmp_path / "few", *quick)) == 0
     assert "draft vocabulary: 300 of 512 tokens" in said(capsys)
     tensors = load_file(tmp_path / "few" / "model.safetensors")
     (end,) = Target.load(data[0]).end_tokens
     assert tensors["token_map"].shape == (300,) and end in tensors["token_map"]
     assert not any(name.startswith("hydra_lm_head") for name in tensors)
-    told = json.loads((tmp_path / "few" / "config.json").read_text())["medusa"]["training"]
-    assert told["draft_vocab"]["size"] == 300
-    assert 0.3 < told["draft_vocab"]["heldout_coverage"] < told["draft_vocab"]["coverage"] < 1
-    assert run(*arguments(data, tmp_path / "all", *brief, "--draft-vocab", "0")) == 0
+    saved = json.loads((tmp_path / "few" / "config.json").read_text())["medusa"]["training"]
+    assert saved["draft_vocab"]["size"] == 300
+    assert 0.3 < saved["draft_vocab"]["heldout_coverage"] < saved["draft_vocab"]["coverage"] < 1
+    assert run(*arguments(data, tmp_path / "all", *quick, "--draft-vocab", "0")) == 0
     assert "draft vocabulary" not in said(capsys)
     assert "token_map" not in load_file(tmp_path / "all" / "model.safetensors")
 

@@ -56,7 +56,7 @@ def train(source: str, data: Path, output: Path, *more: str) -> int:
     return run(*command, "--output", output, "--heldout-share", "0.2", *OPTIONS, *more)
 
 
-def told(output: Path) -> dict[str, Any]:
+def config_of(output: Path) -> dict[str, Any]:
     return json.loads((output / "config.json").read_text())["medusa"]
 
 
@@ -68,9 +68,9 @@ def done(source, data, tmp_path_factory):
 
 
 def test_a_new_target_and_heads_for_it(source, data, done, capsys):
-    training = told(done)["training"]
-    assert told(done)["target"]["sha256"] == target_fingerprint(done / MODEL)["sha256"]
-    assert told(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
+    training = config_of(done)["training"]
+    assert config_of(done)["target"]["sha256"] == target_fingerprint(done / MODEL)["sha256"]
+    assert config_of(done)["target"]["sha256"] != target_fingerprint(source)["sha256"]
     assert training["joint"]["lora"]["rank"] == 4 and training["joint_steps"] > 0
     warm_up = [training[stage]["warmup_steps"] for stage in ("recipe", "joint")]
     assert warm_up == [50, 20], "each stage has its own log"
@@ -90,7 +90,7 @@ def test_a_new_target_and_heads_for_it(source, data, done, capsys):
 
 def test_reported_figures_are_measured_on_the_merged_files(source, data, done):
     """Recompute everything in plain transformers, text by text."""
-    training = told(done)["training"]
+    training = config_of(done)["training"]
     models = [
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         for folder in (source, done / MODEL)
@@ -133,7 +133,8 @@ def test_a_degraded_target_is_kept_and_the_command_fails(source, data, tmp_path,
     assert train(source, data, output, *bounds) == 1
     assert "degraded: KL(original || new) per token is" in said(capsys)
     assert (output / DEGRADED / "model.safetensors").exists() and not (output / MODEL).exists()
-    assert told(output)["training"]["degraded"] and len(told(output)["training"]["shortfalls"]) == 1
+    training = config_of(output)["training"]
+    assert training["degraded"] and len(training["shortfalls"]) == 1
     assert json.loads((output / DEGRADED / "config.json").read_text())["medusa_2"]["degraded"]
     assert train(source, data, output, *bounds) == 1  # nor does the second run succeed silently
 
@@ -159,7 +160,7 @@ def test_a_target_that_diverged_is_kept_as_degraded(
     options = (*LOOSE, "--start-heads", str(done), "--joint-tokens", "9999")
     assert train(source, data, output, *options) == 1
     text = said(capsys)
-    training = told(output)["training"]
+    training = config_of(output)["training"]
     assert training["degraded"] and (output / DEGRADED / "model.safetensors").exists()
     stated = json.loads((output / DEGRADED / "config.json").read_text(), parse_constant=pytest.fail)
     assert stated["medusa_2"]["shortfalls"] == training["shortfalls"]
@@ -213,7 +214,7 @@ def test_options_of_the_warm_up_have_effect(source, data, tmp_path):
     assert json.loads(key.read_text())["dtype"] == "torch.bfloat16"
     files = sum(path.stat().st_size for path in cache.rglob("*.bin"))
     assert 0 < files <= 20_000
-    training = told(output)["training"]
+    training = config_of(output)["training"]
     assert training["cache"] == {"dtype": "torch.bfloat16", "gb": 0.00002}
     for recipe in (training["recipe"], training["joint"]):
         assert recipe["warmup_steps"] == 1

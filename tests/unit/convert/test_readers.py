@@ -61,16 +61,16 @@ def test_tgi_finds_every_name(num_lm_heads, num_layers, bias, native, target, tm
     assert "architectures" not in config  # otherwise it is read as another speculator
     assert config["medusa_num_layers"] == num_layers
     shared = num_lm_heads == 0 and num_layers == 1  # TGI shares the target's only with one layer
-    asked = {
+    requested = {
         f"{head}.{layer}.linear.{kind}"
         for head in range(config["medusa_num_heads"])
         for layer in range(num_layers)
         for kind in ("weight", "bias")
     }
     if not shared:
-        asked |= {f"{head}.{num_layers}.weight" for head in range(3)}
+        requested |= {f"{head}.{num_layers}.weight" for head in range(3)}
     with safe_open(tmp_path / "tgi" / "medusa_lm_head.safetensors", framework="pt") as file:
-        assert set(file.keys()) == asked
+        assert set(file.keys()) == requested
 
 
 @pytest.fixture(scope="module")

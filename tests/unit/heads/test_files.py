@@ -127,10 +127,10 @@ class Hub:
     """A fake hub that serves a folder, file by file, and records requests."""
 
     def __init__(self, repository, cache):
-        self.repository, self.cache, self.asked = repository, cache, []
+        self.repository, self.cache, self.requested = repository, cache, []
 
     def __call__(self, name, *, revision, allow_patterns):
-        self.asked.append((name, revision))
+        self.requested.append((name, revision))
         for pattern in allow_patterns:
             source = self.repository / pattern
             if source.is_file():
@@ -148,7 +148,7 @@ def test_hub_names_download_only_what_the_heads_need(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     info = peek_heads("someone/medusa-7b", revision="v3")
     assert (info.format, info.num_heads) == ("full", 2)
-    assert set(hub.asked) == {("someone/medusa-7b", "v3")}
+    assert set(hub.requested) == {("someone/medusa-7b", "v3")}
     downloaded = {path.name for path in cache.iterdir()}
     assert downloaded == {"config.json", "pytorch_model.bin.index.json", "big-2.bin"}
 

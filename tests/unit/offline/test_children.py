@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 from support import jobs
-from support.told import Told
+from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.children import run_in_process
@@ -44,20 +44,20 @@ def log(tmp_path):
 @pytest.fixture
 def running(tmp_path, log):
     """A process that runs a sleeping job, and the job's process id."""
-    told = tmp_path / "pid"
+    file = tmp_path / "pid"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen([sys.executable, "-c", PARENT, str(told), str(log)], env=environment)
-    wait_for(lambda: told.exists() and told.read_text())
-    return process, int(told.read_text())
+    process = subprocess.Popen([sys.executable, "-c", PARENT, str(file), str(log)], env=environment)
+    wait_for(lambda: file.exists() and file.read_text())
+    return process, int(file.read_text())
 
 
 def test_a_job_gets_options_and_returns_a_result(log):
-    told = Told()
-    options, command, pid = run_in_process(jobs.report, {"a": 1}, told, log=log, command=["b"])
+    progress = RecordingProgress()
+    options, command, pid = run_in_process(jobs.report, {"a": 1}, progress, log=log, command=["b"])
     assert (options, command) == ({"a": 1}, ["b"])
     assert gone(pid)
-    assert (told.notes, told.warnings) == (["noted"], ["warned"])
-    assert told.counts == [("texts", 1, 2, "half")]
+    assert (progress.notes, progress.warnings) == (["noted"], ["warned"])
+    assert progress.counts == [("texts", 1, 2, "half")]
 
 
 def test_processes_of_a_job_end_with_it(log):

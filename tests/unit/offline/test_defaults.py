@@ -13,20 +13,20 @@ CHATS = [600] * 339 + [1900]  # one long text among short prompts
 
 
 def test_a_long_prompt_does_not_affect_the_others() -> None:
-    room = fit(SMOL, CHATS, 64, 20 * GB)
-    assert room.batch == 64
-    assert 1900 < room.arguments["max_model_len"] < 2000
-    assert 63 * 600 + 1900 < room.arguments["kv_cache_memory_bytes"] / SMOL.per_token < 64 * 1100
-    assert room.memory < 4 * GB
+    fitted = fit(SMOL, CHATS, 64, 20 * GB)
+    assert fitted.batch == 64
+    assert 1900 < fitted.arguments["max_model_len"] < 2000
+    assert 63 * 600 + 1900 < fitted.arguments["kv_cache_memory_bytes"] / SMOL.per_token < 64 * 1100
+    assert fitted.memory < 4 * GB
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("available", [5 * GB, 8 * GB, 24 * GB])
 def test_never_more_than_is_available(available: int, engines: int) -> None:
-    room = fit(SMOL, [8192] * 100, 64, available, engines)
-    assert room.memory <= available
-    assert room.arguments["kv_cache_memory_bytes"] >= 8192 * SMOL.per_token
-    assert room.batch <= 64
+    fitted = fit(SMOL, [8192] * 100, 64, available, engines)
+    assert fitted.memory <= available
+    assert fitted.arguments["kv_cache_memory_bytes"] >= 8192 * SMOL.per_token
+    assert fitted.batch <= 64
 
 
 def test_the_batch_is_reduced_to_fit_the_cache() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 from support.fake_engine import FakeProcess
-from support.told import Told
+from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.offline import generate as job
 from vllm_medusa.offline import prompts
@@ -27,14 +27,14 @@ def test_results_are_returned_and_reported(tmp_path, reads):
     path.write_text("one\n" + "x" * 30 + "\nthree\n")
     files = {"prompts": path, "output": tmp_path / "o.jsonl"}
     options = GenerateOptions(model="target", **files, on_bad_line="skip", batch=1)
-    told = Told()
-    done = job.generate(options, told)
+    progress = RecordingProgress()
+    done = job.generate(options, progress)
     assert (done.output, done.failed) == (tmp_path / "o.jsonl", 1)
     assert done.speed is not None and done.speed.tokens > 0
-    assert [values[1:3] for values in told.counts] == [(1, 3), (2, 3), (3, 3)]
-    assert told.warnings == [f"skipped {path}, line 2: the prompt has 30 tokens"]
+    assert [values[1:3] for values in progress.counts] == [(1, 3), (2, 3), (3, 3)]
+    assert progress.warnings == [f"skipped {path}, line 2: the prompt has 30 tokens"]
     assert reads == [path], "parsed once"
-    again = Told()
+    again = RecordingProgress()
     assert job.generate(options, again).speed is None
     assert again.notes[1:] == ["resuming: 3 of 3 are done", "nothing to do"]
 

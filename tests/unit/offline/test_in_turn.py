@@ -68,10 +68,10 @@ def test_the_first_engine_alternates(turn, orders):
     class Noting(FakeProcess):
         name = "a"
 
-        def submit(self, *asked):
+        def submit(self, *arguments):
             nonlocal begun
             begun += self.name
-            super().submit(*asked)
+            super().submit(*arguments)
 
     class Other(Noting):
         name = "b"

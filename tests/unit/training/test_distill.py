@@ -22,20 +22,20 @@ class Scripted:
     rewrite: bool = False  # the template renders earlier answers in upper case
     end: int = EOT  # end token of the template
     longest: int = 1000  # max length of a prompt
-    asked: dict[str, list[int]] = field(default_factory=dict)
+    requests: dict[str, list[int]] = field(default_factory=dict)
     waiting: list[str] = field(default_factory=list)
 
     def submit(self, key, prompt, seed, options=None):
         if len(prompt) > self.longest:
             raise RequestRefused("too long")
-        self.asked[key] = list(prompt.encode()) if isinstance(prompt, str) else prompt
+        self.requests[key] = list(prompt.encode()) if isinstance(prompt, str) else prompt
         self.waiting.append(key)
 
     def step(self) -> list[Delta]:
         key = self.waiting.pop(0)
         ids, reason = self.script[key]
         text = bytes(t for t in ids if t != EOT).decode()
-        return [Delta(key, text, ids, reason, prompt_token_ids=self.asked[key])]
+        return [Delta(key, text, ids, reason, prompt_token_ids=self.requests[key])]
 
     def render(self, messages: list[Message]) -> list[int]:
         ids = []

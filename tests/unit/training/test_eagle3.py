@@ -134,17 +134,17 @@ def test_layers_are_chosen_and_checked():
     chosen = {depth: choose_layers((), depth) for depth in (2, 3, 4, 6, 32)}
     assert chosen == {2: (0, 1, 2), 3: (1, 2, 3), 4: (1, 2, 3), 6: (1, 3, 4), 32: (2, 16, 29)}
     assert choose_layers((9, 3, 1), 12) == (1, 3, 9)
-    for asked, depth in (((1, 1, 2), 4), ((1, 2), 4), ((2, 3, 5), 4), ((), 1)):
+    for base, depth in (((1, 1, 2), 4), ((1, 2), 4), ((2, 3, 5), 4), ((), 1)):
         with pytest.raises(HeadsError, match="--aux-layers"):
-            choose_layers(asked, depth)
+            choose_layers(base, depth)
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(target, records, trained, tmp_path):
-    asked = options(target, records, tmp_path / "cut")
+    base = options(target, records, tmp_path / "cut")
     for cut in (3, 8):  # before any checkpoint was written, and between two
         with pytest.raises(KeyboardInterrupt):
-            train(asked, Stop(cut))
-    train(asked)
+            train(base, Stop(cut))
+    train(base)
     mine, whole = (load_file(f / "model.safetensors") for f in (tmp_path / "cut", trained))
     assert mine.keys() == whole.keys()
     assert all(torch.equal(mine[name], whole[name]) for name in mine)
@@ -194,16 +194,16 @@ def test_passes_and_computed_states_change_nothing(target, records, trained, tmp
 
 def test_texts_are_split_into_pieces(target, records, tmp_path, monkeypatch):
     monkeypatch.setattr(eagle3, "PIECE_ROWS", 16)
-    asked = options(target, records, tmp_path / "pieces")
-    train(replace(asked, training=replace(asked.training, epochs=1)))
+    base = options(target, records, tmp_path / "pieces")
+    train(replace(base, training=replace(base.training, epochs=1)))
     rows = [line["rows"] for line in log_of(tmp_path / "pieces") if "rows" in line]
     # all texts except two held-out ones, up to the last label; at least 80 per step
     assert all(64 < count < 96 + 80 for count in rows)
 
 
 def test_a_shared_lm_head_is_not_trained(target, records, trained, tmp_path):
-    asked = options(target, records, tmp_path / "drafter")
-    train(replace(asked, heads=replace(asked.heads, lm_heads="shared")))
+    base = options(target, records, tmp_path / "drafter")
+    train(replace(base, heads=replace(base.heads, lm_heads="shared")))
     shared, own = (load_file(d / "model.safetensors") for d in (tmp_path / "drafter", trained))
     rows = torch.arange(300) + shared["d2t"]
     embedding = Target.load(target, dtype=torch.float32, device="cpu").lm_head_weight
@@ -221,7 +221,7 @@ def test_a_shared_lm_head_is_not_trained(target, records, trained, tmp_path):
     ],
 )
 def test_options_without_effect_are_refused(target, records, tmp_path, changes, reason):
-    asked = options(target, records, tmp_path)
+    base = options(target, records, tmp_path)
     shape = {"kind": "eagle3"} | changes.get("heads", {})
     with pytest.raises(ValueError, match=reason):
-        replace(asked, **(changes | {"heads": HeadOptions(**shape)}))
+        replace(base, **(changes | {"heads": HeadOptions(**shape)}))

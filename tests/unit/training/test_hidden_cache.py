@@ -167,6 +167,6 @@ def test_non_finite_states_name_their_line(states, target, tmp_path, monkeypatch
     with pytest.raises(CacheError, match="line 9"):
         states(records=[good, bad]).build()
     assert not list(tmp_path.rglob("*.bin"))
-    told = states(records=[bad], file="mine.jsonl", remedy="Drop it")
+    invalid = states(records=[bad], file="mine.jsonl", remedy="Drop it")
     with pytest.raises(CacheError, match=r"mine\.jsonl, line 9: .* Drop it"):
-        told.build()
+        invalid.build()

@@ -197,7 +197,7 @@ def test_a_non_finite_loss_stops_and_names_its_line(target, records, tmp_path):
         states = made.method.texts.states
         read = states.read
 
-        def spoilt(wanted):
+        def corrupted(wanted):
             found, at = read(wanted), 0
             for record, start, stop in wanted:
                 if record == 1 and made.step >= 7:
@@ -205,7 +205,7 @@ def test_a_non_finite_loss_stops_and_names_its_line(target, records, tmp_path):
                 at += stop - start
             return found
 
-        states.read = spoilt
+        states.read = corrupted
         with pytest.raises(NotFiniteError, match=r"step 8 of .* by themselves: 2\."):
             made.train()
         state = made.stage.load()

@@ -57,16 +57,16 @@ class Talker:
 
     tokenizer: Any
     script: list[tuple[str, str]]  # text, finish reason
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
 
     def submit(self, key, prompt, seed, options=None):
         self.key, self.prompt = key, prompt
-        self.asked.append(self.tokenizer.decode(prompt))
+        self.requests.append(self.tokenizer.decode(prompt))
         self.options.append(dict(options or {}))
 
     def step(self) -> list[Delta]:
-        text, reason = self.script[len(self.asked) - 1]
+        text, reason = self.script[len(self.requests) - 1]
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         said = text.removesuffix("<|im_end|>")
         return [Delta(self.key, said, ids, reason, prompt_token_ids=self.prompt)]
@@ -107,7 +107,7 @@ def test_without_a_prompt_the_target_generates_the_first_turn():
     nothing = Prompt(0, 1, "talk-0")
     script = [("Hi?<|im_end|>", DONE), ("Hello.<|im_end|>", DONE)]
     engine, (line, spans, text) = talk(script, nothing, 1)
-    assert engine.asked[0] == "<|im_start|>user\n"
+    assert engine.requests[0] == "<|im_start|>user\n"
     assert text == "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>"
     assert spans == ["Hello.<|im_end|>"]
     # conversations with the same opening are in one group, others are not
@@ -129,7 +129,7 @@ def test_a_truncated_user_turn_ends_it(user):
     engine, (_, spans, text) = talk([("Hello.<|im_end|>", DONE), user], PROMPT, 3)
     assert spans == ["Hello.<|im_end|>"]
     assert text.endswith("assistant\nHello.<|im_end|>"), "the incomplete user turn is removed"
-    assert len(engine.asked) == 2
+    assert len(engine.requests) == 2
 
 
 def test_the_prompts_turns_are_first():

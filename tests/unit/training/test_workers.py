@@ -11,16 +11,16 @@ from vllm_medusa.training.workers import Workers, usable
 
 
 def test_a_merge_may_take_hours(monkeypatch):
-    asked = {}
+    received = {}
 
     def state(**options):
-        asked.update(options)
+        received.update(options)
         return SimpleNamespace(process_index=0, num_processes=2, device=torch.device("cpu", 0))
 
     monkeypatch.setattr(accelerate, "PartialState", state)
     workers = Workers("cpu")
     assert workers.main and workers.device == torch.device("cpu")
-    assert asked["cpu"] and asked["timeout"] >= timedelta(days=1)
+    assert received["cpu"] and received["timeout"] >= timedelta(days=1)
 
 
 def test_an_absent_device_is_named():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("vllm")
 from support.triton_layers import layer
-from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MOST, NODES, TREE, Buffers, build
+from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, TREE, Buffers, build
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 
@@ -39,7 +39,7 @@ class TestLayer:
         """
         metadata = build(make_builder(), Buffers().batch([(NODES, 21), (5, 12)]), [NODES, 1])
         generator = torch.Generator().manual_seed(3)
-        cache = torch.randn(MOST * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
+        cache = torch.randn(MAX_SEQS * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
         kv_cache, factors = cache, (1.0, 1.0)
         if "kv_cache_dtype" in changes:
             factors = (0.7, 1.3)

@@ -13,7 +13,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_medusa.worker.cuda_graphs import MOST_TOKENS, capture_more_trees, tree_sizes
+from vllm_medusa.worker.cuda_graphs import MAX_TOKENS, capture_more_trees, tree_sizes
 
 SEQS, TOKENS = 200, 8192
 
@@ -62,8 +62,8 @@ def test_batches(nodes, before, monkeypatch):
     assert {*vllms} <= {*sizes} and sizes == sorted(sizes)
     assert len(sizes) <= len(vllms) + 40
     served = full_graphs(config, nodes, monkeypatch)
-    most = min(SEQS, MOST_TOKENS // nodes)
-    assert {*range(1, most + 1)} <= {*served}
+    maximum = min(SEQS, MAX_TOKENS // nodes)
+    assert {*range(1, maximum + 1)} <= {*served}
     assert all(padded - n <= n / 8 for n, padded in served.items())
     capture_more_trees(args, config, nodes)
     assert config.compilation_config.cudagraph_capture_sizes == sizes

@@ -13,7 +13,7 @@ from support.triton_steps import (
     DIM,
     HEADS,
     KV_HEADS,
-    MOST,
+    MAX_SEQS,
     NODES,
     TREE,
     Buffers,
@@ -185,7 +185,7 @@ def attended(batch: PagedBatch, rows: int) -> Tensor:
     """Attention over random queries and caches in vLLM's layout; NaN where nothing is written."""
     generator = torch.Generator().manual_seed(rows)
     query = torch.randn(rows, HEADS, DIM, generator=generator)
-    cache = torch.randn(MOST * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
+    cache = torch.randn(MAX_SEQS * 8, KV_HEADS, BLOCK, 2 * DIM, generator=generator)
     keys, values = cache.transpose(1, 2).split(DIM, -1)
     out = torch.full_like(query, torch.nan)
     paged_tree_attention(query, keys, values, batch, 0.2, out=out)

@@ -16,7 +16,7 @@ from support.interpreter import INTERPRETING
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
 from support import triton_layers
-from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MOST, NODES, Buffers, build
+from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, Buffers, build
 
 from vllm_medusa.kv import kernel as kv
 from vllm_medusa.kv.layers import LayerCaches
@@ -41,7 +41,7 @@ STEPS = [  # (rows, context) of requests, nodes of each
     ([(NODES, 20)], [NODES]),
     ([(NODES, 8000)], [NODES]),
     ([(NODES, LENGTH - NODES)] * 2, [NODES] * 2),
-    ([(NODES, 700)] * MOST, [NODES] * MOST),
+    ([(NODES, 700)] * MAX_SEQS, [NODES] * MAX_SEQS),
     ([(3, 4000)], [3]),  # a truncated tree
     ([(2, 40), (1, 9000)], [2, 1]),
     ([(NODES, 20), (1, 7), (9, 0)], [NODES, 1, 1]),
@@ -69,7 +69,7 @@ def layer(dtype: torch.dtype, **changes: Any) -> Any:
 @pytest.mark.usefixtures("on_a_gpu")
 def test_attention(make_builder):
     builder, buffers = make_builder(length=LENGTH), Buffers()
-    buffers.block_table = torch.zeros(MOST, 13, dtype=torch.int32)
+    buffers.block_table = torch.zeros(MAX_SEQS, 13, dtype=torch.int32)
     layers = {
         "plain": layer(torch.float32),
         "window": layer(torch.float32, sliding_window=9, sinks=torch.zeros(HEADS)),
@@ -178,16 +178,16 @@ def test_proposals(vocab):
 @pytest.mark.parametrize("length", [512, 777])
 def test_lookup(length):
     """Any batch, and views of the text table up to any length."""
-    texts, most = torch.zeros(20, length, dtype=torch.int32), 63
+    texts, maximum = torch.zeros(20, length, dtype=torch.int32), 63
     with needed() as compiled:
         options = SimpleNamespace(tree=SimpleNamespace(max_depth=5))
-        trees = SimpleNamespace(num_nodes=most + 1, options=options)
+        trees = SimpleNamespace(num_nodes=maximum + 1, options=options)
         TreeSpeculator.warm_up_lookup(SimpleNamespace(trees=trees), texts)
 
     def step(batch, width):
         slots = torch.arange(batch + 1)[1:]
-        trees = DraftTrees.roots(batch, most + 1, "cpu")
-        _, found = lookup.continuations(texts[:, :width], slots, torch.zeros_like(slots), most)
+        trees = DraftTrees.roots(batch, maximum + 1, "cpu")
+        _, found = lookup.continuations(texts[:, :width], slots, torch.zeros_like(slots), maximum)
         lookup.join(trees, found, found.float(), 5)
 
     assert many(step, length) == compiled and len(compiled) == 2

@@ -51,8 +51,8 @@ def config(target: str, drafter: Path) -> Config:
     """The engine's config for given options of the drafter and of vLLM."""
 
     def made(tree: Any = "dynamic", folder: Path = drafter, vllm: Any = (), **options: Any) -> Any:
-        asked = {"method": "eagle3", "model": str(folder), "tree": tree, **options}
-        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked, **dict(vllm))
+        given = {"method": "eagle3", "model": str(folder), "tree": tree, **options}
+        args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=given, **dict(vllm))
         return args.create_engine_config()
 
     return made
@@ -76,7 +76,7 @@ def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "beam", "most", "budget"),
+    ("given", "beam", "maximum", "budget"),
     [
         ({}, (10, 10, 6), 59, "auto"),
         ({"tree": "dynamic", "budget": 7}, (10, 10, 6), 7, 7),
@@ -88,24 +88,24 @@ def other(config: Config, drafter: Path, tmp_path: Path) -> Callable[..., Any]:
     ],
 )
 def test_the_engine_s_settings(
-    config: Config, drafter: Path, asked: Any, beam: tuple[int, int, int], most: int, budget: Any
+    config: Config, drafter: Path, given: Any, beam: tuple[int, int, int], maximum: int, budget: Any
 ) -> None:
-    made = config(**asked)
+    made = config(**given)
     options, speculative = EngineOptions.of(made), made.speculative_config
-    assert options.tree == DynamicTree(Beam(*beam), 1 + most)
+    assert options.tree == DynamicTree(Beam(*beam), 1 + maximum)
     assert (options.budget, options.heads) == (budget, str(drafter))
-    assert options.lookup == asked.get("lookup", False)
-    assert options.depth == (most if options.lookup else min(most, beam[2]))
+    assert options.lookup == given.get("lookup", False)
+    assert options.depth == (maximum if options.lookup else min(maximum, beam[2]))
     scratch = beam[0] * (beam[2] - 1)
-    assert made.num_lookahead_tokens == speculative.num_speculative_tokens == max(most, scratch)
+    assert made.num_lookahead_tokens == speculative.num_speculative_tokens == max(maximum, scratch)
     assert is_medusa(speculative) and speculative.method == "eagle3"
     assert made.parallel_config.worker_cls == CPU_WORKER
     assert made.scheduler_config.scheduler_cls == EITHER_SCHEDULER
 
 
 def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
-    asked = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
-    args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked)
+    given = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3}
+    args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=given)
     made = args.create_engine_config()
     assert not is_medusa(made.speculative_config)
     assert made.parallel_config.worker_cls != CPU_WORKER
@@ -113,7 +113,7 @@ def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("given", "words"),
     [
         ({"tree": "chian"}, "tree is 'chian'; give"),
         ({"tree": {"width": 65}}, "width up to 64"),
@@ -130,9 +130,9 @@ def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
         ({"vllm": {"max_model_len": 50}}, "take 50 cache slots"),
     ],
 )
-def test_refused(config: Config, asked: Any, words: str) -> None:
+def test_refused(config: Config, given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        config(**asked)
+        config(**given)
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,9 @@ def test_the_log_line_has_depths(config):
 
 def dynamic(target, heads, budget):
     """The config of an engine with dynamic trees."""
-    asked = {"method": "medusa", "model": heads, "budget": budget}
+    given = {"method": "medusa", "model": heads, "budget": budget}
     return EngineArgs(
-        str(target), dtype="float32", skip_tokenizer_init=True, speculative_config=asked
+        str(target), dtype="float32", skip_tokenizer_init=True, speculative_config=given
     ).create_engine_config()
 
 

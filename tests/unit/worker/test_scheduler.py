@@ -31,8 +31,8 @@ def make(target: Any, random_heads: str, tmp_path: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     envs.disable_envs_cache()
 
-    def made(ahead: bool = False, limits: Any = (), **asked: Any) -> TreeScheduler:
-        speculative = {"method": "medusa", "model": random_heads, **asked}
+    def made(ahead: bool = False, limits: Any = (), **chosen: Any) -> TreeScheduler:
+        speculative = {"method": "medusa", "model": random_heads, **chosen}
         more = {"skip_tokenizer_init": True, **dict(limits)}
         return new_scheduler(str(target), speculative, ahead=ahead, **more)
 
@@ -121,14 +121,14 @@ def test_an_automatic_budget_learns_from_steps(make: Make, ahead: bool) -> None:
     assert not policy.acceptance.copies
 
 
-@pytest.mark.parametrize("most", [5, 8])
-def test_max_rows_counts_the_requests_themselves(make: Make, most: int) -> None:
-    scheduler = make(budget={"max_rows": most})
+@pytest.mark.parametrize("maximum", [5, 8])
+def test_max_rows_counts_the_requests_themselves(make: Make, maximum: int) -> None:
+    scheduler = make(budget={"max_rows": maximum})
     policy: Any = scheduler.policy
     policy.limit = lambda *_: 6
     policy.cost.ms = lambda rows, *_: 1.0 + 0 * np.asarray(rows)  # rows cost nothing
     worker = run(scheduler, 3, 8)
-    assert max(3 + sum(nodes.values()) for nodes in worker.nodes) == most
+    assert max(3 + sum(nodes.values()) for nodes in worker.nodes) == maximum
 
 
 def test_the_likeliest_drafts_are_kept_if_rows_are_few(make: Make) -> None:
