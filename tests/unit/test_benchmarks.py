@@ -119,7 +119,7 @@ def test_quick_changes_only_defaults(fake, capsys):
 
 @pytest.mark.parametrize(
     ("words", "reason"),
-    [(["nothing"], "use one of speed"), ([], "name a case"), (["fake_case", "--count", "0"], "0")],
+    [(["nothing"], "use one of speed"), ([], "is required"), (["fake_case", "--count", "0"], "0")],
 )
 def test_invalid_arguments_are_refused(fake, words, reason, capsys):
     try:

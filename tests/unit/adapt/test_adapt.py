@@ -193,7 +193,7 @@ def test_options_invalid_for_a_later_stage(refused, options, words):
     ],
 )
 def test_train_args_that_adapt_sets_itself(refused, given, name):
-    assert f"--train-args has --{name}, which adapt decides" in refused(f"--train-args={given}")
+    assert f"--train-args has --{name}, which adapt sets itself" in refused(f"--train-args={given}")
 
 
 def test_finished_heads_are_not_trained_again(arguments, output, tmp_path, monkeypatch, capfd):

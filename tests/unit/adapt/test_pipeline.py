@@ -198,7 +198,7 @@ def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatc
     recorded = {"method": "medusa-2", "degraded": True, "shortfalls": ["KL is 0.3"]}
     trained = Trained(tmp_path / "heads", recorded)
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
-    with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):
+    with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is in .*-degraded"):
         pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
 
 

@@ -112,7 +112,7 @@ def test_misuse_is_refused(hidden, target_lm_head):
     for message, misuse in (
         ("num_heads is 3; there are 2 heads", lambda: own(hidden, 3)),
         ("pass lm_head", lambda: shared.compute_logits(shared(hidden))),
-        ("LM heads of their own", lambda: own.store_lm_head(target_lm_head)),
+        ("their own LM heads", lambda: own.store_lm_head(target_lm_head)),
         ("store no LM head", lambda: shared.init_lm_heads(target_lm_head)),
         (r"is \[19, 8\]; .* at least 20", lambda: own.init_lm_heads(target_lm_head[:-1])),
         ("if and only if", lambda: own.init_lm_heads(target_lm_head, torch.zeros(VOCAB))),

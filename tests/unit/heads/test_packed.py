@@ -89,5 +89,5 @@ def test_refuses_unpacked_heads():
     with pytest.raises(HeadsError, match=r"\[9, 16\]; these heads score 10 tokens"):
         mapped.store_lm_head(torch.zeros(9, HIDDEN))
     mapped.store_lm_head(torch.zeros(10, HIDDEN))
-    with pytest.raises(HeadsError, match="of their own"):
+    with pytest.raises(HeadsError, match="their own LM heads"):
         mapped.store_lm_head(torch.zeros(10, HIDDEN))
