@@ -115,19 +115,19 @@ def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"tree": "chian"}, "tree is 'chian'; give"),
+        ({"tree": "chian"}, "tree is 'chian'; use"),
         ({"tree": {"width": 65}}, "width up to 64"),
-        ({"tree": {"breadth": 3}}, "tree is {'breadth': 3}; give"),
+        ({"tree": {"breadth": 3}}, "tree is {'breadth': 3}; use"),
         ({"tree": {"width": 3}, "budget": 0}, "budget is 0"),
         ({"num_speculative_tokens": 256}, "num_speculative_tokens is 256"),
         ({"tree": "chain", "lookup": True}, "lookup is True, which needs dynamic trees"),
-        ({"lookup": 1}, "lookup is 1; give true or false"),
+        ({"lookup": 1}, "lookup is 1; use true or false"),
         ({"method": "eagle"}, "or to another method"),
         ({"vllm": {"data_parallel_size": 2}}, "data_parallel_size is 2"),
         ({"vllm": {"enable_lora": True}}, "LoRA adapters"),
         ({"vllm": {"async_scheduling": True}}, "async scheduling"),
         ({"vllm": {"max_num_seqs": 64, "max_num_batched_tokens": 512}}, "has 640 rows; a step"),
-        ({"vllm": {"max_model_len": 50}}, "take 50 cache slots"),
+        ({"vllm": {"max_model_len": 50}}, "need 50 cache slots"),
     ],
 )
 def test_refused(config: Config, given: Any, words: str) -> None:

@@ -95,7 +95,7 @@ def test_the_flag_beside_other_options(parse, heads):
     [
         (["--spec-model", "other"], ["--spec-model", "other", "use one of them"]),
         (["--speculative-config", '{"model": "other"}'], ["['model']", "use one of them"]),
-        (["--spec-method", "ngram"], ["--spec-method is 'ngram'", "Drop --spec-method"]),
+        (["--spec-method", "ngram"], ["--spec-method is 'ngram'", "Omit --spec-method"]),
         (["--speculative-config", '{"method": "eagle"}'], ["'eagle'", "Omit"]),
     ],
 )
