@@ -55,7 +55,7 @@ def test_invalid_lines_are_reported_with_their_numbers(refused, tmp_path, more, 
 
 def test_too_few_prompts(refused, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 20)
-    assert "1 different prompt; at least 2" in refused()
+    assert "1 distinct prompt; at least 2" in refused()
 
 
 @pytest.fixture
