@@ -74,10 +74,10 @@ def test_a_foreign_output_is_left_unchanged(refused, output):
     assert "move them away" in said
     assert (output / "notes.txt").read_text() == "mine"
     (output / "report.json").unlink()
-    assert "name" in refused("--overwrite").lower()
+    assert "choose" in refused("--overwrite").lower()
     file = output.rename(output.with_name("aside")) / "notes.txt"
     file.rename(output)
-    assert "name" in refused("--overwrite").lower()
+    assert "choose" in refused("--overwrite").lower()
     assert output.read_text() == "mine"
 
 

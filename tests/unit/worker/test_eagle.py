@@ -143,7 +143,7 @@ def test_refused(config: Config, given: Any, words: str) -> None:
         ({IDS: None}, r"has none; vLLM's default is the layers \[2, 2, 1\]"),
         ({IDS: [1, 2]}, r"layers \[1, 2\]; 3 distinct ones"),
         ({IDS: [1, 2, 5]}, "distinct ones from 0 to 4"),
-        ({IDS: [0, 1, 2, 3]}, "have to be 3"),
+        ({IDS: [0, 1, 2, 3]}, "3 distinct ones"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "only the target's last hidden state"),
         ({"sliding_window": 64}, "sliding window"),
         ({"sliding_window": 64, "layer_types": ["sliding_attention"]}, "sliding window"),
@@ -161,7 +161,7 @@ def test_other_drafters(other: Any, changes: dict[str, Any], words: str) -> None
     [
         ("d2t", None, 'no "d2t"'),
         ("fc.weight", None, "EAGLE drafter"),
-        ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "made for another target"),
+        ("fc.weight", torch.zeros(HIDDEN, HIDDEN), "belongs to another target"),
         ("fc.bias", torch.zeros(HIDDEN), 'biases in "fc"'),
         ("mask_hidden", torch.zeros(3 * HIDDEN), "parallel drafting"),
     ],
