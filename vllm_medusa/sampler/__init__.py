@@ -9,7 +9,7 @@ in `dispatch`, `launch` and `kernel`); its option, `config.AcceptanceConfig`; wh
 """
 
 from vllm_medusa.sampler.draw import Draw, draw_exponential, draw_splitmix, truncate_logits
-from vllm_medusa.sampler.greedy import greedy_verdict
+from vllm_medusa.sampler.greedy import greedy_verdict, greedy_walk
 from vllm_medusa.sampler.lossless import NodeSampler, lossless_walk
 from vllm_medusa.sampler.path import (
     NO_TOKEN,
@@ -33,6 +33,7 @@ __all__ = [
     "draw_exponential",
     "draw_splitmix",
     "greedy_verdict",
+    "greedy_walk",
     "lossless_walk",
     "path_to_node",
     "select_verdict",

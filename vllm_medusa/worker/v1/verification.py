@@ -17,7 +17,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_medusa.sampler import Verdict, greedy_verdict, lossless_walk
+from vllm_medusa.sampler import Verdict, greedy_walk, lossless_walk
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.worker.requests import TypicalRule
 from vllm_medusa.worker.v1.history import PathHistory
@@ -58,10 +58,7 @@ class TreeVerifier:
             plain = one_row_each(_without(metadata, discarded))
             return None, self.sampler(logits=logits, sampling_metadata=plain)
         if typical is None and _is_plain_greedy(metadata):
-            # numpy's argmax takes a tenth of the time of torch's; the first of equals in both
-            argmax = torch.from_numpy(logits.to(torch.float32).numpy().argmax(1))
-            argmax = argmax[step.row_of_node]
-            return _finish(greedy_verdict(step.tree, step.token_ids, argmax), None)
+            return _finish(greedy_walk(logits, step.cu_nodes, step.tree, step.token_ids), None)
         return self._walk(logits, step, metadata, typical, discarded)
 
     def _walk(
