@@ -14,11 +14,13 @@ from vllm_medusa.proposer.build import build_tree, fill_tree
 from vllm_medusa.proposer.choices import Choices, read_choices, read_choices_sharded
 from vllm_medusa.proposer.dispatch import propose, propose_sharded
 from vllm_medusa.proposer.drafts import source_on, tensors_on
+from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.sharded import VocabShard
 from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, StagedStep, Stages
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker import compat, sharding
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.target import adapted_heads, adapters_left_out, store_target_rows
@@ -63,6 +65,7 @@ class MedusaDrafter:
     """Named in the speculative config as the custom proposer class; vLLM instantiates it."""
 
     heads: AnyHeads
+    beam: HydraBeam | None = None  # in place of ``heads``
     tree: TreeTensors | None = None
     scratch = 0
     stages: Stages | None = None  # None: all heads run at once
@@ -116,9 +119,11 @@ class MedusaDrafter:
         rows = None
         if shard is not None and not heads.shared_lm_head:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
-        self.heads = arranged(heads, self.device, rows)
-        self.stages = self._stages_of(heads)
         self._embed = target_embedding(target_model) if info.is_hydra else None
+        self.beam = self._beam_of(heads)
+        if self.beam is None:
+            self.heads = arranged(heads, self.device, rows)
+            self.stages = self._stages_of(heads)
         compat.logger.info(
             "Loaded %d of %d %s heads (format %s); %s %d draft nodes%s.",
             heads.num_heads,
@@ -137,7 +142,7 @@ class MedusaDrafter:
         buffers, including those of the runner's draft model.
         """
         module = nn.Module()
-        heads = None if self.options.heads is None else self.heads
+        heads = getattr(self, "heads", None)
         if isinstance(heads, nn.Module):  # CPUs, which never sleep, pack theirs
             for name, tensor in [*heads.named_parameters(), *heads.named_buffers()]:
                 module.register_buffer(name.replace(".", "_"), tensor.detach())
@@ -155,6 +160,10 @@ class MedusaDrafter:
     ) -> DraftTrees:
         """See `trees.Drafter`; a static tree is drafted whole."""
         step: MedusaStep | StagedStep | HydraStep
+        if self.beam is not None:
+            assert isinstance(self._source, Beam)
+            found = self.beam.draft(states, root, self._source, num_nodes, max_depth, limit)
+            return found or DraftTrees.roots(len(root), num_nodes, root.device)
         if self._embed is not None:
             assert isinstance(self.heads, HydraHeads | PackedHydra)
             step = HydraStep(
@@ -196,6 +205,21 @@ class MedusaDrafter:
         with adapters_left_out(self._adapted):
             logits: Tensor = getattr(self._target, name)(rows)
         return logits
+
+    def _beam_of(self, heads: MedusaHeads) -> HydraBeam | None:
+        """Hydra heads with dynamic trees on one rank of CPUs, if the kernel serves them."""
+        if (
+            self.device.type != "cpu"
+            or not isinstance(heads, HydraHeads)
+            or self._shard is not None
+            or self.tree is not None
+        ):
+            return None
+        embedding, source = getattr(self._embed, "weight", None), self._source
+        assert isinstance(source, Beam)
+        if embedding is None or not HydraBeam.serves(heads, embedding, source):
+            return None
+        return HydraBeam(heads, embedding, self._sharpness, self._soft_cap)
 
     def _stages_of(self, heads: MedusaHeads) -> Stages | None:
         """How packed heads may skip the deep ones."""
