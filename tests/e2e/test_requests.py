@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_medusa.worker.v1.worker import BACKEND
+from vllm_medusa.worker.cpu_attention import TreeAttentionBackend
 
 pytestmark = pytest.mark.engine
 
@@ -112,7 +112,7 @@ def test_plain_after_trees_without_clean_up(
     stop(start(chaotic_llama, medusa(random_heads, TREE)))
     monkeypatch.setattr(AttentionBackendEnum, "clear_override", lambda self: None)
     with recorded_steps() as steps, engine(chaotic_llama) as llm:
-        assert AttentionBackendEnum.CPU_ATTN.get_path() == BACKEND
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is TreeAttentionBackend
         assert differing(reference.completions, run(llm, reference)) == []
     assert steps == []
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.attention import gather_tokens
 from support.eagle import Eagle3
 from support.runner import ON_V2
 from vllm_medusa.proposer.choices import Choices
-from vllm_medusa.scorer.layout import gather_tokens
 from vllm_medusa.worker import eagle_trees
 from vllm_medusa.worker.eagle_trees import EagleTrees
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.attention import visible_keys
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
-from vllm_medusa.scorer.reference import attention_reference, visible_keys
+from vllm_medusa.scorer.reference import attention_reference
 from vllm_medusa.tree.packing import dense_ancestors, num_words, pack_ancestors
 
 NAN = float("nan")
@@ -64,24 +65,21 @@ class Case:
         return sum(r.rows for r in self.requests)
 
     def run(self, attention=paged_tree_attention, dtype: torch.dtype | None = None, **changes):
-        """(out, lse), both NaN before the call."""
+        """The output, NaN before the call."""
         out = torch.full_like(self.query, NAN, dtype=dtype or self.query.dtype)
-        lse = torch.full(self.query.shape[:2], NAN, dtype=dtype or torch.float32)
-        lse = lse.to(self.query.device)
         space = self.batch.workspace
         if space is not None:
             space.values.fill_(NAN)
             space.lse.fill_(NAN)
         caches = (self.key_cache, self.value_cache)
-        options = {**self.options, "scale": self.scale, "batch": self.batch, "lse": lse, **changes}
+        options = {**self.options, "scale": self.scale, "batch": self.batch, **changes}
         result = attention(self.query, *caches, out=out, **options)
         assert result is out
-        return out, lse
+        return out
 
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """(out, lse) in fp64 by the reference, from parents and slots: nothing of ``batch``."""
+    def expected(self) -> Tensor:
+        """The output in fp64 by the reference, from parents and slots: nothing of ``batch``."""
         out = torch.full_like(self.query, NAN, dtype=torch.float64)
-        lse = torch.full_like(out[..., 0], NAN)
         row, options = 0, self.options
         for b, request in enumerate(self.requests):
             if request.rows == 0:
@@ -98,7 +96,7 @@ class Case:
                 )
             )
             seen = visible_keys(request.context, parents, options["window"]).to(keys.device)
-            out[rows], lse[rows] = attention_reference(
+            out[rows] = attention_reference(
                 self.query[rows],
                 keys,
                 values,
@@ -107,7 +105,7 @@ class Case:
                 options["softcap"],
                 options["sinks"],
             )
-        return out, lse
+        return out
 
     def tokens(self, b: int, cache: Tensor, scale: Tensor | None) -> Tensor:
         """A request's tokens in ``cache``, in order: fp64 [context + rows, Hkv, D]."""
@@ -116,35 +114,26 @@ class Case:
         found = raw[slots // size, slots % size].view(cache.dtype).double()
         return found if scale is None else found * scale.double()
 
-    def differences(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
-        """Largest differences to the reference of an output and an LSE.
+    def difference(self, out: Tensor) -> float:
+        """Largest difference of an output to the reference.
 
         Rows of no request must be as they were.
         """
-        return self._differences(out, lse, *self.expected())
+        return self._difference(out, self.expected())
 
-    def differences_to_torch(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
+    def difference_to_torch(self, out: Tensor) -> float:
         """To the twin in torch, which reads ``batch``: for batches that no requests make."""
-        return self._differences(out, lse, *self.run(paged_tree_attention_torch, torch.float64))
+        return self._difference(out, self.run(paged_tree_attention_torch, torch.float64))
 
-    def _differences(
-        self, out: Tensor, lse: Tensor, expected: Tensor, expected_lse: Tensor
-    ) -> tuple[float, float]:
+    def _difference(self, out: Tensor, expected: Tensor) -> float:
         rows = self.num_rows
         assert expected[:rows].isfinite().all()
         assert out[rows:].isnan().all()
-        assert lse[rows:].isnan().all()
-        assert torch.equal(lse[:rows].isneginf(), expected_lse[:rows].isneginf())
-        finite = ~expected_lse[:rows].isneginf()
-        off = (lse[:rows].double() - expected_lse[:rows])[finite]
-        return _largest(out[:rows].double() - expected[:rows]), _largest(off)
+        difference = out[:rows].double() - expected[:rows]
+        return difference.abs().amax().item() if difference.numel() else 0.0
 
     def with_batch(self, **changes: Any) -> Case:
         return replace(self, batch=replace(self.batch, **changes))
-
-
-def _largest(difference: Tensor) -> float:
-    return difference.abs().amax().item() if difference.numel() else 0.0
 
 
 def random_parents(rows: int, nodes: int, shape: str, generator: torch.Generator) -> list[int]:

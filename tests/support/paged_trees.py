@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from support.attention import gather_tokens, visible_keys
 from vllm_medusa.scorer.cpu import AttentionPlan, plan_trees
-from vllm_medusa.scorer.layout import CacheLayout, gather_tokens
-from vllm_medusa.scorer.reference import attention_reference, visible_keys
+from vllm_medusa.scorer.layout import CacheLayout
+from vllm_medusa.scorer.reference import attention_reference
 from vllm_medusa.tree.batch import TreeBatch
 
 
@@ -49,7 +50,7 @@ class Case:
         """Write the reference's rows to ``out``, in fp64; nothing of ``meta`` is read."""
         for parents, slots, row in zip(self.parents, self.slots, self.starts.tolist(), strict=True):
             count = len(parents)
-            out[row : row + count], _ = attention_reference(
+            out[row : row + count] = attention_reference(
                 self.query[row : row + count],
                 *gather_tokens(self.kv_cache, self.isa, slots),
                 visible_keys(len(slots) - count, parents, self.window),

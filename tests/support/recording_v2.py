@@ -9,10 +9,10 @@ import torch
 
 from support.ranks import Recording
 from support.triton_on_cpu import prepare
-from vllm_medusa.worker.v2.worker import MedusaCPUWorker
+from vllm_medusa.worker.v2.worker import MedusaWorker
 
 
-class RecordingWorker(Recording, MedusaCPUWorker):
+class RecordingWorker(Recording, MedusaWorker):
     """Records every decision; drafts, draws or logits can be interfered with."""
 
     def init_device(self) -> None:

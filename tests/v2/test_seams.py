@@ -42,7 +42,7 @@ if ON_V2:
     from vllm_medusa.tree.drafts import DraftTrees
     from vllm_medusa.worker.cuda_graphs import tree_sizes
     from vllm_medusa.worker.drafting import MedusaDrafter
-    from vllm_medusa.worker.options import CPU_WORKER, V2_CPU_WORKER, EngineOptions, is_medusa
+    from vllm_medusa.worker.options import V1_WORKER, V2_WORKER, EngineOptions, is_medusa
     from vllm_medusa.worker.v2 import sampler as sampler_module
     from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
     from vllm_medusa.worker.v2.sampler import TreeSampler
@@ -87,7 +87,7 @@ def test_the_runner_is_the_one_vllm_would_take(
     spec = trees.speculative_config
     assert plain.use_v2_model_runner == trees.use_v2_model_runner == on_v2
     assert isinstance(spec, TreeSpeculativeConfig) == on_v2
-    assert trees.parallel_config.worker_cls == (V2_CPU_WORKER if on_v2 else CPU_WORKER)
+    assert trees.parallel_config.worker_cls == (V2_WORKER if on_v2 else V1_WORKER)
     assert is_medusa(spec) and spec.num_speculative_tokens == len(TREE)
 
 

@@ -134,8 +134,8 @@ OVERRIDES = {
         "get_grammar_bitmask",
     },
     "TreeAsyncScheduler": {"update_from_output", "_update_after_schedule"},
-    "WithTrees": {"sample_tokens", "load_model", "compile_or_warm_up_model"},
-    "DepthLogging": {"__init__", "observe", "log"},
+    "MedusaWorker": {"sample_tokens", "load_model", "compile_or_warm_up_model"},
+    "DepthLogging": {"__init__", "observe"},
 }  # fmt: skip
 FREE = {"__init__", "__post_init__"}  # called by us, or with keywords of ours
 

@@ -85,13 +85,6 @@ def _plan(
     window: int | None,
     depths: Tensor | None,
 ) -> AttentionPlan:
-    if window is not None and window < 1:
-        raise ValueError(f"sliding window is {window}; it must be at least 1, or None for none")
-    if num_heads % layout.num_kv_heads:
-        raise ValueError(
-            f"{num_heads} query heads do not fold onto {layout.num_kv_heads} key heads; "
-            "the first number must be a multiple of the second"
-        )
     if layout.head_size % 16 or layout.block_size % 16:
         raise ValueError(
             f"head size {layout.head_size} and block size {layout.block_size} must be multiples of "

@@ -41,8 +41,8 @@ MAX_HEAD_SIZE = 256
 class SplitWorkspace:
     """Memory for partial results: for every row, head and part one normalised output and its LSE.
 
-    Made once and reused by every layer and step. A context attended by other means can be merged
-    in the same way: the LSE are natural logarithms of the sum of exp(logit), sinks left out.
+    Made once and reused by every layer and step. The LSE are
+    natural logarithms of the sum of exp(logit), sinks left out.
     """
 
     values: Tensor  # fp32 [capacity * head_size]
@@ -145,7 +145,6 @@ def check_arguments(
     out: Tensor,
     window: int | None,
     sinks: Tensor | None,
-    lse: Tensor | None,
 ) -> None:
     """Validate arguments of `dispatch.paged_tree_attention`; reads shapes and strides only."""
     rows, heads, dim = query.shape
@@ -157,6 +156,5 @@ def check_arguments(
     assert out.shape == query.shape and query.stride(2) == out.stride(2) == 1
     assert window is None or window >= 1, window
     assert sinks is None or sinks.shape == (heads,), sinks
-    assert lse is None or (lse.shape == (rows, heads) and lse.is_contiguous())
     if batch.workspace is not None:
         assert batch.num_splits <= batch.workspace.max_splits(rows, heads, dim), batch.num_splits

@@ -1,39 +1,9 @@
-"""Tree attention written to be read, in fp64: from queries, keys, values and parents.
-
-It shares no metadata with the fast paths: what a node sees is found by following its parents, so
-that an error in packed bits, depths, tables or plans shows as a difference.
-"""
+"""Attention written to be read, in fp64, from queries, keys, values and what each row sees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-
-
-def visible_keys(context: int, parents: Sequence[int], window: int | None = None) -> Tensor:
-    """Which keys each row of one request sees: bool [n, context + n].
-
-    Args:
-        context: tokens before the rows; their keys come first.
-        parents: of each row, -1 for the root; ``range(-1, n - 1)`` for rows that are no tree.
-        window: keys at positions > p - window are seen from position p; None for all.
-
-    """
-    seen = torch.zeros(len(parents), context + len(parents), dtype=torch.bool)
-    seen[:, :context] = True
-    depths: list[int] = []
-    for row, parent in enumerate(parents):
-        depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        node = row
-        while node >= 0:
-            seen[row, context + node] = True
-            node = parents[node]
-    if window is not None:
-        own = context + torch.tensor(depths)  # positions: siblings share one
-        seen &= torch.cat((torch.arange(context), own)) > own.unsqueeze(1) - window
-    return seen
 
 
 def attention_reference(
@@ -44,13 +14,10 @@ def attention_reference(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,  # [Hq]
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Attend the rows of one request to the keys that they see; others may be NaN.
 
-    Returns:
-        fp64 [n, Hq, D], 0 for a row that sees nothing, and log(sum(exp(logits))) fp64 [n, Hq],
-        sinks included.
-
+    Returns fp64 [n, Hq, D], 0 for a row that sees nothing.
     """
     used = seen.any(0)
     group = query.shape[1] // keys.shape[1]
@@ -64,4 +31,4 @@ def attention_reference(
         total = torch.logaddexp(total, sinks.double())
     shift = total.masked_fill(total == float("-inf"), 0.0)
     weights = torch.exp(logits - shift.unsqueeze(2))
-    return torch.einsum("nhl,lhd->nhd", weights, values), total
+    return torch.einsum("nhl,lhd->nhd", weights, values)

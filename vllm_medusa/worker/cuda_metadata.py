@@ -189,11 +189,6 @@ class _Trees:
         """N, root included."""
         return self.depths.shape[1]
 
-    @property
-    def group(self) -> int:
-        """Query heads of one key head: rows of the kernel for each row of a request."""
-        return self.shape.num_heads // self.shape.kv_heads
-
     def bound(self, max_query_len: int) -> int:
         """An upper bound of rows per request with only two values, for trees and for prefill.
 
@@ -201,7 +196,8 @@ class _Trees:
         """
         if max_query_len <= self.num_nodes:
             return self.num_nodes
-        return max(max_query_len, -(-LARGEST_BLOCK_M // self.group))
+        group = self.shape.num_heads // self.shape.kv_heads  # rows of the kernel for each row
+        return max(max_query_len, -(-LARGEST_BLOCK_M // group))
 
     def write(self, tree: TreeBatch) -> None:
         """Copy a step's trees into the buffers that CUDA graphs read."""

@@ -16,7 +16,7 @@ from vllm_medusa.proposer.dispatch import propose, propose_sharded
 from vllm_medusa.proposer.drafts import source_on, tensors_on
 from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.sharded import VocabShard
-from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, StagedStep, Stages
+from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, Stages
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
@@ -159,11 +159,11 @@ class MedusaDrafter:
         min_survival: float | None = None,
     ) -> DraftTrees:
         """See `trees.Drafter`; a static tree is drafted whole."""
-        step: MedusaStep | StagedStep | HydraStep
         if self.beam is not None:
             assert isinstance(self._source, Beam)
             found = self.beam.draft(states, root, self._source, num_nodes, max_depth, limit)
             return found or DraftTrees.roots(len(root), num_nodes, root.device)
+        step: MedusaStep | HydraStep
         if self._embed is not None:
             assert isinstance(self.heads, HydraHeads | PackedHydra)
             step = HydraStep(
@@ -171,11 +171,17 @@ class MedusaDrafter:
             )
         else:
             assert not isinstance(self.heads, PackedHydra)
-            step = MedusaStep(self.heads, states, self._lm_head, self._sharpness, self._read)
+            step = MedusaStep(
+                self.heads,
+                states,
+                self._lm_head,
+                self._sharpness,
+                self._read,
+                None if min_survival is None else self.stages,
+                max_depth,
+                min_survival or 0.0,
+            )
         if self.tree is None:
-            if min_survival is not None and self.stages is not None:
-                assert isinstance(step, MedusaStep)
-                step = StagedStep(step, self.stages, max_depth, min_survival)
             return build_tree(step, self._source, root, num_nodes, max_depth, limit)
         if isinstance(step, HydraStep):
             assert isinstance(self.options.tree, TokenTree)

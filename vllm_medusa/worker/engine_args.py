@@ -33,17 +33,17 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
         if method != METHOD and not (method in EAGLE and "tree" in asked):
             _refuse_lost_keys(asked, method)
             return original(self, target_model_config, target_parallel_config)
-        from vllm_medusa.worker.eagle import prepare_eagle
+        from vllm_medusa.worker.eagle import config_of_eagle
         from vllm_medusa.worker.metrics import install_metrics
-        from vllm_medusa.worker.options import prepare
+        from vllm_medusa.worker.options import config_of_heads, prepare
         from vllm_medusa.worker.requests import install_request_check
         from vllm_medusa.worker.stopping import install_stopping
 
         install_request_check()
         install_metrics()
         install_stopping()
-        make = prepare if method == METHOD else prepare_eagle
-        return make(self, original, target_model_config, target_parallel_config)
+        make = config_of_heads if method == METHOD else config_of_eagle
+        return prepare(self, original, target_model_config, target_parallel_config, make)
 
     return create_speculative_config
 
@@ -74,7 +74,9 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             config = original(self, *args, **kwargs)
         except ValueError as error:
-            if not (self.enable_lora and _CROWDED in str(error) and _asks_for_medusa(self)):
+            if not (self.enable_lora and _CROWDED in str(error)):
+                raise
+            if METHOD not in (self.spec_method, (self.speculative_config or {}).get("method")):
                 raise
             _leave_room_for_adapters(self)
             config = original(self, *args, **kwargs)
@@ -89,10 +91,6 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return create_engine_config
-
-
-def _asks_for_medusa(engine_args: Any) -> bool:
-    return METHOD in (engine_args.spec_method, (engine_args.speculative_config or {}).get("method"))
 
 
 def _leave_room_for_adapters(engine_args: Any) -> None:
@@ -146,30 +144,22 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
     """Merge the flag into ``--speculative-config``; conflicting flags are refused."""
     config = _mapping(getattr(args, "speculative_config", None))
-    named = {
-        "--spec-model": getattr(args, "spec_model", None),
-        "--speculative-config['model']": config.get("model"),
-    }
-    methods = {
-        "--spec-method": getattr(args, "spec_method", None),
-        "--speculative-config['method']": config.get("method"),
-    }
-    for flag, value in named.items():
+    by_flag, by_config = getattr(args, "spec_method", None), config.get("method")
+    for flag, value in (
+        ("--spec-model", getattr(args, "spec_model", None)),
+        ("--speculative-config['model']", config.get("model")),
+        ("--spec-method", None if by_flag == METHOD else by_flag),
+        ("--speculative-config['method']", None if by_config == METHOD else by_config),
+    ):
         if value is not None:
             raise MedusaConfigError(
-                f"--speculative-model {heads} and {flag} = {value} both name the draft; "
-                "give one of them."
+                f"--speculative-model {heads} and {flag} = {value!r} exclude each other. Drop one "
+                "of them; the draft of another method is given with --spec-model."
             )
-    for flag, value in methods.items():
-        if value not in (None, METHOD):
-            raise MedusaConfigError(
-                f"--speculative-model {heads} asks for Medusa heads, but {flag} is {value!r}. "
-                f"Drop {flag}, or give that method's draft with --spec-model."
-            )
+    if by_flag or by_config:
+        return {**config, "model": heads} | ({} if by_flag else {"method": METHOD})
     from vllm_medusa.heads.eagle import drafter_method  # torch is slow
 
-    if any(methods.values()):  # the command line names it
-        return {**config, "model": heads} | ({} if methods["--spec-method"] else {"method": METHOD})
     method = drafter_method(heads)
     own = {"method": METHOD} if method is None else {"method": method, "tree": "dynamic"}
     return {**own, **config, "model": heads}

@@ -41,11 +41,6 @@ def test_words_are_as_wide_as_every_address_and_stride_allows():
 
 
 def test_refused():
-    cache = torch.zeros(4, 2, 3)
-    with pytest.raises(ValueError, match="Describe layers of one form at a time"):
-        LayerCaches.of([cache, cache.double()], (0, 1))
-    with pytest.raises(ValueError, match=r"\(4, 2, 3\).*another.*\(4, 2, 4\)"):
-        LayerCaches.of([torch.zeros(4, 2, 4), cache], (0, 1))
     scattered = torch.zeros(2, 9, 3, 9, 5, 4, 7).permute(1, 5, 0, 2, 4, 3, 6)[:, :, :, :, :, 0]
     with pytest.raises(ValueError, match="3 strides; at most 2"):
         LayerCaches.of([scattered], (0, 1))

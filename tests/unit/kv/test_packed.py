@@ -1,8 +1,9 @@
 import pytest
 import torch
+from support.attention import gather_tokens
 
 from vllm_medusa.kv.packed import compact_packed
-from vllm_medusa.scorer.layout import CacheLayout, gather_tokens
+from vllm_medusa.scorer.layout import CacheLayout
 
 SLOTS = torch.tensor([[20, 21, 22, 23, 24, 25], [99, 98, 97, 96, 0, 0], [50, 51, 52, 53, 54, 55]])
 NODES = torch.tensor([[0, 2, 5], [0, 3, 3], [0, 0, 0]])

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,9 +108,9 @@ def test_control_drafts_taken_unchecked_are_noticed():
 
 
 @settings(max_examples=100)
-@given(case=cases, seed=st.integers(0, 2**31), early_exit=st.booleans())
-def test_follows_the_samples(case, seed, early_exit):
-    """Any samples, different at every visit: the walk is the plain loop, with early exit or not."""
+@given(case=cases, seed=st.integers(0, 2**31))
+def test_follows_the_samples(case, seed):
+    """Any samples, different at every visit: the walk is the plain loop."""
     torch.manual_seed(seed)
     levels = case.tree.max_depth + 1
     samples = torch.randint(0, case.vocab_size, (levels, case.batch_size))
@@ -121,7 +120,7 @@ def test_follows_the_samples(case, seed, early_exit):
         calls.append(active.clone())
         return torch.where(active, samples[level], 0)  # a token that may match: must be ignored
 
-    verdict = lossless_walk(case.tree, case.token_ids, sample, early_exit)
+    verdict = lossless_walk(case.tree, case.token_ids, sample)
     for b in range(case.batch_size):
         drawn = iter(samples[:, b].tolist())
         nodes, emitted = case.walk(b, lambda node, drawn=drawn: next(drawn))
@@ -130,16 +129,10 @@ def test_follows_the_samples(case, seed, early_exit):
         assert int(verdict.path.num_accepted[b]) == len(nodes) - 1
         assert int(verdict.path.last_node[b]) == nodes[-1]
         assert sum(int(active[b]) for active in calls) == len(emitted)  # one draw per token
-    if early_exit:
-        assert all(bool(active.any()) for active in calls)
-    else:
-        assert len(calls) == levels
+    assert all(bool(active.any()) for active in calls)
 
 
-@pytest.mark.parametrize("early_exit", [False, True])
-def test_no_draft_at_all_is_plain_decoding(early_exit):
+def test_no_draft_at_all_is_plain_decoding():
     tree = TreeBatch.from_static(TreeTensors.from_tree(TREE), torch.tensor([1, 1]))
-    verdict = lossless_walk(
-        tree, TOKENS.expand(2, -1), lambda *_: torch.tensor([2, 1]), early_exit=early_exit
-    )
+    verdict = lossless_walk(tree, TOKENS.expand(2, -1), lambda *_: torch.tensor([2, 1]))
     assert verdict.output_token_ids.tolist() == [[2, -1, -1], [1, -1, -1]]

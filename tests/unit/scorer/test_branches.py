@@ -40,7 +40,7 @@ def test_levels_of_the_paged_form() -> None:
     size, queries, requests = 66, 22, 2
     case = make_paged([tree(size, 40), tree(size, 3)], heads=(2, 1))
     seen = unpack_ancestors(case.batch.ancestor_bits, size)
-    expected = case.expected()[0].unflatten(0, (requests, size))
+    expected = case.expected().unflatten(0, (requests, size))
     query = case.query.unflatten(0, (requests, size))
     branches, places = PagedBranches.allocate(3, size + 6, "cpu"), set()
     cu = torch.arange(0, 3 * queries, queries, dtype=torch.int32)
@@ -49,11 +49,11 @@ def test_levels_of_the_paged_form() -> None:
         lengths = (case.batch.seq_lens - size + end).int()
         batch = branches.batch(seen[:, rows, :end], cu, lengths, case.batch.block_table, queries)
         level = replace(case, query=query[:, rows].flatten(0, 1), batch=batch)
-        out, _ = level.run(paged_tree_attention_torch, torch.float64)
+        out = level.run(paged_tree_attention_torch, torch.float64)
         torch.testing.assert_close(out.unflatten(0, (requests, queries)), expected[:, rows])
         places.add((batch.ancestor_bits.data_ptr(), batch.depths.data_ptr()))
         if end > queries:
             wrong = level.with_batch(rows_before=0)
-            out, _ = wrong.run(paged_tree_attention_torch, torch.float64)
+            out = wrong.run(paged_tree_attention_torch, torch.float64)
             assert not torch.allclose(out.unflatten(0, (requests, queries)), expected[:, rows])
     assert len(places) == 1

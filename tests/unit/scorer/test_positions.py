@@ -34,6 +34,6 @@ def test_written_rows_equal_a_loop_and_others_stay(cases, gap, wide):
         tree.depths,
         tree.cu_num_nodes,
         total,
-        torch.tensor(starts, dtype=torch.int32) if gap else None,
+        torch.tensor(starts, dtype=torch.int32),
     )
     assert torch.equal(positions, expected)

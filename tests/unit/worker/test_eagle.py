@@ -21,8 +21,8 @@ from vllm_medusa.config import EagleConfig, MedusaConfigError
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.worker.eagle import check_captured_layers, check_vocabulary
 from vllm_medusa.worker.options import (
-    CPU_WORKER,
     EITHER_SCHEDULER,
+    V1_WORKER,
     EngineOptions,
     is_for_v2,
     is_medusa,
@@ -99,7 +99,7 @@ def test_what_the_engine_runs_with(
     scratch = beam[0] * (beam[2] - 1)
     assert made.num_lookahead_tokens == speculative.num_speculative_tokens == max(most, scratch)
     assert is_medusa(speculative) and speculative.method == "eagle3"
-    assert made.parallel_config.worker_cls == CPU_WORKER
+    assert made.parallel_config.worker_cls == V1_WORKER
     assert made.scheduler_config.scheduler_cls == EITHER_SCHEDULER
 
 
@@ -108,7 +108,7 @@ def test_without_a_tree_it_is_vllms(target: str, drafter: Path) -> None:
     args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=asked)
     made = args.create_engine_config()
     assert not is_medusa(made.speculative_config)
-    assert made.parallel_config.worker_cls != CPU_WORKER
+    assert made.parallel_config.worker_cls != V1_WORKER
     assert not made.additional_config and not made.scheduler_config.scheduler_cls
 
 

@@ -18,7 +18,7 @@ from vllm_medusa.tree import TokenTree, load_preset
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.tree.presets import DEFAULT_TREE
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.options import CPU_WORKER, DRAFTER, EngineOptions
+from vllm_medusa.worker.options import DRAFTER, V1_WORKER, EngineOptions
 
 TREE = [[0], [0, 0], [1]]
 
@@ -87,15 +87,15 @@ def test_the_flag_beside_other_options(parse, heads):
     assert (found.acceptance.mode, found.acceptance.epsilon) == ("typical", 0.2)
     spec = config.speculative_config
     assert (spec.method, spec.model, spec.num_speculative_tokens) == ("custom_class", DRAFTER, 20)
-    assert config.parallel_config.worker_cls == CPU_WORKER
+    assert config.parallel_config.worker_cls == V1_WORKER
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--spec-model", "other"], ["--spec-model", "other", "give one of them"]),
-        (["--speculative-config", '{"model": "other"}'], ["['model']", "give one of them"]),
-        (["--spec-method", "ngram"], ["--spec-method is 'ngram'", "Drop --spec-method"]),
+        (["--spec-model", "other"], ["--spec-model = 'other'", "Drop one"]),
+        (["--speculative-config", '{"model": "other"}'], ["['model']", "Drop one"]),
+        (["--spec-method", "ngram"], ["--spec-method = 'ngram'", "Drop one"]),
         (["--speculative-config", '{"method": "eagle"}'], ["'eagle'", "Drop"]),
     ],
 )
@@ -191,7 +191,7 @@ def test_without_medusa_the_config_is_vllm_s_own(config, asked, monkeypatch):
     assert repr(hooked) == repr(stock)
     assert hooked.compute_hash() == stock.compute_hash()
     assert "medusa" not in (hooked.additional_config or {})
-    assert hooked.parallel_config.worker_cls == stock.parallel_config.worker_cls != CPU_WORKER
+    assert hooked.parallel_config.worker_cls == stock.parallel_config.worker_cls != V1_WORKER
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class TreeVerifier:
             history.extend(tokens)
             return tokens
 
-        verdict = lossless_walk(tree, step.token_ids, sample, early_exit=True)
+        verdict = lossless_walk(tree, step.token_ids, sample)
         logprobs = _by_request(levels) if levels else None
         if choice is not None:
             verdict = choice.merge(verdict)
@@ -128,11 +128,8 @@ def _without(metadata: SamplingMetadata, discarded: list[int]) -> SamplingMetada
 
 def _by_request(levels: list[LogprobsTensors]) -> LogprobsTensors:
     """L levels of [B, ...] -> [B, L, ...]."""
-    return LogprobsTensors(
-        torch.stack([level.logprob_token_ids for level in levels], 1),
-        torch.stack([level.logprobs for level in levels], 1),
-        torch.stack([level.selected_token_ranks for level in levels], 1),
-    )
+    parts = zip(*(level[:3] for level in levels), strict=True)
+    return LogprobsTensors(*(torch.stack(part, 1) for part in parts))
 
 
 def _finish(verdict: Verdict, logprobs: LogprobsTensors | None) -> tuple[Verdict, SamplerOutput]:
@@ -140,9 +137,5 @@ def _finish(verdict: Verdict, logprobs: LogprobsTensors | None) -> tuple[Verdict
     columns = int(verdict.path.num_accepted.max()) + 1
     tokens = verdict.output_token_ids[:, :columns].to(torch.int32)
     if logprobs is not None:
-        logprobs = LogprobsTensors(
-            logprobs.logprob_token_ids[:, :columns].flatten(0, 1),
-            logprobs.logprobs[:, :columns].flatten(0, 1),
-            logprobs.selected_token_ranks[:, :columns].flatten(0, 1),
-        )
+        logprobs = LogprobsTensors(*(part[:, :columns].flatten(0, 1) for part in logprobs[:3]))
     return verdict, SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
