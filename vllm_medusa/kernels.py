@@ -28,9 +28,11 @@ def cpu_library() -> Any:
     parts = (
         "vectors.h",
         "scorer/attention.cpp",
+        "scorer/trees.cpp",
         "proposer/choices.cpp",
         "proposer/hydra.cpp",
         "sampler/greedy.cpp",
+        "kv/packed.cpp",
     )
     source = "\n".join((Path(__file__).parent / part).read_text() for part in parts)
     try:

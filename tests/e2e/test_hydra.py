@@ -18,6 +18,7 @@ from support.runner import ON_V2, on_v1
 from support.spies import assert_told, mean_accepted, recorded_steps
 from vllm import LLM, SamplingParams
 
+from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.steps import HydraStep
 from vllm_medusa.worker.drafting import MedusaDrafter
 
@@ -48,13 +49,23 @@ def test_another_map_costs_acceptance(
 ) -> None:
     """A negative control: the rows belong to other tokens than those in the map."""
     kind, llm = running
-    choose, asked = MedusaDrafter._read, []
+    choose, draft, asked = MedusaDrafter._read, HydraBeam.draft, []
 
     def wrong(self: MedusaDrafter, logits: Any, *args: Any) -> Any:
         asked.append(logits.shape[-1])
         return choose(self, logits.roll(1, -1), *args)
 
+    def wrong_beam(self: HydraBeam, *args: Any) -> Any:
+        assert self.token_map is not None
+        asked.append(len(self.token_map))
+        kept = self.token_map.clone()
+        self.token_map.copy_(kept.roll(1))
+        found = draft(self, *args)
+        self.token_map.copy_(kept)
+        return found
+
     monkeypatch.setattr(MedusaDrafter, "_read", wrong)
+    monkeypatch.setattr(HydraBeam, "draft", wrong_beam)
     with recorded_steps() as steps:
         got = complete(llm, hydra_case.prompts, greedy(TOKENS))
     assert set(asked) == {KNOWN if kind == "dynamic" else VOCAB}
@@ -67,14 +78,23 @@ def test_another_map_costs_acceptance(
 def test_a_siblings_token_costs_acceptance(
     running: tuple[str, LLM], hydra_case: Fitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A negative control: each node's head is shown its neighbour's token."""
+    """A negative control: each node's head is shown its neighbour's token, or in a beam another."""
     kind, llm = running
-    expand = HydraStep.expand
+    expand, draft = HydraStep.expand, HydraBeam.draft
 
     def wrong(self: HydraStep, level: int, tokens: Any, *args: Any) -> Any:
         return expand(self, level, tokens if level == 0 else tokens.roll(1, 1), *args)
 
+    def wrong_beam(self: HydraBeam, states: Any, root: Any, *args: Any) -> Any:
+        kept, other = self._hydra.embedding, self._kept[0].roll(1, 0)
+        other[root] = self._kept[0][root]
+        self._hydra.embedding = other.data_ptr()
+        found = draft(self, states, root, *args)
+        self._hydra.embedding = kept
+        return found
+
     monkeypatch.setattr(HydraStep, "expand", wrong)
+    monkeypatch.setattr(HydraBeam, "draft", wrong_beam)
     with recorded_steps() as steps:
         got = complete(llm, hydra_case.prompts, greedy(TOKENS))
     for completion, result in zip(got, hydra_case.expected[kind], strict=True):

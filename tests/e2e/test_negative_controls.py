@@ -20,7 +20,7 @@ from support.runner import compaction, on_v1, sized
 from vllm import LLM
 
 from vllm_medusa.worker import cpu_attention
-from vllm_medusa.worker import trees as positions  # what looks them up
+from vllm_medusa.worker.trees import Trees
 
 pytestmark = pytest.mark.engine
 
@@ -59,7 +59,7 @@ def causal_mask(patch: Patch) -> None:
 
 def positions_by_slot(patch: Patch) -> None:
     """vLLM's own positions stay: node i stands i behind its root."""
-    patch.setattr(positions, "write_node_positions", lambda *args: None)
+    patch.setattr(Trees, "write_positions", lambda *args: None)
 
 
 def compaction_of_one_layer(patch: Patch) -> None:

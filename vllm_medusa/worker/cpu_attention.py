@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_medusa.kv.packed import compact_packed
+from vllm_medusa.kv.packed import PackedCaches
 from vllm_medusa.scorer.cpu import (
     AttentionPlan,
     kernel,
@@ -165,6 +165,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
     """One attention layer."""
 
     _layout: CacheLayout | None = None
+    group_caches: Any = None  # of `compact_group`, kept by a group's first layer
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -252,6 +253,12 @@ def compact_group(
     num_accepted: Tensor,  # int64 [B]
 ) -> None:
     """Move the accepted paths to contiguous slots in every layer of a KV cache group."""
-    group = (layers[name] for name in layer_names)
-    caches = ((layer.kv_cache, CacheLayout.of(layer.kv_cache, layer.isa)) for layer in group)
-    compact_packed(caches, slots, path_nodes, num_accepted)
+    first = layers[layer_names[0]]
+    known: tuple[Tensor, int, PackedCaches] | None = first.impl.group_caches
+    if known is None or known[0] is not first.kv_cache or known[1] != len(layer_names):
+        group = [layers[name] for name in layer_names]
+        caches = PackedCaches(
+            (layer.kv_cache, CacheLayout.of(layer.kv_cache, layer.isa)) for layer in group
+        )
+        known = first.impl.group_caches = (first.kv_cache, len(group), caches)
+    known[2].compact(slots, path_nodes, num_accepted)

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.paged_trees import random_tree_batch
 
+from vllm_medusa.scorer.cpu import write_positions
 from vllm_medusa.scorer.positions import ragged_rows, write_node_positions
 
 sizes_and_bases = st.lists(
@@ -37,3 +38,7 @@ def test_written_rows_equal_a_loop_and_others_stay(cases, gap, wide):
         torch.tensor(starts, dtype=torch.int32),
     )
     assert torch.equal(positions, expected)
+    if wide:
+        positions = torch.where(expected == -7, expected, 0)
+        write_positions(positions, torch.tensor(bases), tree, torch.tensor(starts))
+        assert torch.equal(positions, expected)
