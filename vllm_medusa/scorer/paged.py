@@ -26,7 +26,6 @@ block in use, or left behind by the window, may hold anything.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,15 +134,24 @@ class TreeBuffers:
             rows_before=rows_before,
         )
 
-    def level(self, seen: Tensor, *args: Any) -> PagedBatch:
-        """One level of a drafter's trees; ``args`` are those of `batch`. No host sync.
+    def level(
+        self,
+        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query sees
+        cu_query_lens: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        max_query_len: int,
+        num_splits: int = 1,
+        workspace: SplitWorkspace | None = None,
+    ) -> PagedBatch:
+        """One level of a drafter's trees; the rest as for `batch`. No host sync.
 
-        ``seen``, bool [B, queries, S], tells which of the S scratch nodes each query sees. The
-        nodes are their requests' own rows; the levels above the newest one are `rows_before`.
+        The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
         """
         (count, queries, size), bits = seen.shape, pack_ancestors(seen)
         self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
-        return self.batch(*args, rows_before=size - queries)
+        where, before = (cu_query_lens, seq_lens, block_table), size - queries
+        return self.batch(*where, max_query_len, num_splits, workspace, before)
 
 
 def check_arguments(
