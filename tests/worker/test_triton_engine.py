@@ -259,7 +259,7 @@ class TestDynamic(TestMistral):
 
         def spy(trees: Any, tree: TreeBatch) -> None:
             write(trees, tree)
-            depths.update(map(tuple, trees.depths[: tree.batch_size].tolist()))
+            depths.update(map(tuple, trees.buffers.depths[: tree.batch_size].tolist()))
 
         monkeypatch.setattr(cuda_metadata._Trees, "write", spy)
         with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:

@@ -90,39 +90,37 @@ class PagedBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class PagedBranches:
-    """Persistent buffers of the scratch nodes of all requests.
+class TreeBuffers:
+    """Persistent trees of all requests of a step: CUDA graphs read them where they lie."""
 
-    The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
-    """
-
-    ancestor_bits: Tensor  # int64 [most requests, S, W]
-    depths: Tensor  # int64 [most requests, S]; only used with windows
+    ancestor_bits: Tensor  # int64 [most requests, N, W]
+    depths: Tensor  # int64 [most requests, N]
     is_tree: Tensor  # bool [most requests]
 
     @classmethod
-    def allocate(cls, requests: int, size: int, device: torch.device | str) -> PagedBranches:
-        """For at most ``requests`` requests of ``size`` nodes."""
+    def allocate(
+        cls, requests: int, nodes: int, device: torch.device | str, *, is_tree: bool
+    ) -> TreeBuffers:
+        """For at most ``requests`` requests of ``nodes`` nodes."""
         with torch.inference_mode(False):  # else only inference mode could write to it
             return cls(
-                torch.zeros(requests, size, num_words(size), dtype=torch.int64, device=device),
-                torch.zeros(requests, size, dtype=torch.int64, device=device),
-                torch.ones(requests, dtype=torch.bool, device=device),
+                torch.zeros(requests, nodes, num_words(nodes), dtype=torch.int64, device=device),
+                torch.zeros(requests, nodes, dtype=torch.int64, device=device),
+                torch.full((requests,), is_tree, device=device),
             )
 
     def batch(
         self,
-        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query sees
         cu_query_lens: Tensor,  # int32 [B + 1]
-        seq_lens: Tensor,  # int32 [B], context and scratch
+        seq_lens: Tensor,  # int32 [B]
         block_table: Tensor,  # int32 [B, max_blocks]
-        most_queries: int,  # of a request, in any level
+        max_query_len: int,
         num_splits: int = 1,
         workspace: SplitWorkspace | None = None,
+        rows_before: int = 0,
     ) -> PagedBatch:
-        """One level; no host sync."""
-        (count, queries, size), bits = seen.shape, pack_ancestors(seen)
-        self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
+        """A step of the first requests; see `PagedBatch`."""
+        count = len(seq_lens)
         return PagedBatch(
             cu_query_lens=cu_query_lens,
             seq_lens=seq_lens,
@@ -130,11 +128,30 @@ class PagedBranches:
             is_tree=self.is_tree[:count],
             ancestor_bits=self.ancestor_bits[:count],
             depths=self.depths[:count],
-            max_query_len=most_queries,
+            max_query_len=max_query_len,
             num_splits=num_splits,
             workspace=workspace,
-            rows_before=size - queries,
+            rows_before=rows_before,
         )
+
+    def level(
+        self,
+        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query sees
+        cu_query_lens: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        max_query_len: int,
+        num_splits: int = 1,
+        workspace: SplitWorkspace | None = None,
+    ) -> PagedBatch:
+        """One level of a drafter's trees; the rest as for `batch`. No host sync.
+
+        The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
+        """
+        (count, queries, size), bits = seen.shape, pack_ancestors(seen)
+        self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
+        where, before = (cu_query_lens, seq_lens, block_table), size - queries
+        return self.batch(*where, max_query_len, num_splits, workspace, before)
 
 
 def check_arguments(

@@ -12,7 +12,7 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.heads import HydraHeads, MedusaHeads, PackedHeads, PackedHydra, load_heads
 from vllm_medusa.proposer.build import build_tree, fill_tree
 from vllm_medusa.proposer.choices import Choices, read_choices, read_choices_sharded
-from vllm_medusa.proposer.dispatch import propose, propose_sharded
+from vllm_medusa.proposer.dispatch import propose
 from vllm_medusa.proposer.drafts import source_on, tensors_on
 from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.sharded import VocabShard
@@ -187,10 +187,7 @@ class MedusaDrafter:
             assert isinstance(self.options.tree, TokenTree)
             return DraftTrees.static(self.tree, fill_tree(step, self.options.tree, root))
         logits, mapped = step.logits(self.tree.max_depth), self.heads.token_map
-        if self._shard is None:
-            return DraftTrees.static(self.tree, propose(logits, self.tree, mapped))
-        gather = sharding.all_gather
-        tokens = propose_sharded(logits, self.tree, self._shard, gather, mapped)
+        tokens = propose(logits, self.tree, mapped, self._shard, sharding.all_gather)
         return DraftTrees.static(self.tree, tokens)
 
     propose = draft  # vLLM asks its custom proposers for a method of this name

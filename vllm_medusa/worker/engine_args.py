@@ -11,7 +11,7 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker.overrides import override
 
 METHOD = "medusa"
-EAGLE = ("eagle", "eagle3")  # with a "tree"; without one they are vLLM's alone
+EAGLE_METHODS = ("eagle", "eagle3")  # with a "tree"; without one they are vLLM's alone
 _CROWDED = "Consider increasing max_num_batched_tokens"  # vLLM's error for adapters with drafts
 
 
@@ -30,7 +30,7 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
     ) -> Any:
         asked = _mapping(self.speculative_config)
         method = self.spec_method or asked.get("method")
-        if method != METHOD and not (method in EAGLE and "tree" in asked):
+        if method != METHOD and not (method in EAGLE_METHODS and "tree" in asked):
             _refuse_lost_keys(asked, method)
             return original(self, target_model_config, target_parallel_config)
         from vllm_medusa.worker.eagle import config_of_eagle

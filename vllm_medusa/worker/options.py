@@ -23,9 +23,9 @@ from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree import MAX_NODES, TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, MOST_DRAFTS, Beam, DynamicTree, widest_pool
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.engine_args import EAGLE_METHODS
 
 KEY = "medusa"
-EAGLE_METHODS = ("eagle", "eagle3")
 ASYNC_ON_V1 = (
     "async scheduling would schedule before the path is accepted on vLLM's V1 model runner. Switch "
     "it off, or take the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."

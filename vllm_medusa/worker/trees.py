@@ -38,8 +38,8 @@ class Drafter(Protocol):
     (`heads`, `heads.formats`), its step (`proposer.steps`, a `Marginal` or `Branching` of
     `proposer.build`), and its case in `drafting.MedusaDrafter`, `proposer.drafts.propose_tree` and
     `options._dynamic`. A drafter with a KV cache of its own is another class with this protocol,
-    like `eagle_trees.EagleTrees`: `engine_args` prepares its options, `options.is_medusa`
-    recognises it, `v1.worker` and `v2.speculator` choose its runner or speculator.
+    like `eagle_trees.EagleTrees`: a function like `eagle.config_of_eagle` makes its options,
+    `v1.worker` and `v2.speculator` choose its runner or speculator.
     """
 
     tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees

@@ -127,7 +127,7 @@ class Cases:
         given, mapped = logits.to(self.device), known.to(self.device)
         assert torch.equal(dispatch.propose(given, there, mapped).cpu(), expected)
         whole = VocabShard.of_rank(0, 6, 6)
-        drafts = dispatch.propose_sharded(given, there, whole, lambda keys: keys[None], mapped)
+        drafts = dispatch.propose(given, there, mapped, whole, lambda keys: keys[None])
         assert torch.equal(drafts.cpu(), expected)
 
     def test_a_prefix_of_the_tree(self):

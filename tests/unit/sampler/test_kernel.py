@@ -157,11 +157,11 @@ class Cases:
         nodes = self.walk(wrong, case.token_ids, targets).path.nodes
         assert not torch.equal(nodes, expected.path.nodes)
 
-    def accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor | None) -> Path:
-        given = None if score is None else score.to(self.device)
-        return self.kernel.accept_path(moved(tree, self.device), accepted.to(self.device), given)
+    def accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor) -> Path:
+        given = moved(tree, self.device), accepted.to(self.device), score.to(self.device)
+        return self.kernel.accept_path(*given)
 
-    def check_accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor | None) -> Path:
+    def check_accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor) -> Path:
         path = self.accept(tree, accepted, score)
         same_path(path, sampler.accept_path(tree, accepted, score))
         return path
@@ -174,7 +174,7 @@ class Cases:
             tree, shape = random_case(seed).tree, (random_case(seed).token_ids.shape)
             accepted = torch.rand(shape, generator=generator(seed)) < 0.8
             score = values[torch.randint(0, 8, shape, generator=generator(seed + 1))]
-            self.check_accept(tree, accepted, score if seed % 4 else None)
+            self.check_accept(tree, accepted, score)
 
     def test_infinity_ties_with_the_largest_number(self):
         """As `nan_to_num` has it; and nothing is below a NaN."""
@@ -194,18 +194,17 @@ class Cases:
             accepted = torch.ones(2, nodes, dtype=torch.bool)
             accepted[:, refused] = False
             self.check_accept(tree, accepted, score)
-            self.check_accept(tree, accepted, None)
 
     def test_a_missing_ancestor_bit_is_seen(self):
         """Negative control: node 66 hangs under node 65, whose refusal it must heed."""
         tree = static(SHAPES["chain"](70), [70])
-        accepted = torch.ones(1, 70, dtype=torch.bool)
+        accepted, score = torch.ones(1, 70, dtype=torch.bool), torch.zeros(1, 70)
         accepted[0, 65] = False
-        assert self.check_accept(tree, accepted, None).last_node.tolist() == [64]
+        assert self.check_accept(tree, accepted, score).last_node.tolist() == [64]
         bits = tree.ancestor_bits.clone()
         bits[:, 66:, 1] &= ~2
         wrong = dataclasses.replace(tree, ancestor_bits=bits)
-        assert self.accept(wrong, accepted, None).last_node.tolist() == [69]
+        assert self.accept(wrong, accepted, score).last_node.tolist() == [69]
 
     def typical(self, tree, tokens, logits, rows, epsilon, delta) -> Path:
         arguments = [t.to(self.device) for t in (tokens, logits, rows, epsilon, delta)]
@@ -401,7 +400,6 @@ def test_it_compiles_without_a_gpu(capability):
     tree, tokens = case.tree, case.token_ids
     with compiling(capability) as compiled:
         kernel.target_verdict(tree, tokens, tokens)
-        kernel.accept_path(tree, tokens > 0)
         rows = torch.arange(600).view(3, 200)
         kernel.typical_path(tree, tokens, torch.randn(600, 30000), rows, *torch.rand(2, 3))
     assert len(compiled) == 4

@@ -9,7 +9,7 @@ from support.paged_batches import tree
 from support.paged_trees import make_case
 
 from vllm_medusa.scorer.cpu import plan_branches, tree_attention
-from vllm_medusa.scorer.paged import PagedBranches
+from vllm_medusa.scorer.paged import TreeBuffers
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
 from vllm_medusa.tree.packing import unpack_ancestors
 
@@ -42,12 +42,12 @@ def test_levels_of_the_paged_form() -> None:
     seen = unpack_ancestors(case.batch.ancestor_bits, size)
     expected = case.expected().unflatten(0, (requests, size))
     query = case.query.unflatten(0, (requests, size))
-    branches, places = PagedBranches.allocate(3, size + 6, "cpu"), set()
+    branches, places = TreeBuffers.allocate(3, size + 6, "cpu", is_tree=True), set()
     cu = torch.arange(0, 3 * queries, queries, dtype=torch.int32)
     for end in range(queries, size + 1, queries):
         rows = slice(end - queries, end)
         lengths = (case.batch.seq_lens - size + end).int()
-        batch = branches.batch(seen[:, rows, :end], cu, lengths, case.batch.block_table, queries)
+        batch = branches.level(seen[:, rows, :end], cu, lengths, case.batch.block_table, queries)
         level = replace(case, query=query[:, rows].flatten(0, 1), batch=batch)
         out = level.run(paged_tree_attention_torch, torch.float64)
         torch.testing.assert_close(out.unflatten(0, (requests, queries)), expected[:, rows])
