@@ -26,8 +26,8 @@ from vllm_medusa.training.options import (
 
 # Options of train that follow from adapt's own, or that adapt fills in.
 _DECIDED = (
-    *("kind", "method", "seed", "dtype", "heldout_share", "num_heads", "num_layers", "epochs"),
-    *("learning_rate", "data", "heldout", "output", "overwrite"),
+    *("kind", "method", "seed", "dtype", "heldout_share", "num_heads", "epochs"),
+    *("data", "heldout", "output", "overwrite"),
 )
 _MIN_VOCABULARY = 16  # tokens; the guesses of a head are about as many
 
@@ -58,20 +58,16 @@ class AdaptOptions(EngineOptions, PromptFile):
     num_heads: Positive = option(
         "heads; of eagle3 the tokens ahead it is trained for", default=HeadOptions.num_heads
     )
-    num_layers: Positive = option("residual layers of each head", default=HeadOptions.num_layers)
     epochs: Positive = option("passes over the texts", default=StepOptions.epochs)
-    learning_rate: Above | None = option("the heads' peak", default=None)
     train_args: str = option(
-        "more of train's options, as in --train-args='--labels tokens'", default="", metavar="TEXT"
-    )
-    num_draft_tokens: TreeSize | None = option(
-        "the tree's size; absent: fastest", default=None, metavar="N"
+        "more of train's options, as in --train-args='--learning-rate 1e-3'",
+        default="",
+        metavar="TEXT",
     )
     budgets: tuple[TreeSize, ...] = option(
-        "sizes to measure, besides automatic trees", default=(4, 16), metavar="N"
+        "draft nodes of the trees to measure; heads keep the fastest", default=(4, 16), metavar="N"
     )
     measure_tokens: Positive = option("of an answer, in the final measurement", default=128)
-    measure_prompts: Positive = option("at most", default=32)
     measure_seconds: Above = option(
         "approximate time limit: rounds and prompts are reduced to fit", default=300.0, metavar="S"
     )
@@ -89,12 +85,6 @@ class AdaptOptions(EngineOptions, PromptFile):
                 f"--max-tokens is {self.max_tokens} and --measure-tokens {self.measure_tokens}; "
                 f"{self.num_heads} heads need answers of at least {needed} tokens."
             )
-        if self.drafter == "eagle3" and self.num_draft_tokens is not None:
-            raise ValueError(
-                f"--num-draft-tokens {self.num_draft_tokens} is the size of the heads' own tree; "
-                "an EAGLE-3 drafter has none and builds one in each step. Leave it out; --budgets "
-                f"{self.num_draft_tokens} measures trees of that size."
-            )
 
 
 def training_of(options: AdaptOptions) -> TrainOptions:
@@ -103,12 +93,8 @@ def training_of(options: AdaptOptions) -> TrainOptions:
         model=options.target,
         method=options.method,
         files=TextFiles(data=Path("data"), heldout=Path("heldout"), output=Path("output")),
-        heads=HeadOptions(
-            kind=options.drafter, num_heads=options.num_heads, num_layers=options.num_layers
-        ),
-        training=StepOptions(
-            epochs=options.epochs, learning_rate=options.learning_rate, seed=options.seed
-        ),
+        heads=HeadOptions(kind=options.drafter, num_heads=options.num_heads),
+        training=StepOptions(epochs=options.epochs, seed=options.seed),
         machine=TrainMachine(dtype=options.dtype),
     )
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.files import (
@@ -32,7 +31,7 @@ REPORT = "report.json"
 # Files that adapt writes, and so may replace.
 OURS = (
     *("config.json", "model.safetensors", "calibration.safetensors", "target/"),
-    *("budgets.png", "curves.png", "tree.png"),
+    *("curves.png", "tree.png"),
     *("report.md", REPORT),
 )
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
@@ -42,8 +41,7 @@ _SHARE = 0.5  # assumed fraction of the speed of large matrix products
 _JOINT_PASSES = 4  # of the target, of a text in medusa-2's joint stage
 
 
-@dataclass(frozen=True)
-class Amounts:
+class Amounts(NamedTuple):
     """Tokens of all texts."""
 
     texts: int
@@ -53,9 +51,9 @@ class Amounts:
     @classmethod
     def of(cls, lengths: Sequence[Length], samples: int, max_tokens: int, room: int) -> Amounts:
         """Of prompts continued ``samples`` times; no text has more than ``room`` positions."""
-        prompts = sum(min(length.whole, room) for length in lengths)
+        prompts = sum(min(each.whole, room) for each in lengths)
         written = sum(
-            max(0, min(length.positions(max_tokens), room) - length.whole) for length in lengths
+            max(0, min(each.positions(max_tokens), room) - each.whole) for each in lengths
         )
         return cls(samples * len(lengths), samples * prompts, samples * written)
 
@@ -98,10 +96,10 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
             f"{options.prompts}: {plural(different, 'different prompt')}; at least 2 are needed, "
             "one to train on and one held out, and a few hundred for heads worth having."
         )
-    target = _read_target(options.target)
-    options, training, why = _with_dtype(options, training)
+    target, config, tokenizer = _read_target(options.target)
+    options, training, why = _with_dtype(options, training, config)
     sizes = TargetSizes.of(options.target, options.dtype)
-    lengths = _measure(prompts, options, sizes.positions, progress)
+    lengths = _measure(prompts, options, tokenizer, sizes.positions, progress)
     positions = [length.positions(options.max_tokens) for length in lengths]
     room = sizes.positions or max(positions)
     amounts = Amounts.of(lengths, options.samples, options.max_tokens, room)
@@ -166,8 +164,8 @@ def _check_output(options: AdaptOptions) -> None:
         refuse_strangers(output, OURS)
 
 
-def _read_target(target: str) -> dict[str, Any]:
-    """Return the target's fingerprint; its config and tokenizer have to be readable too."""
+def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
+    """Return the target's fingerprint, its config and its tokenizer."""
     from huggingface_hub import snapshot_download
     from transformers import AutoConfig, AutoTokenizer
 
@@ -186,23 +184,22 @@ def _read_target(target: str) -> dict[str, Any]:
             kinds = ["*.safetensors", "*.json", "*.model", "*.jinja"]
             snapshot_download(target, allow_patterns=kinds)
         config = AutoConfig.from_pretrained(target)
-        AutoTokenizer.from_pretrained(target)
+        tokenizer = AutoTokenizer.from_pretrained(target)
     except Exception as error:  # transformers and its libraries raise anything
         reason = " ".join(str(error).split())
         raise ValueError(f"{target} is not a model that can be read: {reason:.300}") from None
     if config.is_encoder_decoder:
         raise ValueError(f"{target} is an encoder-decoder; heads need a decoder-only model.")
-    return target_fingerprint(target)
+    return target_fingerprint(target), config.get_text_config(), tokenizer
 
 
 def _with_dtype(
-    options: AdaptOptions, training: TrainOptions
+    options: AdaptOptions, training: TrainOptions, config: Any
 ) -> tuple[AdaptOptions, TrainOptions, str]:
     """The dtype of all stages for a bfloat16 target on a CPU if not set, with the reason."""
     import torch
-    from transformers import AutoConfig
 
-    own = str(getattr(AutoConfig.from_pretrained(options.target).get_text_config(), "dtype", None))
+    own = str(getattr(config, "dtype", None))
     on_cpu = not torch.accelerator.is_available() and training.machine.device in ("auto", "cpu")
     if options.dtype != "auto" or own != "torch.bfloat16" or not on_cpu:
         return options, training, ""
@@ -215,12 +212,13 @@ def _with_dtype(
 
 
 def _measure(
-    prompts: Sequence[Prompt], options: AdaptOptions, limit: int | None, progress: Progress
+    prompts: Sequence[Prompt],
+    options: AdaptOptions,
+    tokenizer: Any,
+    limit: int | None,  # positions of the target
+    progress: Progress,
 ) -> list[Length]:
     """Lengths of the prompts; those that the target can't answer are bad lines."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
     conversations = sum(bool(prompt.turns) for prompt in prompts)
     if conversations and tokenizer.chat_template is None:
         progress.warn(
@@ -311,20 +309,14 @@ def _head_values(training: TrainOptions, target: dict[str, Any], largest: int = 
 def _speeds() -> tuple[float, float]:
     """Achievable operations and bytes per second of this machine."""
     import torch
+    from torch.utils.benchmark import Timer
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    a = torch.ones(1024, 1024, device=device)
+    values = {"a": torch.ones(1024, 1024, device=device), "b": torch.ones(1 << 24, device=device)}
 
-    def seconds(work: Any) -> float:
-        found = []
-        for _ in range(3):
-            start = time.perf_counter()
-            work().sum().item()  # waits for a GPU
-            found.append(time.perf_counter() - start)
-        return min(found)
+    def seconds(work: str) -> float:
+        timer = Timer(work, globals=values, num_threads=torch.get_num_threads())
+        return float(timer.timeit(3).mean)
 
-    weights = torch.ones(1 << 24, device=device)
-    return (
-        _SHARE * 2 * 1024**3 / seconds(lambda: a @ a),
-        _SHARE * weights.nbytes / seconds(lambda: weights),
-    )
+    product, read = seconds("a @ a"), seconds("b.sum()")
+    return _SHARE * 2 * 1024**3 / product, _SHARE * values["b"].nbytes / read

@@ -6,7 +6,7 @@ import shlex
 
 from vllm_medusa.adapt.options import AdaptOptions, training_of
 from vllm_medusa.cli.console import ConsoleProgress, invocation
-from vllm_medusa.cli.flags import Parser, add_flags, from_flags
+from vllm_medusa.flags import Parser, add_flags, from_flags
 from vllm_medusa.options import command_line
 from vllm_medusa.training.options import TrainOptions
 

@@ -171,9 +171,8 @@ def test_a_disk_that_is_too_small(refused, monkeypatch):
         (["--num-heads", "9", "--max-tokens", "10"], "at least 11 tokens"),
         (["--train-args=--no-such-option 3"], "--no-such-option"),
         (["--train-args=--draft-vocab 1"], "fewer than 16 tokens drafts nothing"),
-        (["--drafter", "eagle3", "--num-draft-tokens", "4"], "--budgets 4 measures trees of that"),
         (["--drafter", "eagle3", "--method", "medusa-2"], "leaves the target as it is"),
-        (["--drafter", "eagle3", "--num-layers", "2"], "EAGLE-3 has one decoder layer"),
+        (["--drafter", "eagle3", "--train-args=--num-layers 2"], "EAGLE-3 has one decoder layer"),
     ],
 )
 def test_options_that_a_later_stage_would_refuse(refused, options, words):

@@ -59,7 +59,8 @@ class Run:
         self.called.clear()
         plan = self.plan(**more)
         count = count_stages(plan.options)
-        with WorkFolder(plan.options.work_folder, count, self.told) as work:
+        inputs = (plan.target["sha256"], plan.prompts_digest)
+        with WorkFolder(plan.options.work_folder, count, self.told, inputs) as work:
             run_stages(plan, work)
         assert len(work.finished) == count
         if publish:
@@ -112,6 +113,7 @@ class Run:
             "dtype": "float32", "temperature": 0.7, "batch": 1, "rounds": 3, "prompts": 4,
             "data": "measurement.jsonl", "max_tokens": 9, "machine": machine, "rows": self.rows,
             "engine_args": {"enforce_eager": True}, "fastest": self.fastest,
+            "automatic": self.rows[-1] | {"num_draft_tokens": None},
         }  # fmt: skip
         write_json(here / "compare.json", measured)
 
@@ -150,13 +152,13 @@ def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
 @pytest.mark.parametrize(
     ("more", "again"),
     [
-        ({"samples": 2}, ALL[1:2]),  # which here writes the same records
+        ({"samples": 2}, ALL[1:]),
         ({"heldout_share": 0.5}, ALL[2:]),
-        ({"seed": 1}, ["distill", "train", "calibrate", "tree", "compare"]),
-        ({"measure_prompts": 1}, ["compare"]),
+        ({"seed": 1}, ALL[1:]),
+        ({"drafter": "hydra"}, ["check", *ALL[3:]]),  # texts are kept
+        ({"measure_tokens": 64}, ["compare"]),
         ({"budgets": (1, 16)}, ["compare"]),
         ({"budgets": (1, 32)}, ["tree", "compare"]),
-        ({"num_draft_tokens": 3}, ["tree", "compare"]),
     ],
 )
 def test_other_options_run_the_stages_again_that_they_concern(adapt, more, again):
@@ -176,7 +178,7 @@ def test_later_stages_get_what_earlier_ones_left(adapt):
     assert asked["calibrate"].data == folders["split"] / "calibration.jsonl"
     assert asked["compare"].prompts == folders["split"] / "measurement.jsonl"
     assert asked["compare"].heads == str(folders["calibrate"] / "heads")
-    assert asked["compare"].tree == str(folders["tree"] / "tree.json")
+    assert asked["compare"].speculative_config == {"tree": str(folders["tree"] / "tree.json")}
     assert asked["tree"].num_draft_tokens == max(asked["compare"].budgets) == 16
     assert asked["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
     assert asked["distill"].batch == 64
@@ -191,7 +193,7 @@ def test_a_drafter_of_another_kind(adapt, drafter, stages):
     assert ("builds its trees itself" in page) == (drafter == "eagle3")
     if drafter == "eagle3":
         assert adapt.asked["compare"].heads == str(folders["train"] / "heads")
-        assert adapt.asked["compare"].tree is None
+        assert adapt.asked["compare"].speculative_config == {}
 
 
 def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, monkeypatch):
@@ -241,12 +243,11 @@ def test_the_output_is_heads_that_know_how_they_fared(adapt):
         assert words in page, words
 
 
-def test_little_gain_is_said_and_the_size_asked_for_is_kept(adapt):
+def test_little_gain_is_said(adapt):
     adapt.rows, adapt.fastest = [row(4, 0.8, 1.1)], 4
-    adapt.run(publish=True, num_draft_tokens=16)
+    adapt.run(publish=True)
     said = report.conclusion(adapt.document)
     assert "No tree is faster than plain vLLM on this machine" in said and "0.80 times" in said
-    assert "has 4 draft nodes (16 were asked for: it can have no more)" in said
     assert "1.10 tokens per step is little: more text to train on than" in said
 
 
