@@ -12,13 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from vllm_medusa.adapt.options import AdaptOptions, check_training, training_of
+from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.adapt.plan import REPORT, Plan, check, written_by_adapt
 from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
 from vllm_medusa.files import FileRefused, read_json, write_json
 from vllm_medusa.job import SILENT, JobFailed, Progress
-from vllm_medusa.offline.engine import EngineSettings, refuse_unserved
+from vllm_medusa.offline.engine import refuse_unserved
 from vllm_medusa.offline.options import CompareOptions, DistillOptions
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.options import taken
@@ -43,24 +43,16 @@ class Adapted:
 
 
 def adapt(
-    options: AdaptOptions,
-    training: TrainOptions | None = None,
-    progress: Progress = SILENT,
-    command: Sequence[str] = (),
+    options: AdaptOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Adapted:
     """Make heads for a target; if killed, the same call resumes.
-
-    ``training`` has more of train's options than ``options``; files are adapt's own.
 
     Raises:
         ValueError, OSError: something has to be changed first; nothing has been begun.
         StageFailed: a stage broke off.
 
     """
-    if training is None:
-        training = training_of(options)
-    check_training(options, training)
-    plan = check(options, training, progress)
+    plan = check(options, progress)
     output = options.output
     existing = written_by_adapt(output)
     if existing == plan.key and not options.overwrite:
@@ -82,7 +74,7 @@ def adapt(
 
 def count_stages(options: AdaptOptions) -> int:
     """The number of stages."""
-    return 5 if options.drafter == "eagle3" else 7
+    return 5 if options.heads.kind == "eagle3" else 7
 
 
 def run_stages(plan: Plan, work: WorkFolder) -> None:
@@ -92,14 +84,14 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     from vllm_medusa.offline.comparison import compare
     from vllm_medusa.training.distill import distill
 
-    options, training = plan.options, plan.training
+    options, training = plan.options, plan.options.train_options()
     joint = options.method == "medusa-2"
     budgets = tuple(sorted(set(options.budgets)))
     serving = {
         "target": options.target,
         "dtype": options.dtype,
-        "drafter": options.drafter,
-        "aux_layers": training.heads.aux_layers,
+        "drafter": options.heads.kind,
+        "aux_layers": options.heads.aux_layers,
     }
     served = "will vLLM serve the target with such heads"
     work.run("check", check_served, lambda here: serving, command=served)
@@ -145,7 +137,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     )
     target = str(trained / "heads" / "target") if joint else options.target
     heads, config = trained, dict[str, Any]()
-    if options.drafter != "eagle3":
+    if options.heads.kind != "eagle3":
 
         def copy(here: Path) -> None:
             """`calibrate` changes heads in place: every attempt starts from the trained ones."""
@@ -225,7 +217,9 @@ def check_served(
             drafter = EagleDrafter(shape, 1, torch.arange(min(64, vocab)))
             save_drafter(folder, drafter.to(torch.bfloat16))
             speculation = {"method": "eagle3", "model": str(folder), "tree": "dynamic"}
-        refuse_unserved(EngineSettings(target, speculation, serving["dtype"]))
+        refuse_unserved(
+            {"model": target, "speculative_config": speculation, "dtype": serving["dtype"]}
+        )
 
 
 def split_texts(

@@ -40,7 +40,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
     return {
         "key": plan.key,
         "target": {"name": options.target, **plan.target},
-        "drafter": options.drafter,
+        "drafter": options.heads.kind,
         "method": options.method,
         "prompts": {
             "file": options.prompts.name,
@@ -51,7 +51,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
             "disjoint": counts["disjoint"],
             **parts,
         },
-        "seed": options.seed,
+        "seed": options.training.seed,
         "training": medusa.get("training"),
         "tree": tree,
         "expected": expected,

@@ -16,7 +16,7 @@ from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.defaults import Length, measure, plan_engine
-from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
+from vllm_medusa.offline.engine import Sampling, medusa_config
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.machine import describe_machine, format_machine
 from vllm_medusa.offline.options import CompareOptions, check_speculation
@@ -70,7 +70,12 @@ def compare(
         dtype=options.dtype,
         engines=2,
     )
-    engine_args = plan.arguments | options.engine_args
+    engine_args = {
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        **plan.arguments,
+        **options.engine_args,
+    }
     names = ("target", "heads", "max_tokens", "temperature", "seed", "batch")
     document = {name: getattr(options, name) for name in names} | {
         "data": options.prompts.name,
@@ -83,9 +88,7 @@ def compare(
     def start(name: str, config: dict[str, Any] | None) -> EngineProcess:
         progress.note(f"starting {name}")
         return EngineProcess(
-            EngineSettings(
-                options.target, config, options.dtype, options.max_model_len, engine_args
-            ),
+            {"model": options.target, "speculative_config": config, **engine_args},
             Sampling(max_tokens=options.max_tokens, temperature=options.temperature),
         )
 

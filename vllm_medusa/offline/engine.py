@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +26,6 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """Engine settings that results depend on."""
-
-    model: str
-    speculative_config: Mapping[str, Any] | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 def medusa_config(heads: str | None, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -87,19 +76,15 @@ def _refusals(model: str) -> Iterator[None]:
         raise EngineRefused(f"vLLM refuses to serve {model}: {error}") from error
 
 
-def refuse_unserved(settings: EngineSettings) -> None:
-    """Check a configuration with vLLM and the plugin, without loading weights.
+def refuse_unserved(arguments: Mapping[str, Any]) -> None:
+    """Check ``LLM``'s arguments with vLLM and the plugin, without loading weights.
 
-    Raises EngineRefused: an engine would not start with it, and why.
+    Raises EngineRefused: an engine would not start with them, and why.
     """
     from vllm import EngineArgs
 
-    with _refusals(settings.model):
-        EngineArgs(
-            model=settings.model,
-            dtype=settings.dtype,
-            speculative_config=settings.speculative_config,
-        ).create_engine_config()
+    with _refusals(arguments["model"]):
+        EngineArgs(**arguments).create_engine_config()
 
 
 class VllmEngine:
@@ -107,7 +92,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        settings: EngineSettings,  # model and engine options
+        arguments: Mapping[str, Any],  # of vLLM's ``LLM``
         sampling: Sampling,  # of every request
         *,
         seeded: bool = False,  # requests will bring seeds
@@ -126,24 +111,16 @@ class VllmEngine:
         from vllm import LLM
 
         self.sampling = sampling
-        arguments: dict[str, Any] = {
-            "model": settings.model,
-            "dtype": settings.dtype,
-            "max_model_len": settings.max_model_len,
-            "log_level": "ERROR",
-        }
+        defaults: dict[str, Any] = {"log_level": "ERROR"}
         if not torch.accelerator.is_available():
             if seeded:
-                arguments["enable_chunked_prefill"] = False
-            if not MEMORY_OPTIONS & settings.engine_args.keys():
+                defaults["enable_chunked_prefill"] = False
+            if not MEMORY_OPTIONS & arguments.keys():
                 # vLLM's default is 92 % of the memory, and it fails if that is not free
                 share = 0.8 * available_memory() / psutil.virtual_memory().total
-                arguments["gpu_memory_utilization"] = round(min(0.5, share), 3)
-        arguments |= settings.engine_args
-        if settings.speculative_config:
-            arguments["speculative_config"] = dict(settings.speculative_config)
-        with _refusals(settings.model):
-            self.llm: LLM = LLM(**arguments)
+                defaults["gpu_memory_utilization"] = round(min(0.5, share), 3)
+        with _refusals(arguments["model"]):
+            self.llm: LLM = LLM(**defaults | dict(arguments))
 
     def submit(
         self,

@@ -80,16 +80,13 @@ def open_results(
     Checkpoints on this machine are known by their digests, wherever they are.
     """
     prompts: Path | None = options.prompts  # None: a job that needs none
-    engine = asdict(options.engine_settings())
-    engine["engine_args"] = without_memory(engine["engine_args"])
+    engine = without_memory(options.llm_arguments())
+    speculation = engine["speculative_config"] or {}
     checkpoints = {}
-    for name, place, key in (
-        ("model", engine, "model"),
-        ("speculative_model", engine["speculative_config"] or {}, "model"),
-    ):
-        if place.get(key) and Path(place[key]).exists():
-            checkpoints[name] = fingerprint(Path(place[key]))
-            place[key] = None
+    for name, place in (("model", engine), ("speculative_model", speculation)):
+        if place.get("model") and Path(place["model"]).exists():
+            checkpoints[name] = fingerprint(Path(place["model"]))
+            place["model"] = None
     tree = options.speculative_config.get("tree")
     tree = tree if isinstance(tree, str) else None
     settings = {
@@ -136,8 +133,7 @@ def run_prompts(
         return None
     acceptance, tokens = Acceptance(), 0
     progress.note(f"starting vLLM (about {start_seconds(options.engine_args)} s)")
-    settings = options.engine_settings()
-    with EngineProcess(settings, sampling, seeded=seed is not None) as engine:
+    with EngineProcess(options.llm_arguments(), sampling, seeded=seed is not None) as engine:
         engine.session = session
         start = time.perf_counter()
         for result in engine.stream(list(prompts), options.batch, seed):

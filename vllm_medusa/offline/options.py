@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
+from vllm_medusa.offline.engine import Sampling, medusa_config
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
@@ -110,11 +110,15 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
                 "--speculative-config instead."
             )
 
-    def engine_settings(self) -> EngineSettings:
-        """The engine's settings."""
-        return EngineSettings(
-            self.model, self.speculation(), self.dtype, self.max_model_len, self.engine_args
-        )
+    def llm_arguments(self) -> dict[str, Any]:
+        """Arguments of vLLM's ``LLM``."""
+        return {
+            "model": self.model,
+            "speculative_config": self.speculation(),
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            **self.engine_args,
+        }
 
 
 class GenerateOptions(PromptJob):

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from vllm_medusa.offline.batch import Conversation, Result, Session
 from vllm_medusa.offline.children import ERROR, Channel, Child
-from vllm_medusa.offline.engine import EngineRefused, EngineSettings, Sampling
+from vllm_medusa.offline.engine import EngineRefused, Sampling
 from vllm_medusa.offline.prompts import Prompt
 
 
 class EngineProcess:
     """A started engine, a `vllm_medusa.offline.in_turn.Runner`; use it as a context manager."""
 
-    def __init__(self, settings: EngineSettings, sampling: Sampling, *, seeded: bool = True):
-        """Start the engine and wait until it is ready.
+    def __init__(self, arguments: Mapping[str, Any], sampling: Sampling, *, seeded: bool = True):
+        """Start the engine by ``LLM``'s arguments and wait until it is ready.
 
         ``seeded``: runs will have a seed where their temperature is above 0; on CPUs ``sampling``
         then needs one above 0 here.
@@ -34,7 +35,7 @@ class EngineProcess:
         self.session: Callable[[Prompt], Session] = Conversation  # its requests; likewise
         self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
         self._child = Child("an engine", serve, self._log)
-        self._child.channel.send((settings, sampling, seeded and sampling.temperature > 0))
+        self._child.channel.send((arguments, sampling, seeded and sampling.temperature > 0))
         try:
             _, dtype = self._child.receive()
         except BaseException:
@@ -85,9 +86,9 @@ def serve(channel: Channel) -> None:
     from vllm_medusa.offline.batch import run_batch
     from vllm_medusa.offline.engine import VllmEngine
 
-    settings, sampling, seeded = channel.recv()
+    arguments, sampling, seeded = channel.recv()
     try:
-        engine = VllmEngine(settings, sampling, seeded=seeded)
+        engine = VllmEngine(arguments, sampling, seeded=seeded)
     except EngineRefused as error:
         channel.send((ERROR, EngineRefused(str(error))))
         return

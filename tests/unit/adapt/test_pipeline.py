@@ -10,7 +10,7 @@ import torch
 from support.told import Told
 
 from vllm_medusa.adapt import pipeline, plan, report, stages
-from vllm_medusa.adapt.options import AdaptOptions, training_of
+from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
 from vllm_medusa.adapt.pipeline import count_stages, run_stages, split_texts
 from vllm_medusa.adapt.plan import Plan, written_by_adapt
 from vllm_medusa.adapt.stages import StageFailed, WorkFolder
@@ -18,6 +18,7 @@ from vllm_medusa.files import digest, read_json, write_json
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.defaults import EnginePlan
+from vllm_medusa.training.options import StepOptions
 from vllm_medusa.training.train import Trained
 
 TREE = [[0], [1], [0, 0], [2]]
@@ -52,7 +53,7 @@ class Run:
         files = {"prompts": self.folder / "prompts.jsonl", "output": self.folder / "heads"}
         options = AdaptOptions(target="target", **files, **more)
         engine = EnginePlan({"kv_cache_memory_bytes": self.cache}, self.batch)
-        return Plan(options, training_of(options), {"sha256": "f" * 64}, 9, "a" * 64, engine)
+        return Plan(options, {"sha256": "f" * 64}, 9, "a" * 64, engine)
 
     def run(self, *, publish: bool = False, **more: Any) -> dict[str, Path]:
         """Run all stages; the folder of each."""
@@ -154,8 +155,8 @@ def test_a_stage_that_broke_off_is_run_again_and_no_other(adapt, name):
     [
         ({"samples": 2}, ALL[1:]),
         ({"heldout_share": 0.5}, ALL[2:]),
-        ({"seed": 1}, ALL[1:]),
-        ({"drafter": "hydra"}, ["check", *ALL[3:]]),  # texts are kept
+        ({"training": StepOptions(seed=1)}, ALL[1:]),
+        ({"heads": DrafterOptions(kind="hydra")}, ["check", *ALL[3:]]),  # texts are kept
         ({"measure_tokens": 64}, ["compare"]),
         ({"budgets": (1, 16)}, ["compare"]),
         ({"budgets": (1, 32)}, ["tree", "compare"]),
@@ -186,7 +187,7 @@ def test_later_stages_get_what_earlier_ones_left(adapt):
 
 @pytest.mark.parametrize(("drafter", "stages"), [("hydra", ALL), ("eagle3", [*ALL[:4], ALL[6]])])
 def test_a_drafter_of_another_kind(adapt, drafter, stages):
-    folders = adapt.run(drafter=drafter, publish=True)
+    folders = adapt.run(heads=DrafterOptions(kind=drafter), publish=True)
     assert list(folders) == stages
     assert adapt.asked["check"]["drafter"] == adapt.asked["train"].heads.kind == drafter
     page = (adapt.folder / "heads" / "report.md").read_text()
@@ -201,7 +202,7 @@ def test_a_target_that_lost_too_much_fails_the_stage_and_says_what(tmp_path, mon
     trained = Trained(tmp_path / "heads", told)
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is kept in .*-degraded"):
-        pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
+        pipeline.train_unharmed(Run(tmp_path).plan().options.train_options())
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
@@ -219,7 +220,7 @@ def test_the_split_counts_what_it_leaves_out_and_whether_its_halves_share_a_prom
 
 
 def test_the_output_is_heads_that_know_how_they_fared(adapt):
-    adapt.run(publish=True, seed=3, budgets=(1, 3))
+    adapt.run(publish=True, training=StepOptions(seed=3), budgets=(1, 3))
     output = adapt.folder / "heads"
     info = peek_heads(output)
     assert info.tree == TREE[:3] and len(info.taus) == 3
@@ -227,7 +228,7 @@ def test_the_output_is_heads_that_know_how_they_fared(adapt):
     assert medusa["measured"]["fastest"] == 3
     assert [entry.get("by") for entry in medusa["provenance"]] == ["calibrate", None]
     assert (output / "calibration.safetensors").read_bytes() == b"observations"
-    assert written_by_adapt(output) == adapt.plan(seed=3, budgets=(1, 3)).key
+    assert written_by_adapt(output) == adapt.plan(training=StepOptions(seed=3), budgets=(1, 3)).key
     page = (output / "report.md").read_text()
     for words in (
         "Fastest on this machine: 3 draft nodes, 1.40 times plain vLLM.",
@@ -260,9 +261,10 @@ def test_all_that_is_written_may_be_overwritten_also_through_a_link(adapt, tmp_p
     output = tmp_path / "heads"
     output.symlink_to(disk / "heads")
     for seed in (1, 2):
-        adapt.run(publish=True, method="medusa-2", seed=seed)
+        more = {"method": "medusa-2", "training": StepOptions(seed=seed)}
+        adapt.run(publish=True, **more)
         assert output.is_symlink()
-        assert written_by_adapt(disk / "heads") == adapt.plan(method="medusa-2", seed=seed).key
+        assert written_by_adapt(disk / "heads") == adapt.plan(**more).key
     assert {path.name for path in output.iterdir()} == {name.rstrip("/") for name in plan.OURS}
     assert [path.name for path in disk.iterdir()] == ["heads"]
     page = (output / "report.md").read_text()

@@ -23,7 +23,7 @@ class Engine(FakeProcess):
     started: list[Any] = []  # noqa: RUF012
 
     def __init__(self, settings: Any, sampling: Any):
-        config = settings.speculative_config
+        config = settings["speculative_config"]
         self.budget = config and config.get("num_speculative_tokens", AUTOMATIC)
         assert config is None or ("tree" in config) == (self.budget != AUTOMATIC)
         super().__init__(max_tokens=20, step_sizes=(1,) if config is None else (3, 1))

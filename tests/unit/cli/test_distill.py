@@ -37,7 +37,7 @@ def test_records_and_what_they_come_from(prompts, tmp_path, engine, capfd):
     assert [r.temperature for r in records[1:8:2]] == [0.5, 1.0, 0.5, 1.0]
     assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices a text"
     ((settings, sampling, extra),) = engine.built
-    assert settings.speculative_config is None and extra["seeded"] is True
+    assert settings["speculative_config"] is None and extra["seeded"] is True
     assert sampling.temperature == 1.0, "engines with seeds have to know that any is above 0"
     assert (sampling.max_tokens, sampling.top_p) == (50, 0.9)
     generated = sum(r.num_generated for r in records)

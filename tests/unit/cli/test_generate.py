@@ -54,8 +54,8 @@ def test_options_reach_the_engine(arguments, engine):
     ]
     assert run(*arguments, *options) == 0
     ((settings, sampling, extra),) = engine.built
-    assert settings.speculative_config == {"method": "medusa", "model": "heads", **config}
-    assert settings.engine_args == {"enforce_eager": True}
+    assert settings["speculative_config"] == {"method": "medusa", "model": "heads", **config}
+    assert settings["enforce_eager"] is True
     assert (sampling.temperature, sampling.stop) == (0.7, ("a", "b"))
     assert extra["seeded"] is True
 
@@ -66,7 +66,7 @@ def test_options_reach_the_engine(arguments, engine):
         (["--temperature", "0.5"], "sampling.temperature"),
         (["--speculative-config", '{"tree": "mc_sim_7b_63"}'], "engine.speculative_config.tree"),
         (["--seed", "2"], "sampling.seed"),
-        (["--engine-args", '{"enforce_eager": true}'], "engine.engine_args.enforce_eager"),
+        (["--engine-args", '{"enforce_eager": true}'], "engine.enforce_eager"),
         ("target/model.safetensors", "checkpoints.model"),
         ("tree.json", "tree_sha256"),
         ("prompts.jsonl", "prompts_sha256"),
