@@ -129,13 +129,15 @@ def arm_of(folder: Path, form: str, size: int) -> Arm | None:
     config: dict[str, Any] = {"method": method or "medusa", "model": where}
     drafter, against = folder.name, ""
     match form:
-        case "automatic" | "automatic+lookup":
-            config = medusa_config(where, budget="auto", lookup=form == AUTOMATIC_LOOKUP)
+        case "automatic":
+            config = medusa_config(where, {"budget": "auto"})
+        case "automatic+lookup":
+            config = medusa_config(where, {"budget": "auto", "lookup": True})
         case "dynamic":
-            config = medusa_config(where, budget=str(size))
+            config = medusa_config(where, {"budget": size})
             against = f"{drafter}, static {size}"
         case "both":
-            config = medusa_config(where, budget=str(size), lookup=True)
+            config = medusa_config(where, {"budget": size, "lookup": True})
             against = f"{drafter}, dynamic {size}"
         case "lookup":
             config = {"method": "medusa", "lookup": True, "budget": size}

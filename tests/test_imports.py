@@ -21,6 +21,7 @@ CORE = {"tree", "config", "heads", "proposer", "scorer", "sampler", "kv"}
 ROOMS = {  # room -> the rooms it may import; every room may read the package's version
     "files": set(),
     "options": set(),
+    "flags": {"options"},
     "job": set(),
     "kernels": set(),  # whether Triton runs: asked by each room that has kernels
     "tree": set(),
@@ -42,7 +43,7 @@ ROOMS = {  # room -> the rooms it may import; every room may read the package's 
     "plugin": set(),  # names the worker by string
     "cli": CORE
     | BASE
-    | {"adapt", "decode", "offline", "convert", "training", "calibration"}
+    | {"adapt", "decode", "offline", "convert", "training", "calibration", "flags"}
     | {"plugin"},
     "__init__": CORE | {"decode"},  # public names, on first use
 }

@@ -19,13 +19,7 @@ from vllm.model_executor.models import llama
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from vllm_medusa import plugin
-from vllm_medusa.offline.engine import (
-    EngineRefused,
-    EngineSettings,
-    Sampling,
-    VllmEngine,
-    check_engine_args,
-)
+from vllm_medusa.offline.engine import EngineRefused, Sampling, VllmEngine
 from vllm_medusa.worker import drafting
 from vllm_medusa.worker.v1.worker import MedusaCPUWorker
 
@@ -275,10 +269,11 @@ def test_a_worker_that_derives_from_ours_starts(
 
 
 def test_engine_arguments_that_vllm_does_not_have() -> None:
-    with pytest.raises(EngineRefused, match=r"'enforce_eagre' is not an argument.*enforce_eager"):
-        check_engine_args(["dtype", "log_level", "enforce_eagre"])
+    arguments = {"model": "no-such-folder", "enforce_eagre": True}
+    with pytest.raises(EngineRefused, match=r"--engine-args: .*'enforce_eagre'"):
+        VllmEngine(arguments, Sampling())
 
 
 def test_a_target_that_is_nowhere_is_named() -> None:
     with pytest.raises(EngineRefused, match="no-such-folder"):
-        VllmEngine(EngineSettings("no-such-folder"), Sampling())
+        VllmEngine({"model": "no-such-folder"}, Sampling())

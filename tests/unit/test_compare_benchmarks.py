@@ -37,7 +37,7 @@ def process(like: Any) -> Any:
     """In place of `EngineProcess`: ``like`` maps a speculative config to a fake engine."""
 
     def started(settings, sampling):
-        engine = like(settings.speculative_config)
+        engine = like(settings["speculative_config"])
 
         def run(prompts, concurrency, seed):
             how = {"concurrency": concurrency, "seed": seed, "session": made.session}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, get_type_hints
 
 import vllm_medusa
 from vllm_medusa.cli import (
@@ -21,72 +22,21 @@ from vllm_medusa.cli import (
     tree,
 )
 from vllm_medusa.cli.console import ConsoleProgress, run_job
-from vllm_medusa.cli.flags import Parser, add_flags, from_flags
 from vllm_medusa.cli.hub import find_models
+from vllm_medusa.flags import Parser, add_flags, from_flags
 from vllm_medusa.options import Options
 
-
-class Command(NamedTuple):
-    """A subcommand."""
-
-    help: str  # a line in the list of commands
-    options: type[Options]  # define the flags
-    run: Callable[[Any, ConsoleProgress], int]  # prints the result; returns the exit status
-    text: str  # description, and after a line "---" the epilog
-
-
-COMMANDS = {
-    "generate": Command(
-        "generate for a file of prompts; resumable",
-        generate.GenerateOptions,
-        generate.run,
-        generate.GENERATE,
-    ),
-    "adapt": Command(
-        "heads for a target, from prompts to a measured report; resumable",
-        adapt.AdaptOptions,
-        adapt.run,
-        adapt.TEXT,
-    ),
-    "distill": Command(
-        "generate training texts for heads with the target; resumable",
-        generate.DistillOptions,
-        generate.run_distill,
-        generate.DISTILL,
-    ),
-    "train": Command(
-        "train heads, or an EAGLE-3 drafter, for a target; resumable",
-        train.TrainOptions,
-        train.run,
-        train.TEXT,
-    ),
-    "calibrate": Command(
-        "measure heads on text the target wrote; resumable",
-        calibrate.CalibrateOptions,
-        calibrate.run,
-        calibrate.TEXT,
-    ),
-    "tree": Command(
-        "build the best tree for calibrated heads", tree.TreeOptions, tree.run, tree.TEXT
-    ),
-    "convert": Command(
-        "heads, or an EAGLE-3 drafter, from any known format to any other",
-        convert.ConvertOptions,
-        convert.run,
-        convert.TEXT,
-    ),
-    "inspect": Command(
-        "describe a checkpoint of heads or of a drafter, and check that it fits",
-        inspect.InspectOptions,
-        inspect.run,
-        inspect.TEXT,
-    ),
-    "compare": Command(
-        "heads against plain vLLM: token equality and speed by tree size",
-        compare.CompareOptions,
-        compare.run,
-        compare.TEXT,
-    ),
+COMMANDS: dict[str, tuple[Callable[[Any, ConsoleProgress], int], str]] = {
+    # name -> what runs it and returns the exit status; its help, after a line "---" the epilog
+    "generate": (generate.run, generate.GENERATE),
+    "adapt": (adapt.run, adapt.TEXT),
+    "distill": (generate.run_distill, generate.DISTILL),
+    "train": (train.run, train.TEXT),
+    "calibrate": (calibrate.run, calibrate.TEXT),
+    "tree": (tree.run, tree.TEXT),
+    "convert": (convert.run, convert.TEXT),
+    "inspect": (inspect.run, inspect.TEXT),
+    "compare": (compare.run, compare.TEXT),
 }
 _RESUMABLE = ("generate", "distill", "train", "calibrate", "adapt")
 
@@ -102,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         close = get_close_matches(unknown[0].partition("=")[0], args.known)
         meant = f" Did you mean {' or '.join(close)}?" if close else ""
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
-    command = COMMANDS[args.command]
+    run, _ = COMMANDS[args.command]
 
     def job(progress: ConsoleProgress) -> int:
-        options = from_flags(command.options, args)
+        options = from_flags(options_of(run), args)
         find_models(options, progress)
-        return command.run(options, progress)
+        return run(options, progress)
 
     resumes = args.command in _RESUMABLE
     interrupted = "the same command resumes" if resumes else "nothing was written"
@@ -127,17 +77,17 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND"
     )
-    for name, command in COMMANDS.items():
-        description, _, epilog = command.text.partition("\n---\n")
+    for name, (run, text) in COMMANDS.items():
+        description, _, epilog = text.partition("\n---\n")
         own = commands.add_parser(
             name,
-            help=command.help,
+            help=re.split(r"[.:]\s", description)[0].replace("\n", " "),
             description=description,
             epilog=epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,  # --budget would be read as --budgets
         )
-        add_flags(own, command.options)
+        add_flags(own, options_of(run))
         own.set_defaults(known=tuple(own._option_string_actions), parser=own)
     commands.add_parser(
         "serve",
@@ -145,3 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="vLLM's OpenAI-compatible server, with Medusa; every option is vLLM's own",
     )
     return parser
+
+
+def options_of(run: Callable[..., int]) -> type[Options]:
+    """The options of a command."""
+    kind: type[Options] = get_type_hints(run)["options"]
+    return kind

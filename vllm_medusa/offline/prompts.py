@@ -1,7 +1,7 @@
-"""Prompts from text, JSON-lines and Parquet files, one record at a time.
+"""Prompts from text, JSON-lines and Parquet files, one row at a time.
 
-A record is a *completion*, which continues a text as it stands, or a *conversation*, a list of
-messages that is rendered with the tokenizer's chat template where it has one. What a row may hold:
+A row is a *completion*, which continues a text as it stands, or a *conversation*, a list of
+messages that is rendered with the tokenizer's chat template where it has one. What it may hold:
 
 ==========  ==========================  =========================================================
 key         value                       meaning
@@ -23,11 +23,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from vllm_medusa.job import SILENT, Progress, plural
 
-Message = dict[str, str]
 T = TypeVar("T")
 
 CONTENT_KEYS = ("prompt", "messages", "turns")
@@ -35,25 +36,59 @@ ID_KEYS = ("request_id", "id", "question_id")
 _SHOWN_BAD_LINES = 20
 _SHORT = 8  # tokens; a record whose first span starts before that has no prompt of its own
 _TEXT_PROMPT = 32  # tokens of such a text that become the prompt
-_SUFFIXES = {
-    ".txt": "text",
-    ".text": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-}
+_TEXT, _JSON, _PARQUET = (".txt", ".text"), (".jsonl", ".ndjson"), (".parquet", ".pq")
 
 
 class PromptError(ValueError):
     """A file of prompts or records, or one of its lines, that can't be used."""
 
 
+def _characters(text: str) -> str:
+    """JSON can escape halves of surrogate pairs; no tokenizer and no file takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"{half!a} is half of a surrogate pair, which is no character") from None
+    return text
+
+
+def _filled(text: str) -> str:
+    if not text:
+        raise ValueError("it is empty")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_characters)]
+Filled = Annotated[Text, AfterValidator(_filled)]
+Message = dict[str, str]  # of "role" and "content"
+
+
+class Written(BaseModel):
+    """Of a record: token ids, and the spans that the target wrote."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    token_ids: Annotated[list[int], Field(min_length=1)]
+    generated: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
+
+
+class _Message(BaseModel):
+    role: Text
+    content: Text
+
+
+TEXT = TypeAdapter(Filled)
+_NAME = TypeAdapter(Text)
+MESSAGES = TypeAdapter(Annotated[list[_Message], Field(min_length=1)])
+_TURNS = TypeAdapter(list[Filled])
+_WRITTEN = TypeAdapter(Written)
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """One usable record: exactly one of ``text``, ``token_ids`` and ``turns`` is set."""
+    """One usable row: exactly one of ``text``, ``token_ids`` and ``turns`` is set."""
 
-    index: int  # among the file's records from 0, bad ones included, blank lines not
+    index: int  # among the file's rows from 0, bad ones included, blank lines not
     line: int  # of a text file, or the row of a table, from 1
     request_id: str
     text: str | None = None  # a completion
@@ -64,7 +99,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class BadLine:
-    """An invalid record, with the reason."""
+    """An invalid row, with the reason."""
 
     index: int
     line: int
@@ -72,7 +107,7 @@ class BadLine:
 
 
 def read_prompts(path: Path, column: str | None = None) -> Iterator[Prompt | BadLine]:
-    """Yield every record of a prompt file, bad ones as ``BadLine``, in the file's order.
+    """Yield every row of a prompt file, bad ones as ``BadLine``, in the file's order.
 
     The value of ``column`` may be a text, a list of texts (turns) or a list of messages; None: the
     first of ``CONTENT_KEYS`` that a row has.
@@ -80,21 +115,18 @@ def read_prompts(path: Path, column: str | None = None) -> Iterator[Prompt | Bad
     Raises PromptError: the file as a whole can't be read, or its suffix is unknown.
     """
     require_file(path, "prompts")
-    kind = _SUFFIXES.get(path.suffix.lower())
-    if kind is None:
-        raise PromptError(
-            f"{path}: the suffix {path.suffix!r} doesn't tell the format; rename the file to one "
-            f"of {', '.join(sorted(_SUFFIXES))}."
-        )
-    if kind == "text" and column is not None:
-        raise PromptError(f"a column ({column!r}) was named, but {path} is a text file: drop it.")
-
-    def parse(text: str, index: int, line: int) -> Prompt:
-        if kind == "text":
-            return Prompt(index, line, str(index), text=text)
-        return _from_row(parse_json(text), index, line, column)
-
-    yield from _read_parquet(path, column) if kind == "parquet" else read_lines(path, parse)
+    suffix = path.suffix.lower()
+    if suffix in _TEXT:
+        if column is not None:
+            raise PromptError(f"a column ({column!r}) was named, but {path} is a text file.")
+        yield from read_rows(lines(path), lambda raw, i, n: Prompt(i, n, str(i), decoded(raw)))
+    elif suffix in _JSON:
+        yield from read_rows(lines(path), lambda raw, i, n: _from_row(parsed(raw), i, n, column))
+    elif suffix in _PARQUET:
+        yield from read_rows(_tables(path), lambda row, i, n: _from_row(row, i, n, column))
+    else:
+        known = ", ".join(_TEXT + _JSON + _PARQUET)
+        raise PromptError(f"{path}: the suffix {suffix!r} is unknown; rename the file to {known}.")
 
 
 def require_file(path: Path, what: str) -> None:
@@ -107,35 +139,55 @@ def require_file(path: Path, what: str) -> None:
         raise PromptError(f"{path}: {found}. Give the path of a file of {what}.")
 
 
-def read_lines(path: Path, parse: Callable[[str, int, int], T]) -> Iterator[T | BadLine]:
-    """Parse a UTF-8 file line by line; blank lines are left out, bad ones come as ``BadLine``.
+def read_rows(
+    rows: Iterable[tuple[int, Any]],  # with the numbers of their lines
+    parse: Callable[[Any, int, int], T],  # gets a row, its index, its line
+) -> Iterator[T | BadLine]:
+    """Parse rows; those for which ``parse`` raises `PromptError` come as ``BadLine``."""
+    for index, (line, row) in enumerate(rows):
+        try:
+            yield parse(row, index, line)
+        except PromptError as error:
+            yield BadLine(index, line, str(error))
 
-    ``parse`` gets a line without its end, its index among those that aren't blank, and its number
-    from 1; it raises `PromptError` for a bad line.
-    """
-    index = 0
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers from 1."""
     with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            try:
-                text = raw.decode("utf-8-sig" if line == 1 else "utf-8").rstrip("\r\n")
-                yield parse(text, index, line)
-            except UnicodeDecodeError as error:
-                yield BadLine(index, line, f"not UTF-8 text: {error.reason} at byte {error.start}")
-            except PromptError as error:
-                yield BadLine(index, line, str(error))
-            index += 1
+        yield from ((line, raw) for line, raw in enumerate(file, start=1) if raw.strip())
 
 
-def parse_json(text: str) -> Any:
-    """The value of a line of JSON. Raises PromptError: it isn't JSON."""
+def decoded(raw: bytes) -> str:
+    """A line of UTF-8 without its end. Raises PromptError: it is something else."""
+    try:
+        return raw.decode("utf-8-sig").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def parsed(raw: bytes) -> Any:
+    """The value of a line of JSON. Raises PromptError: it is something else."""
+    text = decoded(raw)
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PromptError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
-    except (ValueError, RecursionError) as error:  # a number or a nesting without end
-        raise PromptError(f"not JSON that can be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise PromptError(f"not JSON: {error}") from None
+
+
+def _tables(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of a Parquet file, with their numbers from 1."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise PromptError(
+            f"{path}: reading Parquet needs pyarrow; pip install 'vllm-medusa[parquet]'."
+        ) from None
+    try:
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise PromptError(f"{path}: not a Parquet file ({error}).") from None
 
 
 def load_prompts(
@@ -186,110 +238,50 @@ def settle_bad_lines(
     progress.note(f"skipping {count}:\n  {lines}")
 
 
-def _read_parquet(path: Path, column: str | None) -> Iterator[Prompt | BadLine]:
+def validated(kind: TypeAdapter[Any], value: Any, *name: str) -> Any:
+    """A value of a row, checked. Raises PromptError: where it is wrong, and how."""
     try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        raise PromptError(
-            f"{path}: reading Parquet needs pyarrow; pip install 'vllm-medusa[parquet]'."
-        ) from None
-    try:
-        table = parquet.ParquetFile(path)
-    except (arrow.ArrowInvalid, OSError) as error:
-        raise PromptError(f"{path}: not a Parquet file ({error}).") from None
-    names = table.schema_arrow.names
-    wanted = (column,) if column else CONTENT_KEYS
-    if not any(name in names for name in wanted):
-        raise PromptError(
-            f"{path}: no column {' or '.join(map(repr, wanted))}; it has "
-            f"{', '.join(map(repr, names))}. Name the one with the prompts with --column."
-        )
-    columns = [name for name in (*wanted, *ID_KEYS) if name in names]
-    index = 0
-    for batch in table.iter_batches(batch_size=1024, columns=columns):
-        for row in batch.to_pylist():
-            try:
-                yield _from_row(row, index, index + 1, column)
-            except PromptError as error:
-                yield BadLine(index, index + 1, str(error))
-            index += 1
+        return kind.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+        where, found = "".join((*name, place)).lstrip("."), repr(first["input"])
+        found = found if len(found) <= 60 else found[:57] + "..."
+        reason = first["msg"].removeprefix("Value error, ")
+        raise PromptError(f"{where} is {found}: {reason}") from None
 
 
-def _from_record(row: Mapping[str, Any], index: int, line: int) -> Prompt:
-    """The tokens before the first span that the target wrote; for plain texts, the beginning."""
-    try:
-        ids, start = tuple(map(int, row["token_ids"])), int(row["generated"][0][0])
-    except (KeyError, IndexError, TypeError, ValueError):
-        raise PromptError("no record: it needs 'token_ids' and 'generated' spans") from None
-    if start < _SHORT:
-        start = min(_TEXT_PROMPT, max(1, len(ids) // 2))
-    return Prompt(index, line, f"line {line}", token_ids=ids[:start])
+def row_name(row: Any, index: int) -> str:
+    """The name of a row that is an object. Raises PromptError: it is none."""
+    if not isinstance(row, Mapping):
+        raise PromptError(f"a {type(row).__name__} instead of an object")
+    name = str(next((row[key] for key in ID_KEYS if row.get(key) is not None), index))
+    return validated(_NAME, name, "the name")
 
 
-def require_characters(*texts: str) -> None:
-    """Refuse halves of surrogate pairs: JSON can escape them; no tokenizer and no file takes them.
-
-    Raises PromptError: there is one.
-    """
-    try:
-        "".join(texts).encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"holds {error.object[error.start]!a}, half of a surrogate pair, which is no character"
-        ) from None
+def first_key(row: Mapping[str, Any], keys: Sequence[str]) -> str:
+    """The first of the keys that a row has. Raises PromptError: it has none."""
+    if found := next((key for key in keys if row.get(key) is not None), None):
+        return found
+    wanted = " or ".join(map(repr, keys))
+    raise PromptError(f"no key {wanted}; the keys are {', '.join(map(repr, row)) or 'none'}")
 
 
 def _from_row(row: Any, index: int, line: int, column: str | None) -> Prompt:
-    if not isinstance(row, Mapping):
-        raise PromptError(f"a {type(row).__name__} instead of an object with a 'prompt'")
+    name = row_name(row, index)
     if "generated" in row and column is None:
-        return _from_record(row, index, line)
-    key = next((k for k in ((column,) if column else CONTENT_KEYS) if row.get(k) is not None), None)
-    if key is None:
-        wanted = repr(column) if column else " or ".join(map(repr, CONTENT_KEYS))
-        raise PromptError(f"no key {wanted}; the keys are {', '.join(map(repr, row)) or 'none'}")
+        written = validated(_WRITTEN, row)
+        ids, start = written.token_ids, next(iter(written.generated), (0, 0))[0]
+        if start < _SHORT:
+            start = min(_TEXT_PROMPT, max(1, len(ids) // 2))
+        return Prompt(index, line, f"line {line}", token_ids=tuple(ids[:start]))
+    key = first_key(row, (column,) if column else CONTENT_KEYS)
     value = row[key]
-    name = str(next((row[k] for k in ID_KEYS if row.get(k) is not None), index))
-    require_characters(name)
-    if isinstance(value, str):
-        if key in ("messages", "turns") and column is None:
-            raise PromptError(f"{key!r} is a text; use a list, or the key 'prompt'")
-        if not value:
-            raise PromptError(f"{key!r} is empty")
-        require_characters(value)
-        return Prompt(index, line, name, text=value)
-    if not isinstance(value, list) or not value:
-        raise PromptError(f"{key!r} is {short(value)}; use a text or a list that isn't empty")
-    if all(isinstance(turn, str) for turn in value):
-        if not all(value):
-            raise PromptError(f"{key!r} has an empty turn")
-        require_characters(*value)
-        return Prompt(index, line, name, turns=tuple(value))
-    messages = tuple(read_message(m, key) for m in value)
-    require_characters(*(message["content"] for message in messages))
-    if messages[-1]["role"] != "user":
-        raise PromptError(f"the last of {key!r} is by {messages[-1]['role']!r}; it must be 'user'")
-    return Prompt(index, line, name, history=messages[:-1], turns=(messages[-1]["content"],))
-
-
-def read_message(value: Any, key: str) -> Message:
-    """Return a ``{"role", "content"}`` object of the list ``key``, other keys dropped.
-
-    Raises PromptError: it is something else.
-    """
-    if (
-        not isinstance(value, Mapping)
-        or not isinstance(value.get("role"), str)
-        or not isinstance(value.get("content"), str)
-    ):
-        raise PromptError(
-            f"{key!r} holds {short(value)}; use {{'role': text, 'content': text}} objects"
-        )
-    return {"role": value["role"], "content": value["content"]}
-
-
-def short(value: Any) -> str:
-    """A value in a message, at most 60 characters of it."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if isinstance(value, str) and key not in ("messages", "turns"):
+        return Prompt(index, line, name, text=validated(TEXT, value, key))
+    if isinstance(value, list) and value and all(isinstance(turn, str) for turn in value):
+        return Prompt(index, line, name, turns=tuple(validated(_TURNS, value, key)))
+    *history, last = (message.model_dump() for message in validated(MESSAGES, value, key))
+    if last["role"] != "user":
+        raise PromptError(f"the last of {key} is by {last['role']!r}; it must be 'user'")
+    return Prompt(index, line, name, history=tuple(history), turns=(last["content"],))

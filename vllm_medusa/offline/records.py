@@ -21,33 +21,28 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    ValidationError,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, TypeAdapter
 
 from vllm_medusa.files import new_file
 from vllm_medusa.job import plural
 from vllm_medusa.offline.conversations import CONVERSATION_KEYS, encode_conversation, encode_text
 from vllm_medusa.offline.prompts import (
-    ID_KEYS,
     BadLine,
     PromptError,
-    parse_json,
+    Written,
+    first_key,
+    lines,
+    parsed,
     partition,
-    read_lines,
-    require_characters,
+    read_rows,
     require_file,
-    short,
+    row_name,
+    validated,
 )
 
 Span = tuple[int, int]
@@ -116,7 +111,6 @@ def read_records(
     *,
     vocab_size: int | None = None,
     max_tokens: int | None = None,  # longer records are refused; None: none is
-    min_generated: int = 1,  # records with fewer tokens in their spans are refused
 ) -> Iterator[Record | BadLine]:
     """Yield every line of a file of records, those that can't be used as ``BadLine``.
 
@@ -128,21 +122,16 @@ def read_records(
 
     """
     require_file(path, "records")
-    if vocab_size is None and tokenizer is not None:
-        vocab_size = len(tokenizer)
+    limit = _LARGEST_VOCABULARY if tokenizer is None else len(tokenizer)
 
-    def parse(text: str, index: int, line: int) -> Record:
-        record = _from_row(parse_json(text), index, line, tokenizer)
-        _check(record.token_ids, record.generated, vocab_size)
+    def parse(raw: bytes, index: int, line: int) -> Record:
+        record = _from_row(parsed(raw), index, line, tokenizer)
+        _check(record, limit if vocab_size is None else vocab_size)
         if max_tokens is not None and len(record.token_ids) > max_tokens:
             raise PromptError(f"{len(record.token_ids)} tokens; at most {max_tokens} are allowed")
-        if record.num_generated < min_generated:
-            raise PromptError(
-                f"{record.num_generated} generated tokens; at least {min_generated} are needed"
-            )
         return record
 
-    yield from read_lines(Path(path), parse)
+    yield from read_rows(lines(path), parse)
 
 
 def load_records(
@@ -208,22 +197,35 @@ def split_heldout(records: Iterable[Record], share: float) -> tuple[list[Record]
     return train, [record for key, record in keyed if key in chosen]
 
 
+class _Row(Written):
+    """A line of `vllm-medusa distill`."""
+
+    index: NonNegativeInt | None = None
+    temperature: NonNegativeFloat | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    group: Annotated[str, Field(min_length=1)] | None = None
+
+
+_ROW = TypeAdapter(_Row)
+
+
 def _from_row(row: Any, index: int, line: int, tokenizer: Any) -> Record:
-    if not isinstance(row, Mapping):
-        raise PromptError(f"a {type(row).__name__} instead of an object with 'token_ids'")
-    name = str(next((row[k] for k in ID_KEYS if row.get(k) is not None), index))
-    require_characters(name)
-    if "token_ids" in row:
-        return _from_ids(row, index, line, name)
+    name = row_name(row, index)
     if "error" in row:
         raise PromptError(f"no record, but an error: {row['error']}")
-    key = next((k for k in (*CONVERSATION_KEYS, "text") if row.get(k) is not None), None)
-    if key is None:
-        raise PromptError(
-            "no key 'token_ids', 'messages', 'conversations' or 'text'; the keys are "
-            f"{', '.join(map(repr, row)) or 'none'}. `vllm-medusa distill` lets the target answer "
-            "prompts and writes such a file"
-        )
+    key = first_key(row, ("token_ids", *CONVERSATION_KEYS, "text"))
+    if key == "token_ids":
+        if "generated" not in row:
+            raise PromptError(
+                "no key 'generated', the spans that the target wrote; results of "
+                "`vllm-medusa generate` lack their prompts: `vllm-medusa distill` writes records"
+            )
+        found = dict(validated(_ROW, dict(row)))
+        ids = tuple(found.pop("token_ids"))
+        spans = tuple((start, end) for start, end in found.pop("generated"))
+        own = found.pop("index")
+        return Record(index if own is None else own, line, name, ids, spans, **found)
     if tokenizer is None:
         raise PromptError(f"{key!r} needs the target's tokenizer, and none was given")
     if key == "text":
@@ -233,62 +235,20 @@ def _from_row(row: Any, index: int, line: int, tokenizer: Any) -> Record:
     return Record(index, line, name, ids, spans)
 
 
-class _Row(BaseModel):
-    """A line of `vllm-medusa distill`."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-    index: NonNegativeInt | None = None
-    token_ids: Annotated[list[int], Field(min_length=1)]
-    generated: list[Annotated[list[int], Field(min_length=2, max_length=2)]]
-    temperature: NonNegativeFloat | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    group: Annotated[str, Field(min_length=1)] | None = None
-
-
-def _from_ids(row: Mapping[str, Any], index: int, line: int, name: str) -> Record:
-    if "generated" not in row:
+def _check(record: Record, limit: int) -> None:
+    """Refuse token ids outside the vocabulary, and spans that are not as `Record` has them."""
+    ids, before = record.token_ids, 0
+    if wrong := [(place, token) for place, token in enumerate(ids) if not 0 <= token < limit]:
         raise PromptError(
-            "no key 'generated', the spans that the target wrote; results of "
-            "`vllm-medusa generate` lack their prompts: `vllm-medusa distill` writes records"
+            f"token_ids[{wrong[0][0]}] is {wrong[0][1]}, outside the vocabulary (from 0 to "
+            f"{limit - 1}); was the record made with another target?"
         )
-    try:
-        found = _Row.model_validate(dict(row))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"[{at}]" if isinstance(at, int) else f"{at}" for at in first["loc"])
-        raise PromptError(f"{where} is {short(first['input'])}: {first['msg']}") from None
-    return Record(
-        index if found.index is None else found.index,
-        line,
-        name,
-        tuple(found.token_ids),
-        tuple((start, end) for start, end in found.generated),
-        found.temperature,
-        found.top_p,
-        found.top_k,
-        found.group,
-    )
-
-
-def _check(ids: tuple[int, ...], spans: tuple[Span, ...], vocab_size: int | None) -> None:
-    limit = _LARGEST_VOCABULARY if vocab_size is None else vocab_size
-    if min(ids) < 0 or max(ids) >= limit:
-        place, token = next((i, t) for i, t in enumerate(ids) if not 0 <= t < limit)
-        raise PromptError(
-            f"token_ids[{place}] is {token}, outside the vocabulary (from 0 to {limit - 1}); "
-            "was the record made with another target?"
-        )
-    if not spans:
+    if not record.generated:
         raise PromptError("no generated span: there is nothing to train on")
-    before = 0
-    for start, end in spans:
-        if not 0 <= start < end <= len(ids):
+    for start, end in record.generated:
+        if not before <= start < end <= len(ids):
             raise PromptError(
-                f"the generated span [{start}, {end}) is empty or outside the {len(ids)} tokens"
-            )
-        if start < before:
-            raise PromptError(
-                f"a generated span starts at {start}, before the last ended at {before}"
+                f"the generated span [{start}, {end}) is empty, overlaps the one before or is "
+                f"outside the {len(ids)} tokens"
             )
         before = end
