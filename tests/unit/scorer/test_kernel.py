@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.ahead_of_time import compiling
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from support.paged_batches import PADDING, Case, Request, chunk, decode, make_case, tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -166,21 +166,6 @@ class Cases:
             expected, _ = case.run()
             assert torch.equal(case.run(lse=None)[0], expected)
 
-    def test_parts_merge_by_their_lse(self):
-        """The context alone and the tree alone, computed apart, are the whole."""
-        case = self.make([tree(12, 48)], heads=(4, 2))
-        whole, total = case.run()
-        batch = case.batch
-        no_tree = case.with_batch(ancestor_bits=torch.zeros_like(batch.ancestor_bits))
-        lens = torch.full_like(batch.seq_lens, 12)
-        no_context = case.with_batch(seq_lens=lens, block_table=batch.block_table[:, 3:])
-        parts, sums = zip(*(c.run() for c in (no_tree, no_context)), strict=True)
-        assert (torch.logaddexp(*sums) - total).abs().max() < 2e-5
-        merged = sum(
-            p * torch.exp(s - total).unsqueeze(2) for p, s in zip(parts, sums, strict=True)
-        )
-        assert (merged - whole).abs().max() < 2e-5
-
     @pytest.mark.parametrize("window", [None, 3])
     @pytest.mark.parametrize(
         "wrong",
@@ -244,8 +229,8 @@ class Cases:
         check(case)
 
 
+@IN_INTERPRETER
 class TestInterpreted(Cases):
-    __test__ = INTERPRETING  # in a process of its own, see below
     device = "cpu"
 
     @pytest.mark.parametrize(
@@ -312,7 +297,7 @@ class TestOnGpu(Cases):
             for splits in (1, 16, 64):
                 options = {"heads": heads, "dim": 128, "dtype": dtype, "splits": splits}
                 case = self.make(requests, spare_rows=3, slack=500 * (splits == 16), **options)
-                error, lse_error = case.errors()
+                error, lse_error = case.differences(*case.run())
                 assert error < TOLERANCE[dtype]
                 assert lse_error < 2e-4  # sums of 6,000 terms
 
@@ -394,7 +379,7 @@ def test_splits_follow_the_device(monkeypatch):
     assert splits(32, 32, 32, 64) == 1
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@NOT_INTERPRETING
 def test_a_call_makes_no_tensor_and_reads_none():
     """Of all torch operators only views are called: nothing is allocated, copied or waited for."""
     pytest.importorskip("triton")
@@ -416,15 +401,10 @@ def test_a_call_makes_no_tensor_and_reads_none():
     assert set(called) <= {"aten.view.dtype", "aten.detach.default"}
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
-def test_in_a_process_that_interprets():
-    run_interpreting(__file__, "TestInterpreted")
-
-
 WITH_ALL = {"window": 50, "softcap": 30.0, "sinks": True}
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@NOT_INTERPRETING
 @pytest.mark.parametrize(
     ("capability", "shared", "options"),
     [
