@@ -59,9 +59,3 @@ def test_slots_are_where_the_runner_put_the_rows(shape):
         slots = step.slots(group)
         for b, rows in enumerate(rows_of):
             assert slots[b, : len(rows)].tolist() == step.slot_mappings[group][rows].tolist()
-
-
-def test_dtypes():
-    step, _, _ = build([(2, 4), (0, 1)])
-    for tensor in (step.cu_nodes, step.rows, step.row_of_node, step.token_ids):
-        assert tensor.dtype == torch.int64
