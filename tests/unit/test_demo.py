@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 from support.recordings import RECORDING, RUN, TAKE
 
-from demo import report
 from demo.__main__ import main
 from demo.recording import Recording
 from demo.replay import frame, replay
@@ -76,16 +75,6 @@ def test_where_nothing_can_be_written_is_said_before(run, tmp_path, capfd, optio
     assert run(RECORDING, option, str(tmp_path / "none" / "file")) == 2
     captured = capfd.readouterr()
     assert "none" in captured.err and not captured.out
-
-
-def test_marks_leave_spaces_outside():
-    spaced = replace(TAKE, steps=(replace(TAKE.steps[0], pieces=("\n a", " ", "b")),))
-    assert report.marked(spaced).plain == "\n «a» b"
-
-
-def test_slow_drafts_are_explained(run, capsys):
-    run(replace(RECORDING, runs=(replace(RUN, plain=RUN.drafted, drafted=RUN.plain),)))
-    assert "below 1x" in capsys.readouterr().out
 
 
 def shown_at(clock: float) -> str:

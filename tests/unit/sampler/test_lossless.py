@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chi_square import UNLIKELY, deviations
 from support.random_trees import padded
 from support.tree_strategies import cases
 from torch import Tensor
@@ -20,19 +20,6 @@ SAMPLES = 40_000
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0]])
 TOKENS = torch.tensor([0, 2, 1, 2, 3, 0, 3, 1])
 PATHS = [(), (2,), (1,), (2,), (2, 3), (2, 0), (1, 3), (2, 1)]  # tokens from the root to each node
-
-
-def excess(counts: Tensor, probs: Tensor) -> float:
-    """Chi-square statistic as standard deviations of its (Wilson-Hilferty) normal equivalent."""
-    counts, probs = counts.double().flatten(), probs.double().flatten()
-    wanted = probs / probs.sum() * counts.sum()
-    assert wanted.min() > 5, "too few expected samples for a chi-square test"
-    k = len(counts) - 1
-    ratio = ((counts - wanted) ** 2 / wanted).sum() / k
-    return float((ratio ** (1 / 3) - (1 - 2 / (9 * k))) / (2 / (9 * k)) ** 0.5)
-
-
-LIMIT = 4.75  # one-sided 1e-6
 
 
 class Target:
@@ -82,10 +69,10 @@ def test_marginal_and_joints_are_the_target_s():
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
     joint = target.joint()
-    assert excess(histogram(out[:, :1]), target.first) < LIMIT
+    assert deviations(histogram(out[:, :1]), target.first) < UNLIKELY
     # histogram() counts the first token fastest, so the tables are transposed to match.
-    assert excess(histogram(out[:, :2]), joint.sum(2).T) < LIMIT
-    assert excess(histogram(out), joint.permute(2, 1, 0)) < LIMIT
+    assert deviations(histogram(out[:, :2]), joint.sum(2).T) < UNLIKELY
+    assert deviations(histogram(out), joint.permute(2, 1, 0)) < UNLIKELY
 
 
 def test_control_a_wrong_parent_is_noticed():
@@ -96,7 +83,7 @@ def test_control_a_wrong_parent_is_noticed():
     parents = tree.parents.clone()
     parents[:, 4], parents[:, 6] = 2, 1  # both carry token 3, under the wrong sibling
     out = target.emit(dataclasses.replace(tree, parents=parents))
-    assert excess(histogram(out), target.joint().permute(2, 1, 0)) > 2 * LIMIT
+    assert deviations(histogram(out), target.joint().permute(2, 1, 0)) > 2 * UNLIKELY
 
 
 def test_control_drafts_taken_unchecked_are_noticed():
@@ -105,7 +92,7 @@ def test_control_drafts_taken_unchecked_are_noticed():
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
     biased = torch.where((out[:, 0] == 0) & (torch.rand(SAMPLES) < 0.1), 2, out[:, 0])
-    assert excess(histogram(biased.unsqueeze(1)), target.first) > 2 * LIMIT
+    assert deviations(histogram(biased.unsqueeze(1)), target.first) > 2 * UNLIKELY
 
 
 @settings(max_examples=100)
@@ -134,12 +121,3 @@ def test_follows_the_samples(case, seed, early_exit):
         assert all(bool(active.any()) for active in calls)
     else:
         assert len(calls) == levels
-
-
-@pytest.mark.parametrize("early_exit", [False, True])
-def test_no_draft_at_all_is_plain_decoding(early_exit):
-    tree = TreeBatch.from_static(TreeTensors.from_tree(TREE), torch.tensor([1, 1]))
-    verdict = lossless_walk(
-        tree, TOKENS.expand(2, -1), lambda *_: torch.tensor([2, 1]), early_exit=early_exit
-    )
-    assert verdict.output_token_ids.tolist() == [[2, -1, -1], [1, -1, -1]]
