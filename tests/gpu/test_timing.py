@@ -61,13 +61,3 @@ def test_without_a_gpu_there_is_a_reason(case, options):
     pytest.importorskip("triton")
     with pytest.raises(RuntimeError, match="torch finds no CUDA GPU"):
         next(case.run(options, SILENT))
-
-
-def test_bytes_and_operations():
-    spec = Spec("Llama-2-7B", 32, 32, 1, 4096, 64)
-    assert spec.kv_bytes == 4160 * 32 * 128 * 2 * 2
-    assert spec.flop == 4 * 64 * 32 * 4160 * 128
-    assert 2 * replace(spec, cache=torch.float8_e4m3fn).kv_bytes == spec.kv_bytes
-    mixed = replace(spec, chunk=2048)
-    assert mixed.kv_bytes == (4160 + 2048) * 32 * 128 * 2 * 2
-    assert mixed.flop - spec.flop == 4 * 2048**2 // 2 * 32 * 128

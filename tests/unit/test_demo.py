@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from support.recordings import RECORDING, RUN, TAKE
+from support.recordings import RECORDING, RUN
 
 from demo.__main__ import main
 from demo.recording import Recording
@@ -93,16 +93,6 @@ def test_a_frame_has_what_both_engines_delivered_by_then():
     assert "1.40x the speed, the same 7 tokens" in late
     assert "Say [/] & <this>" in late
     assert len(early.splitlines()) == len(late.splitlines())
-
-
-def test_a_low_terminal_shows_the_end():
-    console = terminal(height=11)
-    long = replace(
-        RUN, plain=replace(TAKE, steps=(replace(TAKE.steps[0], pieces=("a\nb\nc\nd\ne",)),))
-    )
-    console.print(frame(console, long, 9, "eagle3"))
-    left = re.findall(r"^│ (\w)", console.file.getvalue(), re.MULTILINE)
-    assert left == ["c", "d", "e"]
 
 
 def test_the_replay_takes_as_long_as_the_engines_did():

@@ -5,18 +5,6 @@ from vllm_medusa.kv.compaction import accepted_moves, copy_slots
 from vllm_medusa.kv.layers import LayerCaches, compact_layers
 
 
-def test_words_are_as_wide_as_every_address_and_stride_allows():
-    memory = torch.zeros(8 + 9 * 16, dtype=torch.bfloat16)
-    for start, length, word in ((0, 16, torch.int64), (2, 16, torch.int32), (1, 16, torch.int16)):
-        cache = memory[start : start + 9 * length].view(9, length)
-        assert LayerCaches.of([memory[: 9 * length].view(9, length), cache]).word is word
-    assert LayerCaches.of([memory[: 9 * 6].view(9, 6)]).word is torch.int32
-    assert LayerCaches.of([memory[: 9 * 3].view(9, 3)]).word is torch.int16
-    assert LayerCaches.of([memory[: 9 * 16].view(9, 16)[:, :6]]).word is torch.int32
-    odd = torch.zeros(9, 3, dtype=torch.uint8)
-    assert LayerCaches.of([odd]).word is torch.int8
-
-
 def test_refused():
     cache = torch.zeros(4, 2, 3)
     with pytest.raises(ValueError, match="Describe layers of one form at a time"):
