@@ -52,7 +52,7 @@ def _on_v1(look: Look) -> Iterator[None]:
             given = look(
                 Drafted(
                     row,
-                    list(request.prompt_token_ids),
+                    list(request.prompt_token_ids or ()),  # none where it came as embeddings
                     list(request.output_token_ids),
                     request.sampling_params,
                     1 if step is None else int(step.num_nodes[row]),
