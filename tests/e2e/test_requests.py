@@ -73,26 +73,6 @@ def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) ->
     assert_works(llm, reference.part(0, sized(len(reference.prompts), 1)))
 
 
-def test_good_options_are_no_error(llm: LLM, reference: Reference) -> None:
-    part = reference.part(0, 2)
-    for extra in ({}, {"other": 3}, {"medusa": {}}, {"medusa": {"acceptance": "lossless"}}):
-        params = greedy(TOKENS, extra_args=copy.deepcopy(extra))
-        assert complete(llm, part.prompts, params) == part.completions
-        assert params.extra_args == extra
-
-
-def test_short_requests_beside_long_ones(llm: LLM, reference: Reference) -> None:
-    """Requests whose drafts are truncated by the scheduler, or that get none."""
-    counts = [1, 2, 3, TOKENS] * 3
-    prompts = reference.prompts[:12]
-    params = [greedy(count) for count in counts][: len(prompts)]
-    with planted(prompts, reference.outputs[: len(prompts)], VOCAB):
-        got = complete(llm, prompts, params)
-    for completion, full, count in zip(got, reference.outputs, counts, strict=False):
-        assert completion.token_ids == full[:count]
-        assert completion.finish_reason == "length"
-
-
 def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads: str) -> None:
     """Trees twice from one dict, then plain and stock speculation, all in this process."""
     asked = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")

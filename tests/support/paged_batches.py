@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from support.attention import visible_keys
+from support.random_trees import random_parents
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
@@ -136,20 +137,6 @@ class Case:
         return replace(self, batch=replace(self.batch, **changes))
 
 
-def random_parents(rows: int, nodes: int, shape: str, generator: torch.Generator) -> list[int]:
-    parents = [-1]
-    for i in range(1, nodes):
-        if shape == "chain":
-            parents.append(i - 1)
-        elif shape == "star":
-            parents.append(0)
-        elif shape == "pairs":
-            parents.append((i - 1) // 2)
-        else:
-            parents.append(int(torch.randint(max(0, i - 9), i, (), generator=generator)))
-    return parents
-
-
 def make_case(
     requests: list[Request],
     *,
@@ -180,7 +167,7 @@ def make_case(
     longest = max(r.rows for r in requests)
     nodes = nodes or max([r.rows for r in requests if r.is_tree], default=1)
     shapes = [requests[0].shape] if static else [r.shape for r in requests]
-    parents = torch.tensor([random_parents(nodes, nodes, s, generator) for s in shapes])
+    parents = torch.tensor([random_parents(nodes, generator, s) for s in shapes])
     ancestors = dense_ancestors(parents)
     depths, bits = ancestors.sum(-1, dtype=torch.int32) - 1, pack_ancestors(ancestors)
     if static:

@@ -35,13 +35,6 @@ def test_pieces_are_the_text(text):
     assert len(pieces(ids, tokenizer())) == len(ids)
 
 
-def test_no_piece_is_half_a_character():
-    ids = tokenizer().encode("🙂🙂")
-    assert len(ids) > 2
-    found = pieces(ids, tokenizer())
-    assert "".join(found) == "🙂🙂" and "\N{REPLACEMENT CHARACTER}" not in "".join(found)
-
-
 def test_an_engine_that_is_refused_ends_the_other_s_start(monkeypatch):
     def start(settings, sampling):
         if "speculative_config" not in settings:

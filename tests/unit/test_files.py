@@ -94,22 +94,6 @@ def test_a_lock_is_given_once(tmp_path):
     files.take_lock(path, "busy: wait").close()
 
 
-def test_digests(tmp_path):
-    path = tmp_path / "a"
-    path.write_bytes(b"abc")
-    assert files.digest(path).startswith("ba7816bf")
-    assert files.digest_json({"b": 1, "a": 2}) == files.digest_json({"a": 2, "b": 1})
-    middle = bytearray(1 << 18)
-    path.write_bytes(middle)
-    before = files.ends_of(path)
-    middle[1 << 17] = 1  # neither end
-    path.write_bytes(middle)
-    assert files.ends_of(path) == before
-    middle[-1] = 1
-    path.write_bytes(middle)
-    assert files.ends_of(path) != before
-
-
 @pytest.mark.parametrize("content", ["{}", "[1]", "no JSON", '{"ours": 0}', "[" * 100_000])
 def test_only_what_was_written_here_is_replaced(content, tmp_path):
     path = tmp_path / "figures.json"

@@ -21,8 +21,6 @@ SUITE = [  # a file's tests share an engine, so none is torn apart
     "tests/e2e/test_adapters.py::test_adapters_in_one_batch",
     "tests/e2e/test_typical.py::test_equals_the_oracle",
     "tests/e2e/test_requests.py::test_a_bad_request_fails_alone",
-    "tests/e2e/test_requests.py::test_good_options_are_no_error",
-    "tests/e2e/test_requests.py::test_short_requests_beside_long_ones",
     "tests/e2e/test_refusals.py::test_a_layer_with_a_backend_of_its_own_starts_nothing",
 ]
 

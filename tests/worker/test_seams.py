@@ -232,19 +232,3 @@ def test_methods_override_what_they_are_meant_to() -> None:
                     assert stand_in(ours, stock), f"{owner.__name__}.{name} for {name}"
     for name, names in OVERRIDES.items():
         assert names <= seen.get(name, set()), f"{name} overrides {seen.get(name)} only"
-
-
-def test_control_other_parameters_are_noticed() -> None:
-    def parameters(text: str) -> ast.arguments:
-        return ast.parse(f"def f({text}): ...").body[0].args  # type: ignore[attr-defined]
-
-    stock = parameters("self, a, b, *, c")
-    fits = {
-        "self, a, b": False,
-        "self, a, b, *, c": True,
-        "self, b, a, *, c": False,
-        "self, a, *args, c": True,
-        "self, a, *, b, c": False,
-        "self, a, *x, **y": True,
-    }
-    assert {text: stand_in(parameters(text), stock) for text in fits} == fits

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER, INTERPRETING, NOT_INTERPRETING, run_interpreting
 
 if INTERPRETING:
     import support.triton_on_cpu  # noqa: F401
@@ -39,9 +39,6 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.worker import cuda_attention, cuda_metadata
 
 pytestmark = pytest.mark.engine
-IN_INTERPRETER = pytest.mark.skipif(
-    not INTERPRETING, reason="runs in a process whose Triton interprets, see below"
-)
 
 TOKENS = 24
 FEW = 12  # enough to go wrong
@@ -269,6 +266,6 @@ class TestDynamic(TestMistral):
         assert attended.windows == {self.window}
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
+@NOT_INTERPRETING
 def test_in_a_process_that_interprets() -> None:
-    run_interpreting(__file__, "TestLlama or TestMistral or TestDynamic")
+    run_interpreting("TestLlama or TestMistral or TestDynamic", __file__)

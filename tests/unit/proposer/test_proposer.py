@@ -29,23 +29,6 @@ def test_every_node_holds_its_heads_token_of_its_rank(name):
             assert tokens[row, node] == best[path[-1]]
 
 
-def test_ties_go_to_the_lower_token():
-    tokens = propose(torch.zeros(1, 1, 50), TreeTensors.from_tree(TokenTree.dense([4])))
-    assert tokens.tolist() == [[0, 0, 1, 2, 3]]
-
-
-def test_siblings_differ_even_in_bfloat16():
-    logits = torch.randn(8, 2, 500, generator=torch.Generator().manual_seed(2)).bfloat16()
-    tree = TokenTree.dense([4, 3])
-    tokens = propose(logits, TreeTensors.from_tree(tree))
-    children = {}
-    for node, parent in enumerate(tree.parents):
-        children.setdefault(parent, []).append(node)
-    for siblings in children.values():
-        for row in tokens[:, siblings].tolist():
-            assert len(set(row)) == len(row)
-
-
 def test_token_map_gives_target_ids():
     token_map = torch.tensor([7, 99, 3])
     logits = torch.tensor([[[0.0, 2.0, 1.0]]])

@@ -53,19 +53,6 @@ def test_the_kernel_for_cpus_walks_alike(dtype, case, seed, spread):
     assert torch.equal(found.path.last_node, expected.path.last_node)
 
 
-def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second():
-    #      0            tokens: both children are 5; only the second has a child that matches
-    #     / \
-    #    1   2          The walk stands at node 1 and must stop there.
-    #        |
-    #        3
-    tree = TokenTree.from_paths([[0], [1], [1, 0]])
-    batch = TreeBatch.from_static(TreeTensors.from_tree(tree), torch.tensor([4]))
-    verdict = greedy_verdict(batch, torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 6, 6, 7]]))
-    assert verdict.path.nodes.tolist() == [[0, 1, 1]]
-    assert verdict.output_token_ids.tolist() == [[5, 6, -1]]
-
-
 def test_absent_drafts_and_cut_nodes_are_never_accepted():
     batch = TreeBatch.from_static(
         TreeTensors.from_tree(TokenTree.chain(3)), torch.tensor([4, 2, 1], dtype=torch.int32)

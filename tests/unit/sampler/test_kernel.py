@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from support.ahead_of_time import GENERATIONS, compiling
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from support.random_trees import Case, make_case
 from torch import Tensor
 
@@ -133,11 +133,6 @@ class Cases:
         if shape == "chain":
             assert verdict.path.num_accepted.tolist() == [nodes - 1, max(0, nodes - 2), 0]
 
-    def test_the_first_of_equal_siblings_wins_even_over_a_deeper_second(self):
-        tree = static([[0], [1], [1, 0]], [4])
-        tokens, targets = torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 6, 6, 7]])
-        assert self.check_walk(tree, tokens, targets).output_token_ids.tolist()[0][:2] == [5, 6]
-
     def test_tokens_as_views(self):
         """Rows of a longer buffer, for tokens and targets."""
         case = make_case(3, 4, 20, 2)
@@ -175,14 +170,6 @@ class Cases:
             accepted = torch.rand(shape, generator=generator(seed)) < 0.8
             score = values[torch.randint(0, 8, shape, generator=generator(seed + 1))]
             self.check_accept(tree, accepted, score)
-
-    def test_infinity_ties_with_the_largest_number(self):
-        """As `nan_to_num` has it; and nothing is below a NaN."""
-        tree = static([[0], [1]], [3, 3])
-        largest = torch.finfo(torch.float32).max
-        score = torch.tensor([[0, largest, torch.inf], [0, torch.nan, -torch.inf]])
-        path = self.check_accept(tree, torch.ones(2, 3, dtype=torch.bool), score)
-        assert path.last_node.tolist() == [1, 1]
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("nodes", SIZES)
@@ -275,16 +262,6 @@ class Cases:
             if shape == "chain":
                 assert path.num_accepted.tolist() == [nodes - 1, max(0, nodes - 2)]
 
-    def test_equal_paths_give_the_lowest_node(self):
-        tree = static(TokenTree.dense([3, 2, 2]).to_lists(), [22, 22])
-        nodes = tree.max_nodes
-        tokens = torch.arange(2 * nodes).view(2, nodes) % 5
-        rows = torch.zeros(2, nodes, dtype=torch.int64)
-        bounds = torch.full((2,), 0.09), torch.full((2,), 0.3)
-        path = self.check_typical(tree, tokens, torch.zeros(1, 5), rows, *bounds)
-        deepest = [i for i in range(nodes) if tree.depths[0, i] == 3]
-        assert path.last_node.tolist() == [deepest[0]] * 2
-
     def test_how_near_the_bar_a_node_may_be(self, monkeypatch):
         """The bar set to the probability, a ten-thousandth above and below it."""
         monkeypatch.setattr(self.kernel, "_SPLIT", 128)
@@ -337,7 +314,7 @@ class Cases:
         assert path.num_accepted.tolist() == [1]
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process whose Triton interprets, see below")
+@IN_INTERPRETER
 class TestInterpreted(Cases):
     device = "cpu"
 
@@ -385,12 +362,7 @@ class TestOnGpu(Cases):
         assert torch.equal(captured.nodes, path.nodes)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
-def test_in_a_process_that_interprets():
-    run_interpreting(__file__, "TestInterpreted")
-
-
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@NOT_INTERPRETING
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_it_compiles_without_a_gpu(capability):
     pytest.importorskip("triton")

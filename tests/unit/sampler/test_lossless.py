@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chi_square import UNLIKELY, deviations
 from support.random_trees import padded
 from support.tree_strategies import cases
 from torch import Tensor
@@ -19,19 +20,6 @@ SAMPLES = 40_000
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0]])
 TOKENS = torch.tensor([0, 2, 1, 2, 3, 0, 3, 1])
 PATHS = [(), (2,), (1,), (2,), (2, 3), (2, 0), (1, 3), (2, 1)]  # tokens from the root to each node
-
-
-def excess(counts: Tensor, probs: Tensor) -> float:
-    """Chi-square statistic as standard deviations of its (Wilson-Hilferty) normal equivalent."""
-    counts, probs = counts.double().flatten(), probs.double().flatten()
-    wanted = probs / probs.sum() * counts.sum()
-    assert wanted.min() > 5, "too few expected samples for a chi-square test"
-    k = len(counts) - 1
-    ratio = ((counts - wanted) ** 2 / wanted).sum() / k
-    return float((ratio ** (1 / 3) - (1 - 2 / (9 * k))) / (2 / (9 * k)) ** 0.5)
-
-
-LIMIT = 4.75  # one-sided 1e-6
 
 
 class Target:
@@ -81,10 +69,10 @@ def test_marginal_and_joints_are_the_target_s():
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
     joint = target.joint()
-    assert excess(histogram(out[:, :1]), target.first) < LIMIT
+    assert deviations(histogram(out[:, :1]), target.first) < UNLIKELY
     # histogram() counts the first token fastest, so the tables are transposed to match.
-    assert excess(histogram(out[:, :2]), joint.sum(2).T) < LIMIT
-    assert excess(histogram(out), joint.permute(2, 1, 0)) < LIMIT
+    assert deviations(histogram(out[:, :2]), joint.sum(2).T) < UNLIKELY
+    assert deviations(histogram(out), joint.permute(2, 1, 0)) < UNLIKELY
 
 
 def test_control_a_wrong_parent_is_noticed():
@@ -95,7 +83,7 @@ def test_control_a_wrong_parent_is_noticed():
     parents = tree.parents.clone()
     parents[:, 4], parents[:, 6] = 2, 1  # both carry token 3, under the wrong sibling
     out = target.emit(dataclasses.replace(tree, parents=parents))
-    assert excess(histogram(out), target.joint().permute(2, 1, 0)) > 2 * LIMIT
+    assert deviations(histogram(out), target.joint().permute(2, 1, 0)) > 2 * UNLIKELY
 
 
 def test_control_drafts_taken_unchecked_are_noticed():
@@ -104,7 +92,7 @@ def test_control_drafts_taken_unchecked_are_noticed():
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
     biased = torch.where((out[:, 0] == 0) & (torch.rand(SAMPLES) < 0.1), 2, out[:, 0])
-    assert excess(histogram(biased.unsqueeze(1)), target.first) > 2 * LIMIT
+    assert deviations(histogram(biased.unsqueeze(1)), target.first) > 2 * UNLIKELY
 
 
 @settings(max_examples=100)
@@ -130,9 +118,3 @@ def test_follows_the_samples(case, seed):
         assert int(verdict.path.last_node[b]) == nodes[-1]
         assert sum(int(active[b]) for active in calls) == len(emitted)  # one draw per token
     assert all(bool(active.any()) for active in calls)
-
-
-def test_no_draft_at_all_is_plain_decoding():
-    tree = TreeBatch.from_static(TreeTensors.from_tree(TREE), torch.tensor([1, 1]))
-    verdict = lossless_walk(tree, TOKENS.expand(2, -1), lambda *_: torch.tensor([2, 1]))
-    assert verdict.output_token_ids.tolist() == [[2, -1, -1], [1, -1, -1]]

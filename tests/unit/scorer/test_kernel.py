@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.ahead_of_time import compiling
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from support.paged_batches import PADDING, Case, Request, chunk, decode, make_case, tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -223,8 +223,8 @@ class Cases:
         check(case)
 
 
+@IN_INTERPRETER
 class TestInterpreted(Cases):
-    __test__ = INTERPRETING  # in a process of its own, see below
     device = "cpu"
 
     @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_splits_follow_the_device(monkeypatch):
     assert splits(32, 32, 32, 64) == 1
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@NOT_INTERPRETING
 def test_a_call_makes_no_tensor_and_reads_none():
     """Of all torch operators only views are called: nothing is allocated, copied or waited for."""
     pytest.importorskip("triton")
@@ -391,15 +391,10 @@ def test_a_call_makes_no_tensor_and_reads_none():
     assert set(called) <= {"aten.view.dtype", "aten.detach.default"}
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process whose Triton interprets")
-def test_in_a_process_that_interprets():
-    run_interpreting(__file__, "TestInterpreted")
-
-
 WITH_ALL = {"window": 50, "softcap": 30.0, "sinks": True}
 
 
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@NOT_INTERPRETING
 @pytest.mark.parametrize(
     ("capability", "shared", "options"),
     [

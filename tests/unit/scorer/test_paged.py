@@ -75,12 +75,6 @@ def test_reference_is_sdpa_for_a_chunk():
     assert (out - expected.transpose(0, 1)).abs().max() < 1e-12
 
 
-def test_a_chain_is_a_chunk():
-    case = make_case([tree(9, 21, "chain")], window=5)
-    causal = case.with_batch(is_tree=torch.tensor([False]))
-    assert torch.equal(twin(case), twin(causal))
-
-
 def test_dummy_batch_without_context_for_its_rows():
     """While graphs are captured seq_lens may be 1 for every request, whatever its rows."""
     case = make_case([tree(6, 0), chunk(4, 0)])

@@ -64,12 +64,6 @@ def test_slots_are_where_the_runner_put_the_rows(shape):
             assert slots[b, : len(rows)].tolist() == step.slot_mappings[group][rows].tolist()
 
 
-def test_dtypes():
-    step, _, _ = build([(2, 4), (0, 1)])
-    for tensor in (step.cu_nodes, step.rows, step.row_of_node, step.token_ids):
-        assert tensor.dtype == torch.int64
-
-
 @pytest.mark.parametrize("sizes", [[1], [2, 1], [8, 3, 8], [70, 130, 1]])
 def test_topologies_on_the_host_are_those_in_torch(sizes):
     tree = random_tree_batch(sizes, torch.Generator().manual_seed(len(sizes)), "random")

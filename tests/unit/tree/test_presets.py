@@ -6,7 +6,7 @@ from importlib import resources
 import pytest
 
 from vllm_medusa.tree.presets import DEFAULT_TREE, load_preset, preset_names
-from vllm_medusa.tree.topology import TokenTree, TreeError
+from vllm_medusa.tree.topology import TokenTree
 
 
 def test_all_published_trees_are_there():
@@ -24,30 +24,6 @@ def test_preset_is_its_file_in_its_order(name):
     assert tree.num_draft_tokens == 63
     assert tree.max_depth in (3, 4)
     assert tree.paths[0] == (0,)
-
-
-def test_first_nodes_of_the_best_known_tree():
-    assert load_preset("mc_sim_7b_63").prefix(6).paths == ((0,), (0, 0), (1,), (0, 1), (2,))
-
-
-def test_unknown_preset_lists_the_known_ones():
-    with pytest.raises(TreeError, match="No preset is named 'mc'; presets: mc_sim_7b_63, vicuna"):
-        load_preset("mc")
-
-
-def test_the_default_is_what_the_published_trees_agree_on():
-    """As its comment claims: the paths of least mean position, then one more head."""
-    presets = [load_preset(name).paths for name in preset_names()]
-    everything = {path for paths in presets for path in paths}
-
-    def mean_position(path):
-        return sum(paths.index(path) if path in paths else len(paths) for paths in presets) / len(
-            presets
-        )
-
-    best = sorted(everything, key=mean_position)
-    assert DEFAULT_TREE.paths == (*best[:13], (0, 0, 0, 0))
-    assert [mean_position(path) for path in best[:14]] == sorted(map(mean_position, best[:14]))
 
 
 @pytest.mark.parametrize(("num_heads", "drafts"), [(1, 5), (2, 11), (3, 13), (4, 14), (5, 14)])

@@ -13,11 +13,10 @@ pytest.importorskip("vllm")
 import support.engines  # noqa: F401  vLLM looks at models in this process
 from safetensors.torch import load_file, save_file
 from support.eagle import Eagle3
-from support.models import COMMON, HIDDEN, VOCAB, save_random_heads
-from transformers import LlamaConfig
+from support.models import HIDDEN, VOCAB, save_config, save_random_heads
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_medusa.config import EagleConfig, MedusaConfigError
+from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.worker.eagle import check_captured_layers, check_vocabulary
 from vllm_medusa.worker.options import (
@@ -34,10 +33,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("target")
-    changes = {"num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
-    LlamaConfig(**COMMON | changes).save_pretrained(folder)
-    return str(folder)
+    return save_config(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +214,3 @@ def test_layers_that_the_target_shows(config: Config) -> None:
     model.model.aux_hidden_state_layers = (2, 3, 4)
     with pytest.raises(MedusaConfigError, match=r"trained on .* \[1, 2, 3\], but .* \[2, 3, 4\]"):
         check_captured_layers(model, made.speculative_config)
-
-
-def test_trees_of_one_node() -> None:
-    tree = EagleConfig(model="x", tree={"width": 1, "depth": 1}).grown
-    assert tree.num_draft_tokens == 1

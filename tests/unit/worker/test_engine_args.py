@@ -210,15 +210,6 @@ def test_keys_of_ours_without_our_name(config, heads, asked):
         config(asked)
 
 
-def test_the_flag_is_in_the_help(parser):
-    (action,) = [a for a in parser._actions if "--speculative-model" in a.option_strings]
-    assert action.metavar == "HEADS" and "--speculative-config" in action.help
-
-
-def test_a_key_of_ours_without_speculation_is_nobody_s_business(config):
-    assert config(None, additional_config={"medusa": {}}).speculative_config is None
-
-
 def test_adapters_bound_the_drafts_of_a_request(config, heads):
     """vLLM refuses more nodes in a step than it has buffers of adapters for."""
     few = {"enable_lora": True, "max_num_seqs": 16, "max_num_batched_tokens": 128}

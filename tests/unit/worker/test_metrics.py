@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("vllm")
 from prometheus_client import REGISTRY
 from support.triton_steps import TREE, make_config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics import reader
@@ -79,14 +78,6 @@ def test_the_line_of_the_log_has_depths(config):
     assert len(lines) == 1
 
 
-def dynamic(target, heads, budget):
-    """The config of an engine with dynamic trees."""
-    asked = {"method": "medusa", "model": heads, "budget": budget}
-    return EngineArgs(
-        str(target), dtype="float32", skip_tokenizer_init=True, speculative_config=asked
-    ).create_engine_config()
-
-
 def reported():
     """What the registry has of the steps of dynamic trees."""
     return {
@@ -98,7 +89,7 @@ def reported():
 
 @pytest.mark.parametrize("budget", ["auto", 7, {"max_rows": 64}])
 def test_steps_of_dynamic_trees(target, random_heads, config, budget):
-    logger = PrometheusStatLogger(dynamic(target, random_heads, budget), [0])
+    logger = PrometheusStatLogger(make_config(target, random_heads, budget), [0])
     first, second = StepReport(chosen=40), StepReport(chosen=3, ratio=1250)
     first.add(5, 40, prefill=False, drafted=True)
     first.time(12.5, 10.0)
@@ -122,7 +113,7 @@ def test_what_is_no_report_is_left_alone(target, random_heads, config):
     assert StepReport.of(SpecDecodingStats.new(20)) is None
     assert StepReport.of(SpecDecodingStats(20)) is None
     assert StepReport.of(SpecDecodingStats(20, num_draft_tokens_per_pos=[-1, 2])) is None
-    logger = PrometheusStatLogger(dynamic(target, random_heads, "auto"), [0])
+    logger = PrometheusStatLogger(make_config(target, random_heads, "auto"), [0])
     record(logger)
     assert not any(reported().values())
     PrometheusStatLogger(config, [0])
@@ -133,7 +124,7 @@ def test_engines_in_one_process_have_metrics_of_their_own(target, random_heads):
     """vLLM's registry has those of the engine that started last, whichever is asked."""
     engines = []
     for heads in (random_heads, random_heads, None):
-        config = make_config(target, None) if heads is None else dynamic(target, heads, 7)
+        config = make_config(target, None) if heads is None else make_config(target, heads, 7)
         engine = LLMEngine.__new__(LLMEngine)
         engine.log_stats, engine.logger_manager = True, StatLoggerManager(config)
         engines.append(engine)
