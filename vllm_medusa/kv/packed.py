@@ -16,10 +16,14 @@ from vllm_medusa.kernels import CPU_DTYPES, cpu_library
 class Packing(Protocol):
     """Token layout of a cache; equal layouts are moved together."""
 
-    num_kv_heads: int
-    block_size: int
-    head_size: int
-    block_stride: int
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def block_stride(self) -> int: ...
 
     def __hash__(self) -> int: ...
 
