@@ -35,7 +35,18 @@ from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.options import Positive, option
 
 AUTOMATIC = "automatic"
-Form = Literal["automatic", "dynamic", "static", "chain", "lookup", "both", "stock", "ngram"]
+AUTOMATIC_LOOKUP = "automatic+lookup"
+Form = Literal[
+    "automatic",
+    "automatic+lookup",
+    "dynamic",
+    "static",
+    "chain",
+    "lookup",
+    "both",
+    "stock",
+    "ngram",
+]
 
 
 class CompareOptions(EngineOptions):
@@ -43,9 +54,9 @@ class CompareOptions(EngineOptions):
 
     others: tuple[Path, ...] = option("further heads or drafters", default=(), metavar="FOLDER")
     forms: tuple[Form, ...] = option(
-        "automatic: trees by the budget; dynamic, static: trees of --nodes; chain: of --chain; "
-        "lookup: dynamic trees without the drafter; both: with it; stock, ngram: vLLM's own chain "
-        "and n-grams of --chain",
+        "automatic: trees by the budget, also with lookup; dynamic, static: trees of --nodes; "
+        "chain: of --chain; lookup: dynamic trees without the drafter; both: with it; stock, "
+        "ngram: vLLM's own chain and n-grams of --chain",
         default=("automatic", "chain", "dynamic", "static", "stock", "ngram"),
     )
     nodes: tuple[Positive, ...] = option("numbers of draft nodes of trees", default=(4, 7, 15))
@@ -96,7 +107,7 @@ def arms(folders: list[Path], options: CompareOptions, progress: Progress) -> li
     for folder in folders:
         for form in (form for form in options.forms if form != "ngram"):
             sizes = options.chain if form in ("chain", "stock") else options.nodes
-            for size in (0,) if form == AUTOMATIC else sizes:
+            for size in (0,) if form in (AUTOMATIC, AUTOMATIC_LOOKUP) else sizes:
                 if arm := arm_of(folder, form, size):
                     found.append(arm)
                 else:
@@ -119,12 +130,14 @@ def arm_of(folder: Path, form: str, size: int) -> Arm | None:
     drafter, against = folder.name, ""
     match form:
         case "automatic":
-            config = medusa_config(where, budget="auto")
+            config = medusa_config(where, {"budget": "auto"})
+        case "automatic+lookup":
+            config = medusa_config(where, {"budget": "auto", "lookup": True})
         case "dynamic":
-            config = medusa_config(where, budget=str(size))
+            config = medusa_config(where, {"budget": size})
             against = f"{drafter}, static {size}"
         case "both":
-            config = medusa_config(where, budget=str(size), lookup=True)
+            config = medusa_config(where, {"budget": size, "lookup": True})
             against = f"{drafter}, dynamic {size}"
         case "lookup":
             config = {"method": "medusa", "lookup": True, "budget": size}
@@ -166,15 +179,16 @@ def best_beside_automatic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each load: the automatic budget, and the best of plain vLLM and the other arms."""
     measured, found = [row for row in rows if "ratio_quartiles" in row], []
     for row in measured:
-        if row["form"] == AUTOMATIC:
+        if row["form"] in (AUTOMATIC, AUTOMATIC_LOOKUP):
             keys = ("drafter", "temperature", "batch", "texts")
             others = [("plain", 1.0)] + [
                 (other["arm"], other["ratio"])
                 for other in measured
-                if other["form"] != AUTOMATIC and all(other[key] == row[key] for key in keys)
+                if other["form"] not in (AUTOMATIC, AUTOMATIC_LOOKUP)
+                and all(other[key] == row[key] for key in keys)
             ]
             best, ratio = max(others, key=lambda other: other[1])
-            own = {key: row[key] for key in (*keys, "ratio", "first")}
+            own = {key: row[key] for key in ("form", *keys, "ratio", "first")}
             found.append(
                 own | {"best": best, "best_ratio": ratio, "relative": row["ratio"] / ratio}
             )
@@ -187,6 +201,7 @@ def text(rows: list[dict[str, Any]]) -> str:
     if best := best_beside_automatic(rows):
         columns = {
             "drafter": ("drafter", ""),
+            "form": ("form", ""),
             "texts": ("texts", ""),
             "temperature": ("T", "g"),
             "batch": ("batch", "d"),

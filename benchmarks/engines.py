@@ -31,7 +31,7 @@ from benchmarks.case import ROOT, Row
 from demo import packed, smollm2
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Conversation, Result
-from vllm_medusa.offline.engine import EngineSettings, Sampling
+from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.in_turn import Difference, InTurn, Timed, run_in_turn
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, load_prompts
@@ -365,10 +365,14 @@ def engine(
 
 def settings(
     arm: Arm, options: EngineOptions, engine_args: Mapping[str, Any] | None = None
-) -> EngineSettings:
-    """The settings of an arm's engine."""
+) -> dict[str, Any]:
+    """Arguments of vLLM's ``LLM`` for an arm."""
     requests = max(8, *options.batch)
-    arguments = {
+    return {
+        "model": str((options.target or Path()).absolute()),
+        "speculative_config": arm.config and dict(arm.config),
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
         "max_num_seqs": requests,
         # prompts are never chunked (vLLM on CPU can't chunk seeded ones), trees always fit
         "max_num_batched_tokens": max(
@@ -379,8 +383,6 @@ def settings(
         "kv_cache_memory_bytes": _KV_BYTES,
         "disable_log_stats": not (arm.config or {}).get("lookup", False),  # copies are counted
     } | dict(engine_args or {})
-    target = str((options.target or Path()).absolute())
-    return EngineSettings(target, arm.config, options.dtype, options.max_model_len, arguments)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.case import ROOT, Case
 from benchmarks.report import describe, draw, markdown
 from vllm_medusa.files import write_json
+from vllm_medusa.flags import add_flags, from_flags
 from vllm_medusa.job import Progress
 from vllm_medusa.options import Options
 
@@ -125,8 +126,6 @@ def _parser(cases: dict[str, Case], quick: bool) -> argparse.ArgumentParser:
     parser.add_argument("--base", metavar="COMMIT", help="alternate with another commit")
     parser.add_argument("--commit", help="the measured commit, for a copy without git")
     if len(cases) == 1:
-        from vllm_medusa.cli.flags import add_flags
-
         ((name, case),) = cases.items()
         add_flags(parser.add_argument_group(f"options of {name}"), case.options)
         if quick:
@@ -138,8 +137,6 @@ def _options(case: Case, args: argparse.Namespace, cases: int) -> Options:
     """Options of the command line; the defaults if there are several cases."""
     if cases > 1:
         return case.options(**(case.quick if args.quick else {}))
-    from vllm_medusa.cli.flags import from_flags
-
     return from_flags(case.options, args)
 
 

@@ -278,19 +278,17 @@ def words(
     arm: Arm, options: EngineOptions, port: int, more: Mapping[str, Any] | None = None
 ) -> list[str]:
     """The arguments of `vllm-medusa serve`."""
-    made = settings(arm, options, {"disable_log_stats": False})
+    made = settings(arm, options, {"disable_log_stats": False}) | dict(more or {})
+    found, speculation = [made.pop("model")], made.pop("speculative_config")
     arguments: dict[str, Any] = {
         "served_model_name": _MODEL,
         "host": _HOST,
         "port": port,
-        "dtype": made.dtype,
-        "max_model_len": made.max_model_len,
         "uvicorn_log_level": "warning",
         "enable_chunked_prefill": False,  # vLLM on CPU can't chunk seeded prompts
-    } | {**made.engine_args, **(more or {})}
-    if made.speculative_config:
-        arguments["speculative_config"] = json.dumps(made.speculative_config)
-    found = [made.model]
+    } | made
+    if speculation:
+        arguments["speculative_config"] = json.dumps(speculation)
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -37,7 +37,7 @@ class TypicalOptions(EngineOptions):
 
 def arms(options: TypicalOptions) -> list[Arm]:
     """Lossless, and typical with both deltas of each epsilon; one engine for all."""
-    config = medusa_config(str(options.drafter.absolute()), budget=str(options.nodes))
+    config = medusa_config(str(options.drafter.absolute()), {"budget": options.nodes})
     found = [Arm("lossless", config, request={"medusa": {"acceptance": "lossless"}})]
     for epsilon in options.epsilons:
         for delta in dict.fromkeys((DELTA, round(math.sqrt(epsilon), 6))):

@@ -19,8 +19,8 @@ from demo.recording import Recording
 from demo.replay import replay
 from demo.svg import draw
 from vllm_medusa.cli.console import ConsoleProgress, run_job, stdout_console
-from vllm_medusa.cli.flags import add_flags, from_flags
 from vllm_medusa.files import require_parent
+from vllm_medusa.flags import add_flags, from_flags
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.machine import describe_machine
@@ -113,7 +113,7 @@ def run(options: DemoOptions, progress: Progress) -> Recording:
         machine=f"{machine['cores']} cores of {machine['cpu']}{', eager' if eager else ''}",
         runs=record(
             target,
-            medusa_config(str(drafter)) | options.speculative_config,
+            medusa_config(str(drafter), options.speculative_config),
             prompts,
             options.temperatures,
             options.max_tokens,

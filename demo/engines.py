@@ -18,7 +18,7 @@ from typing import Any
 from demo.recording import Run, Step, Take
 from vllm_medusa.job import Progress
 from vllm_medusa.offline.batch import Answer, Conversation, Delta, Engine, Request
-from vllm_medusa.offline.engine import EngineSettings, Sampling
+from vllm_medusa.offline.engine import Sampling
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt
 
@@ -54,9 +54,9 @@ class TimedConversation(Conversation):
 class Start(Thread):
     """Starts an engine in the background; ``engine`` has it, or the error."""
 
-    def __init__(self, settings: EngineSettings, sampling: Sampling) -> None:
+    def __init__(self, arguments: Mapping[str, Any], sampling: Sampling) -> None:
         super().__init__(daemon=True)
-        self._given = settings, sampling
+        self._given = arguments, sampling
         self.engine: Future[EngineProcess] = Future()
         self.start()
 
@@ -87,8 +87,9 @@ def record(
     """
     from transformers import AutoTokenizer
 
-    plain = EngineSettings(str(target), None, "float32", engine_args=engine_args)
-    settings = {"plain vLLM": plain, "with drafts": replace(plain, speculative_config=speculation)}
+    plain = {"model": str(target), "dtype": "float32", **engine_args}
+    drafted = plain | {"speculative_config": dict(speculation)}
+    settings = {"plain vLLM": plain, "with drafts": drafted}
     ways = [Sampling(max_tokens=max_tokens, temperature=t) for t in temperatures]
     progress.note("both engines start concurrently, then run one at a time")
     hottest = max(ways, key=lambda way: way.temperature)

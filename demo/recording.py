@@ -202,13 +202,13 @@ def _figures(temperature: float, runs: Sequence[Run]) -> Figures:
         return sum(len(take.token_ids) for take in takes) / sum(take.seconds for take in takes)
 
     plain, drafted = [run.plain for run in runs], [run.drafted for run in runs]
-    total = Acceptance.total(take.acceptance for take in drafted)
+    total = Acceptance.summed(take.acceptance for take in drafted)
     return Figures(
         temperature,
         speed(plain),
         speed(drafted),
         total.tau,
-        Acceptance.total(take.acceptance for take in plain).steps,
+        Acceptance.summed(take.acceptance for take in plain).steps,
         total.steps,
         sum(run.identical for run in runs),
         len(runs),

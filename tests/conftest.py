@@ -87,8 +87,8 @@ def eagle_case(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="session")
-def hydra_case(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`support.hydra_case.Fitted`, solved once."""
-    from support.hydra_case import make_case
+def fitted_case(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`support.fitted_case.Fitted`, solved once."""
+    from support.fitted_case import make_case
 
-    return make_case(tmp_path_factory.mktemp("hydra"))
+    return make_case(tmp_path_factory.mktemp("fitted"))

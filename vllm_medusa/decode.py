@@ -81,7 +81,7 @@ def decode(
         if greedy:
             return sampler.greedy_verdict(batch, token_ids, logits.argmax(-1)[None])
         if rule.mode == "lossless":
-            return sampler.lossless_walk(batch, token_ids, lambda _, n, __: pick(logits[n]), True)
+            return sampler.lossless_walk(batch, token_ids, lambda _, n, __: pick(logits[n]))
         probs = shape(logits).softmax(-1)[None]  # [1, n, V]
         epsilon, delta = probs.new_tensor([[rule.epsilon], [rule.delta]])
         path = sampler.typical_path(batch, token_ids, probs, epsilon, delta)

@@ -66,8 +66,9 @@ class Run:
                 with suppress(FileRefused):
                     before = read_json(begun).get("settings")
                 if before != settings and not restart:
-                    refuse_other_settings(of, before or {}, settings, "results", remedy)
-                    raise FileRefused(f"{begun} can't be read. {remedy}")
+                    changes = "; ".join(differences(before or {}, settings))
+                    why = f"{of} holds results of other settings: {changes}"
+                    raise FileRefused(f"{why if changes else f'{begun} can not be read'}. {remedy}")
             self.resumed = before == settings
             if not self.resumed:
                 known = ("lock", begun.name, aside(begun).name)
@@ -201,24 +202,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def try_lock(file: int | IO[Any], *, shared: bool = False) -> bool:
-    """Lock an open file until it is closed; False if another process holds it."""
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def take_lock(path: Path, busy: str) -> IO[bytes]:
     """Open and lock a file, creating it if needed; closing it releases the lock.
 
     Raises FileRefused: another process holds it; ``busy`` is the message, with the remedy.
     """
     file = path.open("ab")
-    with suppress(FileNotFoundError):  # removed by the process that held the lock
-        if try_lock(file) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+    with suppress(BlockingIOError, FileNotFoundError):  # locked, or removed by its owner
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file
     file.close()
     raise FileRefused(busy)
@@ -303,15 +295,6 @@ def refuse_strangers(folder: Path, ours: Sequence[str]) -> None:
             f"{folder} also holds {', '.join(others[:4])}, which --overwrite would delete. Choose "
             "another output, or move them away."
         )
-
-
-def refuse_other_settings(where: Path, before: Any, now: Any, what: str, remedy: str) -> None:
-    """Refuse to continue a run with other settings; both are JSON objects.
-
-    Raises FileRefused: "WHERE holds WHAT of other settings: a.b was 1 and is now 2. REMEDY".
-    """
-    if changed := list(differences(before, now)):
-        raise FileRefused(f"{where} holds {what} of other settings: {'; '.join(changed)}. {remedy}")
 
 
 def differences(before: Any, now: Any, name: str = "") -> Iterator[str]:

@@ -25,7 +25,15 @@ def cpu_library() -> Any:
     from torch._inductor.codecache import CppCodeCache
     from torch._inductor.exc import InvalidCxxCompiler
 
-    parts = "vectors.h", "scorer/attention.cpp", "proposer/choices.cpp"
+    parts = (
+        "vectors.h",
+        "scorer/attention.cpp",
+        "scorer/trees.cpp",
+        "proposer/choices.cpp",
+        "proposer/hydra.cpp",
+        "sampler/greedy.cpp",
+        "kv/packed.cpp",
+    )
     source = "\n".join((Path(__file__).parent / part).read_text() for part in parts)
     try:
         return CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))

@@ -5,7 +5,7 @@
 
     Texts(samples=0)   ValueError: samples is 0; use a whole number from 1
 
-Command lines are built from the same fields (`vllm_medusa.cli.flags`). Options shared by several
+A command line is made of the same fields (`vllm_medusa.flags`). Options that several commands
 commands are a base class with a ``title``, under which the help lists them.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from inspect import get_annotations
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -25,7 +25,6 @@ from typing import (
     ClassVar,
     Literal,
     TypeVar,
-    Union,
     dataclass_transform,
     get_args,
     get_origin,
@@ -169,26 +168,21 @@ def described(options: type[Options]) -> Iterator[Described]:
         own = [name for name in more["names"] if name.startswith("--")]
         owner = next(c for c in options.__mro__ if each.name in get_annotations(c))
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        bounds, many, optional, choices = None, False, False, ()
-        while origin := get_origin(hint):
-            args = get_args(hint)
-            if origin in (Union, UnionType):
-                optional = True
-                (hint,) = (one for one in args if one is not NoneType)
-            elif origin is Annotated:
-                bounds = next((note for note in args[1:] if isinstance(note, Number | Place)), None)
-                hint = args[0]
-            elif origin is tuple:
-                many, hint = True, args[0]
-            elif origin is Literal:
-                choices, hint = args, type(args[0])
-            else:  # dict[str, Any]
-                hint = origin
+        bounds, choices = None, tuple[Any, ...]()
+        if optional := NoneType in get_args(hint):
+            (hint,) = (one for one in get_args(hint) if one is not NoneType)
+        if many := get_origin(hint) is tuple:
+            hint = get_args(hint)[0]
+        if get_origin(hint) is Annotated:
+            hint, bounds, *_ = get_args(hint)
+        elif get_origin(hint) is Literal:
+            choices = get_args(hint)
+            hint = type(choices[0])
         yield Described(
             name=each.name,
             flag=own[0] if own else f"--{each.name.replace('_', '-')}",
             title=owner.__dict__.get("title", ""),
-            kind=hint,
+            kind=get_origin(hint) or hint,  # dict[str, Any]
             bounds=bounds,
             choices=choices,
             many=many,

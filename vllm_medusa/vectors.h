@@ -76,4 +76,22 @@ inline Floats exponential(Floats x) {
   return x < -87.0f ? zero : p * power;
 }
 
+inline uint32_t any(Ints mask) {  // one bit a lane
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
+  return _mm256_movemask_ps((__m256)mask);
+#endif
+}
+
+// Lanes from `count` on are -inf.
+template <class T> Floats load_some(const T* from, int64_t count) {
+  T part[W] = {};
+  std::memcpy(part, from, count * sizeof(T));
+  float values[W];
+  store(values, load(part));
+  std::fill(values + count, values + W, -INFINITY);
+  return load(values);
+}
+
 }  // namespace

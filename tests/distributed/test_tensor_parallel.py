@@ -15,8 +15,8 @@ from support.budgets import fickle, policy_of
 from support.eagle_case import TOKENS as LEARNED_TOKENS
 from support.eagle_case import Case, eagle_config
 from support.engines import complete, engine, greedy, medusa
-from support.hydra_case import TOKENS as HYDRA_TOKENS
-from support.hydra_case import TREES, Fitted
+from support.fitted_case import TOKENS as HYDRA_TOKENS
+from support.fitted_case import TREES, Fitted
 from support.plain import (
     COMMON,
     TOKENS,
@@ -130,12 +130,6 @@ def test_a_differing_rank_is_detected(
     assert result.differing() > 0.2 * len(result.ranks[0])
 
 
-def test_repaired_ranks_agree_again(llm: LLM, two_ranks: dict[str, Run], plain: Plain) -> None:
-    again = run_greedy(llm, plain)
-    assert again.differing() == 0
-    assert again.completions == two_ranks["greedy"].completions
-
-
 def test_dynamic_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """One scheduler decides for both ranks, which timed their steps together at start-up."""
     prompts = code_prompts(0, sized(12, 4))
@@ -166,13 +160,14 @@ def test_an_eagle_drafter(eagle_case: Case) -> None:
     assert sum(accepted) > len(accepted) > 5 * count  # it has memorized them
 
 
-def test_hydra_heads(hydra_case: Fitted) -> None:
+def test_hydra_heads(fitted_case: Fitted) -> None:
     """Each rank embeds a part of the vocabulary and scores a part of the draft vocabulary."""
-    tree = medusa(hydra_case.heads["dynamic"], **TREES["dynamic"][0])
-    with engine(hydra_case.model, tree, worker_cls=WORKER, tensor_parallel_size=2) as llm:
-        got = run(llm, hydra_case.prompts, greedy(HYDRA_TOKENS))
-    for completion, result in zip(got.completions, hydra_case.expected["dynamic"], strict=True):
+    case, kind = fitted_case, "dynamic hydra"
+    tree = medusa(case.heads[kind], **TREES[kind][0])
+    with engine(case.model, tree, worker_cls=WORKER, tensor_parallel_size=2) as llm:
+        got = run(llm, case.prompts, greedy(HYDRA_TOKENS))
+    for completion, result in zip(got.completions, case.expected[kind], strict=True):
         assert list(completion.token_ids) == result.token_ids
         assert list(completion.accepted) == result.accepted_per_step
     assert got.differing() == 0 and len(got.ranks) == 2
-    assert len(got.trees) > len(hydra_case.prompts)
+    assert len(got.trees) > len(case.prompts)

@@ -24,8 +24,7 @@ OPTIONS = {
     "--max-tokens": 24,
     "--num-heads": 2,
     "--epochs": 2,
-    "--num-draft-tokens": NODES,
-    "--measure-prompts": 2,
+    "--budgets": NODES,
     "--measure-tokens": 16,
     "--measure-seconds": 1,
     "--dtype": "float32",
@@ -98,7 +97,7 @@ def test_from_prompts_to_measured_heads(tmp_path: Path) -> None:
     prompts = report["prompts"]
     assert [prompts[name] for name in ("trained", "calibrated", "measured")] == [4, 2, 2]
     page = (heads / "report.md").read_text()
-    pictures = {"budgets.png", "curves.png", "tree.png"}
+    pictures = {"curves.png", "tree.png"}
     assert {name for name in pictures if f"({name})" in page} == pictures
     assert pictures <= {path.name for path in heads.iterdir()}
     assert (heads / "tree.png").read_bytes().startswith(b"\x89PNG")

@@ -8,46 +8,39 @@ decoding can't detect, shows here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.assets import HEADS as TRAINED_HEADS
 from support.assets import TARGET, code_prompts
-from support.engines import complete, engine, greedy, medusa, random_prompts
-from support.models import VOCAB, save_fitted_heads, save_model
-from support.reference import assert_chaotic
-from support.runner import sized
+from support.engines import Completion, complete, engine, greedy, medusa
+from support.fitted_case import KNOWN, TOKENS, TREES, Fitted
+from support.models import VOCAB
+from support.reference import differing
+from support.runner import ON_V2, sized
 from support.spies import accepted_per_step, assert_told, mean_accepted, recorded_steps
 from transformers import AutoModelForCausalLM
-from vllm import LLM
+from vllm import LLM, SamplingParams
 
 from vllm_medusa.decode import DecodeResult, decode
 from vllm_medusa.heads import load_heads, peek_heads
+from vllm_medusa.proposer.hydra import HydraBeam
+from vllm_medusa.proposer.steps import HydraStep
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.tree import TokenTree, load_preset
+from vllm_medusa.worker.drafting import MedusaDrafter
+from vllm_medusa.worker.trees import Trees
 
 pytestmark = pytest.mark.engine
 
-HIDDEN = 512  # more than the states that the heads memorize: 8 prompts of TOKENS
-TOKENS = sized(48, 24)
-COUNT = sized(8, 3)
-HEADS = 4
-TREE = TokenTree.dense([3, 3, 2, 2])
-Prompts = list[list[int]]
-
-
-def oracle(
-    model: Any, heads_path: str, tree: TokenTree, prompts: Prompts, tokens: int
-) -> list[DecodeResult]:
-    hidden, vocab = model.config.hidden_size, model.config.vocab_size
-    heads, _ = load_heads(heads_path, hidden_size=hidden, vocab_size=vocab, dtype=torch.float32)
-    return [decode(model, heads, tree, torch.tensor(prompt), tokens) for prompt in prompts]
+Running = tuple[str, LLM]
+Patch = pytest.MonkeyPatch
 
 
 def assert_agreement(
-    llm: LLM, prompts: Prompts, expected: list[DecodeResult], tokens: int
+    llm: LLM, prompts: list[list[int]], expected: list[DecodeResult], tokens: int = TOKENS
 ) -> float:
     """Same tokens, same accepted drafts in every step and in the metrics; returns their mean."""
     with recorded_steps() as steps:
@@ -59,62 +52,64 @@ def assert_agreement(
     return mean_accepted(steps)
 
 
-@dataclass
-class Fitted:
-    """A chaotic target, heads that memorized its greedy outputs, and the oracle's results."""
-
-    model: str
-    heads: str
-    prompts: Prompts
-    expected: list[DecodeResult]
+def params(case: Fitted) -> list[SamplingParams]:
+    """Seeded requests."""
+    return [greedy(TOKENS, temperature=0.4, seed=seed) for seed in range(len(case.prompts))]
 
 
 @pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
-    folder = tmp_path_factory.mktemp("fitted")
-    path = save_model(
-        folder / "model", "Llama", hidden_size=HIDDEN, num_attention_heads=8, head_dim=64,
-        num_key_value_heads=4, initializer_range=0.1,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    prompts = random_prompts(COUNT, VOCAB, longest=sized(200, 60), seed=5)
-    states, futures = [], []
-    with torch.inference_mode():
-        for prompt in prompts:
-            ids = model.generate(
-                torch.tensor([prompt]), max_new_tokens=TOKENS + HEADS + 1, do_sample=False,
-                eos_token_id=None,
-            )  # fmt: skip
-            out = model(ids, output_hidden_states=True).hidden_states[-1][0]
-            for end in range(len(prompt), len(prompt) + TOKENS):
-                states.append(out[end - 1])  # token: ids[end]; head h predicts ids[end + 1 + h]
-                futures.append(ids[0, end + 1 : end + 1 + HEADS].tolist())
-    heads = save_fitted_heads(folder / "heads", torch.stack(states), futures)
-    expected = oracle(model, heads, TREE, prompts, TOKENS)
-    assert_chaotic([result.token_ids for result in expected])
-    return Fitted(path, heads, prompts, expected)
+def plain(fitted_case: Fitted) -> list[Completion]:
+    """Plain vLLM's samples; V2's are compared in tests/v2."""
+    if ON_V2:
+        return []
+    with engine(fitted_case.model) as llm:
+        return complete(llm, fitted_case.prompts, params(fitted_case))
 
 
-@pytest.fixture(scope="module")
-def llm(fitted: Fitted) -> Iterator[LLM]:
-    with engine(fitted.model, medusa(fitted.heads, TREE.to_lists())) as llm:
-        yield llm
+@pytest.fixture(scope="module", params=sized(list(TREES), ["medusa"]))
+def running(
+    request: pytest.FixtureRequest, plain: object, fitted_case: Fitted
+) -> Iterator[Running]:
+    kind = request.param
+    with engine(fitted_case.model, medusa(fitted_case.heads[kind], **TREES[kind][0])) as llm:
+        yield kind, llm
 
 
-def test_fitted_heads_have_high_acceptance(fitted: Fitted) -> None:
-    accepted = [n for result in fitted.expected for n in result.accepted_per_step]
-    assert sum(accepted) > 0.8 * len(accepted)
-    assert {0, 1, 2, 3} <= set(accepted)
+def test_accepts_what_the_oracle_accepts(running: Running, fitted_case: Fitted) -> None:
+    kind, llm = running
+    expected = fitted_case.expected[kind]
+    assert_agreement(llm, fitted_case.prompts, expected)
+    accepted = [n for result in expected for n in result.accepted_per_step]
+    assert sum(accepted) > 0.8 * len(accepted) and len(set(accepted)) > 3
 
 
-def test_accepts_what_the_oracle_accepts(llm: LLM, fitted: Fitted) -> None:
-    assert_agreement(llm, fitted.prompts, fitted.expected, TOKENS)
+def test_one_request_at_a_time(running: Running, fitted_case: Fitted) -> None:
+    kind, llm = running
+    for prompt, result in zip(fitted_case.prompts[:2], fitted_case.expected[kind], strict=False):
+        assert_agreement(llm, [prompt], [result])
 
 
-def test_one_request_at_a_time(llm: LLM, fitted: Fitted) -> None:
-    few = slice(sized(3, 1))
-    for prompt, result in zip(fitted.prompts[few], fitted.expected[few], strict=True):
-        assert_agreement(llm, [prompt], [result], TOKENS)
+def test_seeded_samples_are_plain_vllms(
+    running: Running, plain: list[Completion], fitted_case: Fitted
+) -> None:
+    got = complete(running[1], fitted_case.prompts, params(fitted_case))
+    assert differing(plain, got) == []
+
+
+def acceptance(running: Running, case: Fitted) -> tuple[float, float]:
+    """Accepted drafts of a tree with something broken, whose tokens stay right; and the oracle's.
+
+    No prompt has the oracle's steps.
+    """
+    kind, llm = running
+    with recorded_steps() as steps:
+        got = complete(llm, case.prompts, greedy(TOKENS))
+    right = []
+    for prompt, completion, result in zip(case.prompts, got, case.expected[kind], strict=True):
+        assert list(completion.token_ids) == result.token_ids
+        assert accepted_per_step(steps, prompt) != result.accepted_per_step
+        right += result.accepted_per_step
+    return mean_accepted(steps), sum(right) / len(right)
 
 
 def by_count(verdict: Verdict) -> Verdict:
@@ -127,37 +122,73 @@ def at_root(verdict: Verdict) -> Verdict:
     return replace(verdict, path=replace(path, last_node=torch.zeros_like(path.last_node)))
 
 
-def verdict_location() -> tuple[type, str, str]:
-    """(class, method, attribute): the drafting call, and the verdict it uses."""
-    from vllm_medusa.worker.trees import Trees
-
-    return Trees, "end", "verdict"
-
-
 @pytest.mark.parametrize("wrong", [by_count, at_root], ids=lambda wrong: wrong.__name__)
 def test_hidden_state_of_the_wrong_node(
-    llm: LLM,
-    fitted: Fitted,
-    monkeypatch: pytest.MonkeyPatch,
-    wrong: Callable[[Verdict], Verdict],
+    running: Running, fitted_case: Fitted, monkeypatch: Patch, wrong: Callable[[Verdict], Verdict]
 ) -> None:
     """A negative control: tokens stay equal, acceptance drops."""
-    owner, method, verdict = verdict_location()
-    original = getattr(owner, method)
+    end = Trees.end
 
-    def propose(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, verdict) is not None:
-            setattr(self, verdict, wrong(getattr(self, verdict)))
-        return original(self, *args, **kwargs)
+    def drafting(self: Trees) -> Any:
+        if self.verdict is not None:
+            self.verdict = wrong(self.verdict)
+        return end(self)
 
-    monkeypatch.setattr(owner, method, propose)
-    with recorded_steps() as steps:
-        got = complete(llm, fitted.prompts, greedy(TOKENS))
-    right = [n for result in fitted.expected for n in result.accepted_per_step]
-    for prompt, completion, result in zip(fitted.prompts, got, fitted.expected, strict=True):
-        assert list(completion.token_ids) == result.token_ids
-        assert accepted_per_step(steps, prompt) != result.accepted_per_step
-    assert mean_accepted(steps) < 0.85 * sum(right) / len(right)
+    monkeypatch.setattr(Trees, "end", drafting)
+    found, right = acceptance(running, fitted_case)
+    assert found < 0.85 * right
+
+
+def test_another_map_costs_acceptance(
+    running: Running, fitted_case: Fitted, monkeypatch: Patch
+) -> None:
+    """A negative control: the rows belong to other tokens than those in the map."""
+    if running[0] == "medusa":
+        pytest.skip("static trees of Medusa heads are filled in one call")
+    read, draft, asked = MedusaDrafter._read, HydraBeam.draft, []
+
+    def wrong(self: MedusaDrafter, logits: Any, *args: Any) -> Any:
+        asked.append(logits.shape[-1])
+        return read(self, logits.roll(1, -1), *args)
+
+    def wrong_beam(self: HydraBeam, *args: Any) -> Any:
+        assert self.token_map is not None
+        asked.append(len(self.token_map))
+        kept = self.token_map.clone()
+        self.token_map.copy_(kept.roll(1))
+        found = draft(self, *args)
+        self.token_map.copy_(kept)
+        return found
+
+    monkeypatch.setattr(MedusaDrafter, "_read", wrong)
+    monkeypatch.setattr(HydraBeam, "draft", wrong_beam)
+    assert acceptance(running, fitted_case)[0] < 0.2
+    assert set(asked) == {KNOWN if running[0] == "dynamic hydra" else VOCAB}
+
+
+def test_a_siblings_token_costs_acceptance(
+    running: Running, fitted_case: Fitted, monkeypatch: Patch
+) -> None:
+    """A negative control: each node's head is shown its neighbour's token, in a beam another."""
+    if running[0] == "medusa":
+        pytest.skip("Medusa heads see no token")
+    expand, draft = HydraStep.expand, HydraBeam.draft
+
+    def wrong(self: HydraStep, level: int, tokens: Any, *args: Any) -> Any:
+        return expand(self, level, tokens if level == 0 else tokens.roll(1, 1), *args)
+
+    def wrong_beam(self: HydraBeam, states: Any, root: Any, *args: Any) -> Any:
+        kept, other = self._hydra.embedding, self._kept[0].roll(1, 0)
+        other[root] = self._kept[0][root]
+        self._hydra.embedding = other.data_ptr()
+        found = draft(self, states, root, *args)
+        self._hydra.embedding = kept
+        return found
+
+    monkeypatch.setattr(HydraStep, "expand", wrong)
+    monkeypatch.setattr(HydraBeam, "draft", wrong_beam)
+    found, right = acceptance(running, fitted_case)
+    assert found < 0.93 * right
 
 
 @pytest.mark.parametrize("tree", ["own", "mc_sim_7b_63"])
@@ -167,7 +198,9 @@ def test_trained_model(tree: str) -> None:
     assert own is not None
     topology = TokenTree.from_paths(own) if tree == "own" else load_preset(tree)
     prompts = code_prompts(0, 12)
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    expected = oracle(model, TRAINED_HEADS, topology, prompts, 64)
+    model: Any = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
+    heads, _ = load_heads(TRAINED_HEADS, **sizes, dtype=torch.float32)
+    expected = [decode(model, heads, topology, torch.tensor(prompt), 64) for prompt in prompts]
     with engine(TARGET, medusa(TRAINED_HEADS, topology.to_lists())) as llm:
         assert assert_agreement(llm, prompts, expected, 64) > 0.5

@@ -16,7 +16,7 @@ from support.models import VOCAB, save_model
 
 from vllm_medusa.config import run_engines_in_this_process
 from vllm_medusa.offline.batch import run_batch
-from vllm_medusa.offline.engine import EngineSettings, Sampling, VllmEngine
+from vllm_medusa.offline.engine import Sampling, VllmEngine
 from vllm_medusa.offline.prompts import Prompt
 from vllm_medusa.offline.records import Record, load_records
 from vllm_medusa.training.distill import Plan
@@ -67,12 +67,13 @@ def test_spans_are_the_targets_tokens(tmp_path: Path) -> None:
 
     target = save_talkative_llama(tmp_path / "target")
     run_engines_in_this_process()
-    settings = EngineSettings(
-        target,
-        dtype="float32",
-        max_model_len=512,
-        engine_args={"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20},
-    )
+    settings = {
+        "model": target,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 64 << 20,
+    }
     engine = VllmEngine(settings, Sampling(max_tokens=24), seeded=True)
     try:
         plan = Plan(samples=3, temperatures=(0.0, 0.7, 1.0), seed=3, turns=3)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
-from support.assets import HEADS, TARGET, code_prompts
 from support.engines import complete, engine, greedy, medusa, random_prompts
 from support.models import VOCAB
 from support.planted import planted
@@ -104,18 +103,3 @@ def test_random_heads(tree_engine: tuple[int, LLM], reference: Reference) -> Non
     assert differing(part.completions, got) == []
     assert_told(steps, part.prompts, got)
     assert len(tree_rows(steps)) > 10 * len(part.prompts)
-
-
-def test_trained_model() -> None:
-    """Trained heads on real prompts, in fp32."""
-    prompts = code_prompts()
-    with engine(TARGET) as llm:
-        expected = plain_greedy(llm, prompts, TOKENS)
-    assert len(expected.prompts) >= 0.9 * len(prompts)
-    with (
-        engine(TARGET, medusa(HEADS, "heads")) as llm,
-        recorded_steps() as steps,
-    ):
-        got = complete(llm, expected.prompts, greedy(TOKENS))
-    assert differing(expected.completions, got) == []
-    assert mean_accepted(steps) > 0.5

@@ -17,7 +17,6 @@ from support.reference import differing, plain_greedy
 from support.spies import recorded_steps, tree_rows
 from vllm import LLM, SamplingParams
 
-from vllm_medusa.config import MedusaConfig, MedusaConfigError
 from vllm_medusa.lookup import lookup as lookup_module
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.worker import practice
@@ -128,18 +127,3 @@ def test_copies_are_merged_with_head_drafts(monkeypatch: Patch) -> None:
         monkeypatch.setattr(Lookup, "extend", lambda *args: args[5])
         assert both < 0.7 * steps(llm)
         assert metric(llm, "lookup_accepted_tokens") == copied
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tree": [[0]]}, ["static", "omit one of them"]),
-        ({"revision": "main"}, ['"model"', "no heads"]),
-        ({"lookup": 3}, ["lookup is 3", "true or false"]),
-    ],
-)
-def test_incompatible_options_are_refused(options: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(MedusaConfigError) as refused:
-        MedusaConfig.from_speculative_config({"lookup": True} | options)
-    for word in words:
-        assert word in str(refused.value)

@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_medusa.worker.v1.worker import BACKEND
+from vllm_medusa.worker.cpu_attention import TreeAttentionBackend
 
 pytestmark = pytest.mark.engine
 
@@ -73,26 +73,6 @@ def test_a_bad_request_fails_alone(llm: LLM, reference: Reference, name: str) ->
     assert_works(llm, reference.part(0, sized(len(reference.prompts), 1)))
 
 
-def test_valid_options_are_accepted(llm: LLM, reference: Reference) -> None:
-    part = reference.part(0, 2)
-    for extra in ({}, {"other": 3}, {"medusa": {}}, {"medusa": {"acceptance": "lossless"}}):
-        params = greedy(TOKENS, extra_args=copy.deepcopy(extra))
-        assert complete(llm, part.prompts, params) == part.completions
-        assert params.extra_args == extra
-
-
-def test_short_and_long_requests_together(llm: LLM, reference: Reference) -> None:
-    """Requests whose drafts are truncated by the scheduler, or that get none."""
-    counts = [1, 2, 3, TOKENS] * 3
-    prompts = reference.prompts[:12]
-    params = [greedy(count) for count in counts][: len(prompts)]
-    with planted(prompts, reference.outputs[: len(prompts)], VOCAB):
-        got = complete(llm, prompts, params)
-    for completion, full, count in zip(got, reference.outputs, counts, strict=False):
-        assert completion.token_ids == full[:count]
-        assert completion.finish_reason == "length"
-
-
 def test_engines_in_a_row(reference: Reference, chaotic_llama: str, random_heads: str) -> None:
     """Trees twice from the same dict, then plain and stock speculation, all in this process."""
     given = medusa(random_heads, [[0], [1], [0, 0]], acceptance="lossless")
@@ -112,7 +92,7 @@ def test_plain_after_trees_without_clean_up(
     stop(start(chaotic_llama, medusa(random_heads, TREE)))
     monkeypatch.setattr(AttentionBackendEnum, "clear_override", lambda self: None)
     with recorded_steps() as steps, engine(chaotic_llama) as llm:
-        assert AttentionBackendEnum.CPU_ATTN.get_path() == BACKEND
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is TreeAttentionBackend
         assert differing(reference.completions, run(llm, reference)) == []
     assert steps == []
 

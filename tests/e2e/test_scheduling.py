@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 from support.engines import (
     Completion,
-    Prompt,
     complete,
-    completion_of,
     drive,
     engine,
     generate,
@@ -31,7 +29,7 @@ from support.reference import Reference, assert_chaotic, differing, plain_greedy
 from support.runner import async_scheduling, on_v1, sized
 from support.spies import assert_told, mean_accepted, mixed, recorded_steps, tree_rows
 from torch._dynamo.utils import counters
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.config import CompilationMode
 
 pytestmark = pytest.mark.engine
@@ -42,7 +40,6 @@ LIMIT = 512  # max_model_len
 BLOCK = 32
 TREE = {"dense": [2, 2, 2]}
 EOS = {"ignore_eos": False}
-MAX_STOPPED = sized(60, 36)
 SCHEDULERS = sized([False], [True])  # whether async
 
 
@@ -52,32 +49,8 @@ class Expected:
 
     free: Reference  # TOKENS tokens each
     ended: list[Completion]  # same prompts, until an end token of the model
-    stopped: list[Completion]  # with a separate stop token per request
     short: Reference  # short prompts, SHORT_TOKENS tokens each
     at_limit: Reference  # prompts that leave little room below LIMIT
-    several: list[list[Completion]]  # V1's three seeded samples of the first prompts
-
-
-def stop_params(free: Reference) -> list[SamplingParams]:
-    """Each request stops at a token from the middle of its free run; some not before 30 tokens."""
-    return [
-        greedy(MAX_STOPPED, stop_token_ids=[output[10 + i % 30]], min_tokens=30 * (i % 3 == 0))
-        for i, output in enumerate(free.outputs)
-    ]
-
-
-def several_params(count: int) -> list[SamplingParams]:
-    return [
-        SamplingParams(
-            n=3, temperature=0.6, seed=i, max_tokens=24, ignore_eos=True, detokenize=False
-        )
-        for i in range(count)
-    ]
-
-
-def sample_several(llm: LLM, prompts: list[Prompt]) -> list[list[Completion]]:
-    outputs = generate(llm, prompts, several_params(len(prompts)))
-    return [[completion_of(part) for part in output.outputs] for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +62,10 @@ def expected(chaotic_llama: str) -> Expected:
         return Expected(
             free=free,
             ended=complete(llm, free.prompts, greedy(TOKENS, **EOS)),
-            stopped=complete(llm, free.prompts, stop_params(free)),
             short=plain_greedy(
                 llm, random_prompts(sized(16, 8), VOCAB, longest=20, seed=32), SHORT_TOKENS
             ),
             at_limit=plain_greedy(llm, edge, 200),
-            several=sample_several(llm, free.prompts[: sized(6, 1)]),
         )
 
 
@@ -174,17 +145,6 @@ def test_prefix_cache_hits_on_compacted_blocks(llm: LLM, expected: Expected) -> 
     assert sum(count >= BLOCK // 2 for count in compacted) > len(prompts) / 2
 
 
-def test_same_prompts_again_hit_the_cache(llm: LLM, expected: Expected) -> None:
-    free = expected.free
-    for again in (False, True):
-        before = metric(llm, "prefix_cache_hits")
-        with planted(free.prompts, free.outputs, VOCAB):
-            got = complete(llm, free.prompts, greedy(TOKENS))
-        assert differing(free.completions, got) == []
-        hits = metric(llm, "prefix_cache_hits") - before
-        assert hits > 0.5 * sum(map(len, free.prompts)) if again else hits == 0
-
-
 def test_requests_end_exactly_at_max_model_len(llm: LLM, expected: Expected) -> None:
     edge = expected.at_limit
     with planted(edge.prompts, edge.outputs, VOCAB), recorded_steps() as steps:
@@ -208,28 +168,6 @@ def test_end_tokens_of_the_model(llm: LLM, expected: Expected) -> None:
     assert len(ended) >= sized(5, 1) and {completion.stop_reason for completion in ended} <= set(
         STOPS
     )
-
-
-def test_stop_tokens(llm: LLM, expected: Expected) -> None:
-    free = expected.free
-    with planted(free.prompts, free.outputs, VOCAB, miss=0.0):
-        got = complete(llm, free.prompts, stop_params(free))
-    assert differing(expected.stopped, got) == []
-    assert sum(completion.finish_reason == "stop" for completion in got) > sized(0.6, 0.4) * len(
-        got
-    )
-    assert len({len(completion.token_ids) % 4 for completion in got}) > sized(3, 1)
-
-
-def test_several_samples_of_a_prompt(llm: LLM, expected: Expected) -> None:
-    """n = 3 with seeds; the first sample of each is planted, the others share its drafts."""
-    prompts = expected.free.prompts[:6]
-    firsts = [parts[0].token_ids for parts in expected.several]
-    with planted(prompts, firsts, VOCAB), recorded_steps() as steps:
-        got = sample_several(llm, prompts)
-    assert got == expected.several
-    assert all(len({part.token_ids for part in parts}) == 3 for parts in got)
-    assert mean_accepted(steps) > 0.3
 
 
 def test_arrivals_and_aborts(llm: LLM, expected: Expected) -> None:

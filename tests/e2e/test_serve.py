@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -42,7 +42,6 @@ CHATS = [
 TOKENS = 48
 NODES = 7
 START_UP_S = 600
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -114,12 +113,11 @@ def arguments(port: int, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("server")
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     port = free_port()
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= ENVIRONMENT
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "vllm_medusa.cli", "serve", *arguments(port, folder)]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
@@ -127,17 +125,23 @@ def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_until_up(lambda: process.poll() is None, url, folder / "log")
+        wait_until_up(process, url, folder / "log")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0)
-        yield Server(url, client, psutil.Process(process.pid))
+        yield Server(url, client, psutil.Process(process.pid)), process
     finally:
         stop_group(process)
 
 
-def wait_until_up(runs: Callable[[], bool], url: str, log: Path) -> None:
+@pytest.fixture(scope="module")
+def server(offline: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server")) as (server, _):
+        yield server
+
+
+def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     end = time.monotonic() + START_UP_S
     while time.monotonic() < end:
-        assert runs(), f"the server ended:\n{log.read_text()[-4000:]}"
+        assert process.poll() is None, f"the server ended:\n{log.read_text()[-4000:]}"
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
@@ -180,14 +184,6 @@ def test_completions(server: Server, offline: dict[str, list[Answer]]) -> None:
         (answer.text, answer.finish_reason) for answer in expected
     ]
     assert reply.usage.completion_tokens == sum(answer.tokens for answer in expected)
-
-
-def test_streamed_completions(server: Server, offline: dict[str, list[Answer]]) -> None:
-    for prompt, expected in zip(prompts(), offline["greedy"], strict=True):
-        stream = server.client.completions.create(
-            model="demo", prompt=prompt, temperature=0, max_tokens=TOKENS, stream=True
-        )
-        assert "".join(chunk.choices[0].text for chunk in stream) == expected.text
 
 
 def test_seeded_completions(server: Server, offline: dict[str, list[Answer]]) -> None:
@@ -355,41 +351,10 @@ def test_refusals_have_no_traceback(
     assert "Traceback" not in said
 
 
-@contextmanager
-def forked(arguments: list[str], log: Path) -> Iterator[int]:
-    """`vllm-medusa serve` in a fork of this process, which has vLLM imported; its process id."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.setsid()
-            with log.open("wb") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            os.environ |= ENVIRONMENT
-            os.environ.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-            status = serve.run(arguments)
-        finally:
-            os._exit(status)
-    try:
-        yield child
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(child, 0)
-
-
 def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
     """During streams: open requests fail, the server exits with a status, no process is left."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    with forked(arguments(port, tmp_path), tmp_path / "log") as pid:
-        process = psutil.Process(pid)
-        wait_until_up(lambda: process.status() != psutil.STATUS_ZOMBIE, url, tmp_path / "log")
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0)
-        server = Server(url, client, process)
-        engine = max(process.children(), key=lambda child: child.memory_info().rss)
+    with serving(tmp_path) as (server, process):
+        engine = max(server.process.children(), key=lambda child: child.memory_info().rss)
         streams = [iter(stream_of_many(server, prompts()[0]))]
         next(streams[0])
         engine.suspend()  # otherwise the first stream may end before the last starts
@@ -400,14 +365,9 @@ def test_a_killed_engine_ends_all(tmp_path: Path) -> None:
                 for _ in stream:
                     pass
         with pytest.raises(openai.APIError, match=r"EngineCore|Connection"):  # ends immediately
-            client.completions.create(model="demo", prompt="def")
-        end = time.monotonic() + 120
-        ended = (0, 0)
-        while ended[0] == 0 and time.monotonic() < end:
-            ended = os.waitpid(pid, os.WNOHANG)
-            time.sleep(0.1)
-        assert ended[0] == pid and os.waitstatus_to_exitcode(ended[1]) == 1
-        assert psutil.wait_procs(of_session(pid), timeout=120)[1] == []
+            server.client.completions.create(model="demo", prompt="def")
+        assert process.wait(120) == 1
+        assert psutil.wait_procs(of_session(process.pid), timeout=120)[1] == []
 
 
 def test_sigterm_amid_streams_ends_all(server: Server) -> None:

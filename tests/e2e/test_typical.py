@@ -6,7 +6,7 @@ vLLM's sampling method, computes the expected ones, step by step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -189,19 +189,6 @@ def test_temperature_0_is_greedy(
         assert_same(plain["greedy"], outcomes(llm, prompts, params))
 
 
-@pytest.mark.parametrize("greedy_root", [True, False])
-def test_greedy_root_does_not_depend_on_the_seed(
-    llm: LLM, prompts: Prompts, greedy_root: bool
-) -> None:
-    """The prefill's token is sampled; the later ones are the same for every seed."""
-    extra = {"medusa": {"greedy_root": greedy_root}}
-    got = outcomes(llm, [prompts[0]] * 24, seeded(24, 1, temperature=0.8, extra_args=extra))
-    firsts = {outcome.tokens[0] for outcome in got}
-    assert len(firsts) < 20
-    assert (len({outcome.tokens for outcome in got}) == len(firsts)) == greedy_root
-
-
-BANNED = list(range(3, 60))
 ALLOWED = list(range(60, sized(4096, 1080)))  # V2 allows at most 1024
 WITH: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
@@ -224,6 +211,16 @@ def assert_logprobs_belong(results: list[Outcome]) -> None:
             assert logprob > -torch.inf
 
 
+def assert_exact(result: Outcome, logits: torch.Tensor, named: Sequence[int] = ()) -> None:
+    """Each token, and the ``named`` ones, have the logprob that the target's logits say."""
+    exact = logits.log_softmax(-1)
+    assert result.logprobs is not None
+    for place, token in enumerate(result.tokens):
+        for wanted in (token, *named):
+            found = result.logprobs[place][wanted][1]
+            assert abs(found - float(exact[place, wanted])) < 1e-3
+
+
 def teacher_forced(prompts: Prompts, results: list[Outcome]) -> list[torch.Tensor]:
     """The target's own logits [tokens, V] along each output, from transformers."""
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
@@ -243,10 +240,7 @@ def test_with_other_parameters(llm: LLM, prompts: Prompts, name: str) -> None:
     assert mean_accepted(steps) > 0.05
     assert_logprobs_belong(got)
     for result, logits in zip(got, teacher_forced(prompts, got), strict=True):
-        exact = logits.log_softmax(-1)
-        for place, token in enumerate(result.tokens):
-            found = result.logprobs[place][token][1]
-            assert abs(found - float(exact[place, token])) < 1e-3
+        assert_exact(result, logits)
     if "allowed_token_ids" in WITH[name]:
         assert {token for result in got for token in result.tokens} <= set(ALLOWED)
     if minimum := WITH[name].get("min_tokens"):
@@ -265,11 +259,8 @@ def test_logprobs_of_named_tokens(llm: LLM, prompts: Prompts) -> None:
     got, steps = run(llm, prompts, params)
     assert mean_accepted(steps) > 0.05
     for result, ids, logits in zip(got, named, teacher_forced(prompts, got), strict=True):
-        exact = logits.log_softmax(-1)
-        for place, token in enumerate(result.tokens if ids else ()):
-            for wanted in (token, *(ids or ())):
-                found = result.logprobs[place][wanted][1]
-                assert abs(found - float(exact[place, wanted])) < 1e-3
+        if ids:
+            assert_exact(result, logits, ids)
 
 
 def test_penalties_count_the_path(
@@ -307,7 +298,4 @@ def test_processed_logprobs(plain: object, prompts: Prompts) -> None:
     for result, logits in zip(got, teacher_forced(prompts, got), strict=True):
         scaled = logits / 0.7
         floor = scaled.topk(8).values[:, -1:]
-        exact = scaled.masked_fill(scaled < floor, -torch.inf).log_softmax(-1)
-        for place, token in enumerate(result.tokens):
-            found = result.logprobs[place][token][1]
-            assert abs(found - float(exact[place, token])) < 1e-3
+        assert_exact(result, scaled.masked_fill(scaled < floor, -torch.inf))

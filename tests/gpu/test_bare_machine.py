@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.interpreter import INTERPRETING
+from support.interpreter import NOT_INTERPRETING
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted(path.parent.name for path in ROOT.glob("tests/unit/*/test_kernel.py"))
@@ -67,7 +67,7 @@ def run_bare(*arguments: str, **environment: str) -> str:
 FILES = [f"tests/unit/{package}/test_kernel.py" for package in KERNELS]
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this process was started by a test")
+@NOT_INTERPRETING
 def test_all_are_collected():
     pytest.importorskip("vllm", reason="nothing to refuse")
     found = run_bare("--collect-only", "-m", "gpu", *FILES, "tests/gpu")
@@ -76,7 +76,7 @@ def test_all_are_collected():
     assert int(re.search(r"(\d+)(?:/\d+)? tests collected", found)[1]) > 200
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this process was started by a test")
+@NOT_INTERPRETING
 @pytest.mark.parametrize(
     ("files", "selection"),
     [(FILES, QUICK[0]), (["tests/gpu/test_decode.py", "tests/gpu/test_timing.py"], QUICK[1])],

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER
 from torch import Tensor
 
 from benchmarks.gpu.clock import capture, run_once
@@ -131,7 +131,7 @@ class Cases:
                 assert off < TOLERANCE
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
+@IN_INTERPRETER
 class TestInterpreted(Cases):
     device, shape, tokens, prompts = "cpu", TINY, 8, 2
 
@@ -153,12 +153,6 @@ class TestOnGpu(Cases):
 
     def test_logits_at_the_nodes(self):
         self.check_logits(16)
-
-
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
-def test_in_a_process_that_interprets():
-    pytest.importorskip("triton")
-    run_interpreting(__file__, "TestInterpreted")
 
 
 @pytest.mark.parametrize("nodes", [16, 32, 64])

@@ -26,15 +26,6 @@ from vllm_medusa.training.options import (
 from vllm_medusa.training.train import train as run_training
 
 
-class Norm(nn.Module):
-    def __init__(self, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, 1e-6)
-
-
 class Layer(nn.Module):
     """One decoder layer; the first half of its input are embeddings."""
 
@@ -44,9 +35,12 @@ class Layer(nn.Module):
         super().__init__()
         self.heads, self.key_heads, self.head_size = heads, key_heads, head_size
         if inputs is None:
-            self.input_layernorm, self.hidden_norm = Norm(hidden), Norm(hidden)
+            self.input_layernorm, self.hidden_norm = (
+                nn.RMSNorm(hidden, 1e-6),
+                nn.RMSNorm(hidden, 1e-6),
+            )
         inputs = inputs or 2 * hidden
-        self.post_attention_layernorm = Norm(hidden)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, 1e-6)
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False)
@@ -113,7 +107,7 @@ class Eagle3(nn.Module):
         self.register_buffer("target_ids", target_ids)
         self.fc = nn.Linear(len(layers) * hidden, hidden, bias=False)
         self.midlayer = Layer(hidden, heads, key_heads, head_size)
-        self.norm = Norm(hidden)
+        self.norm = nn.RMSNorm(hidden, 1e-6)
         self.lm_head = nn.Linear(hidden, len(target_ids), bias=False)
 
     @classmethod

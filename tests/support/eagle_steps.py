@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.after_drafting import Drafted, after_drafting
+from support.attention import gather_tokens
 from support.eagle import Eagle3
-from support.runner import ON_V2
 from vllm_medusa.proposer.choices import Choices
-from vllm_medusa.scorer.layout import gather_tokens
 from vllm_medusa.worker import eagle_trees
 from vllm_medusa.worker.eagle_trees import EagleTrees
 
@@ -63,9 +63,13 @@ def recorded_trees(every: int) -> Iterator[list[Grown]]:
         latest[0].levels.append((tokens.clone(), parents.clone(), choices))
         return choices
 
+    def noting(request: Drafted) -> None:
+        if latest and request.row == latest[0].row:
+            latest.pop().tokens = [*request.prompt, *request.output]
+
     EagleTrees.draft, eagle_trees._Branches.expand = growing, expanding
     try:
-        with (_tokens_on_v2 if ON_V2 else _tokens_on_v1)(latest):
+        with after_drafting(noting):
             yield kept
     finally:
         EagleTrees.draft, eagle_trees._Branches.expand = draft, expand
@@ -77,54 +81,6 @@ def cached(layer: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
         return gather_tokens(layer.kv_cache, layer.isa, slots)
     keys, values = layer.kv_cache.transpose(1, 2).split(layer.head_size, -1)
     return keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
-
-
-@contextmanager
-def _tokens_on_v1(latest: list[Grown]) -> Iterator[None]:
-    from vllm_medusa.worker.v1.eagle import EagleModelRunner
-
-    draft = EagleModelRunner._draft
-
-    def drafting(self: Any, *args: Any) -> Any:
-        drafts = draft(self, *args)
-        if latest:
-            request = self.requests[self.input_batch.req_ids[latest[0].row]]
-            latest.pop().tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        return drafts
-
-    EagleModelRunner._draft = drafting
-    try:
-        yield
-    finally:
-        EagleModelRunner._draft = draft
-
-
-@contextmanager
-def _tokens_on_v2(latest: list[Grown]) -> Iterator[None]:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    from vllm_medusa.worker.v2.speculator import TreeSpeculator
-
-    sample_tokens, propose = GPUModelRunner.sample_tokens, TreeSpeculator.propose
-    runner: list[Any] = []
-
-    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runner[:] = [self]
-        return sample_tokens(self, *args, **kwargs)
-
-    def proposing(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = propose(self, batch, *args, **kwargs)
-        if latest:
-            states, slot = runner[0].req_states, batch.idx_mapping_np[latest[0].row]
-            end = int(states.total_len.gpu[slot])
-            latest.pop().tokens = states.all_token_ids.gpu[slot, :end].tolist()
-        return drafts
-
-    GPUModelRunner.sample_tokens, TreeSpeculator.propose = sample, proposing
-    try:
-        yield
-    finally:
-        GPUModelRunner.sample_tokens, TreeSpeculator.propose = sample_tokens, propose
 
 
 def assert_dense(grown: Grown, drafter: Eagle3, model: Any) -> int:

@@ -15,7 +15,7 @@ from vllm.model_executor.models import registry
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from support.metrics import added, assert_counted, counts, drafted_and_accepted, positions
-from vllm_medusa.worker import compat
+from vllm_medusa.worker.attention import forget_attention_backends
 from vllm_medusa.worker.options import EngineOptions, is_medusa
 
 Prompt = list[int]
@@ -50,7 +50,7 @@ def start(model: str, speculative_config: dict[str, Any] | None = None, **change
     }
     if speculative_config is None:  # an engine with trees has registered its attention permanently
         AttentionBackendEnum.CPU_ATTN.clear_override()
-        compat.forget_attention_backends()
+        forget_attention_backends()
     else:
         options["per_request_spec_decode_metrics"] = "detailed"
     _freeze_imports()

@@ -63,6 +63,16 @@ def save_model(
     return str(folder)
 
 
+def save_config(folder: Path, architecture: str = "Llama", **changes: Any) -> str:
+    """Save the config of a model that is never loaded; returns its path."""
+    import transformers
+
+    config = getattr(transformers, f"{architecture}Config")(**COMMON | changes)
+    config.architectures = [f"{architecture}ForCausalLM"]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
 def save_random_heads(
     folder: Path, num_heads: int = 4, hidden: int = HIDDEN, vocab: int = VOCAB
 ) -> str:

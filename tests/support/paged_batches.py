@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.attention import visible_keys
+from support.random_trees import random_parents
 from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import FP8_DTYPES, PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
-from vllm_medusa.scorer.reference import attention_reference, visible_keys
+from vllm_medusa.scorer.reference import attention_reference
 from vllm_medusa.tree.packing import dense_ancestors, num_words, pack_ancestors
 
 NAN = float("nan")
@@ -64,24 +66,21 @@ class Case:
         return sum(r.rows for r in self.requests)
 
     def run(self, attention=paged_tree_attention, dtype: torch.dtype | None = None, **changes):
-        """(out, lse), both NaN before the call."""
+        """The output, NaN before the call."""
         out = torch.full_like(self.query, NAN, dtype=dtype or self.query.dtype)
-        lse = torch.full(self.query.shape[:2], NAN, dtype=dtype or torch.float32)
-        lse = lse.to(self.query.device)
         space = self.batch.workspace
         if space is not None:
             space.values.fill_(NAN)
             space.lse.fill_(NAN)
         caches = (self.key_cache, self.value_cache)
-        options = {**self.options, "scale": self.scale, "batch": self.batch, "lse": lse, **changes}
+        options = {**self.options, "scale": self.scale, "batch": self.batch, **changes}
         result = attention(self.query, *caches, out=out, **options)
         assert result is out
-        return out, lse
+        return out
 
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """(out, lse) in fp64 from the reference, using parents and slots: nothing of ``batch``."""
+    def expected(self) -> Tensor:
+        """The output in fp64 by the reference, from parents and slots: nothing of ``batch``."""
         out = torch.full_like(self.query, NAN, dtype=torch.float64)
-        lse = torch.full_like(out[..., 0], NAN)
         row, options = 0, self.options
         for b, request in enumerate(self.requests):
             if request.rows == 0:
@@ -98,7 +97,7 @@ class Case:
                 )
             )
             seen = visible_keys(request.context, parents, options["window"]).to(keys.device)
-            out[rows], lse[rows] = attention_reference(
+            out[rows] = attention_reference(
                 self.query[rows],
                 keys,
                 values,
@@ -107,7 +106,7 @@ class Case:
                 options["softcap"],
                 options["sinks"],
             )
-        return out, lse
+        return out
 
     def tokens(self, b: int, cache: Tensor, scale: Tensor | None) -> Tensor:
         """A request's tokens in ``cache``, in order: fp64 [context + rows, Hkv, D]."""
@@ -116,49 +115,26 @@ class Case:
         found = raw[slots // size, slots % size].view(cache.dtype).double()
         return found if scale is None else found * scale.double()
 
-    def differences(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
-        """Largest differences of an output and an LSE from the reference.
+    def difference(self, out: Tensor) -> float:
+        """Largest difference of an output to the reference.
 
         Rows outside all requests must be unchanged.
         """
-        return self._differences(out, lse, *self.expected())
+        return self._difference(out, self.expected())
 
-    def differences_to_torch(self, out: Tensor, lse: Tensor) -> tuple[float, float]:
+    def difference_to_torch(self, out: Tensor) -> float:
         """Differences from the torch twin, which reads ``batch``; for batches that never occur."""
-        return self._differences(out, lse, *self.run(paged_tree_attention_torch, torch.float64))
+        return self._difference(out, self.run(paged_tree_attention_torch, torch.float64))
 
-    def _differences(
-        self, out: Tensor, lse: Tensor, expected: Tensor, expected_lse: Tensor
-    ) -> tuple[float, float]:
+    def _difference(self, out: Tensor, expected: Tensor) -> float:
         rows = self.num_rows
         assert expected[:rows].isfinite().all()
         assert out[rows:].isnan().all()
-        assert lse[rows:].isnan().all()
-        assert torch.equal(lse[:rows].isneginf(), expected_lse[:rows].isneginf())
-        finite = ~expected_lse[:rows].isneginf()
-        off = (lse[:rows].double() - expected_lse[:rows])[finite]
-        return _largest(out[:rows].double() - expected[:rows]), _largest(off)
+        difference = out[:rows].double() - expected[:rows]
+        return difference.abs().amax().item() if difference.numel() else 0.0
 
     def with_batch(self, **changes: Any) -> Case:
         return replace(self, batch=replace(self.batch, **changes))
-
-
-def _largest(difference: Tensor) -> float:
-    return difference.abs().amax().item() if difference.numel() else 0.0
-
-
-def random_parents(rows: int, nodes: int, shape: str, generator: torch.Generator) -> list[int]:
-    parents = [-1]
-    for i in range(1, nodes):
-        if shape == "chain":
-            parents.append(i - 1)
-        elif shape == "star":
-            parents.append(0)
-        elif shape == "pairs":
-            parents.append((i - 1) // 2)
-        else:
-            parents.append(int(torch.randint(max(0, i - 9), i, (), generator=generator)))
-    return parents
 
 
 def make_case(
@@ -191,7 +167,7 @@ def make_case(
     longest = max(r.rows for r in requests)
     nodes = nodes or max([r.rows for r in requests if r.is_tree], default=1)
     shapes = [requests[0].shape] if static else [r.shape for r in requests]
-    parents = torch.tensor([random_parents(nodes, nodes, s, generator) for s in shapes])
+    parents = torch.tensor([random_parents(nodes, generator, s) for s in shapes])
     ancestors = dense_ancestors(parents)
     depths, bits = ancestors.sum(-1, dtype=torch.int32) - 1, pack_ancestors(ancestors)
     if static:

@@ -1,127 +1,90 @@
-"""Random trees, caches and batches for the tests of the scorer."""
+"""The cases of `paged_batches` in the cache layout of vLLM's CPU attention: trees alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.scorer.cpu import AttentionPlan, plan_trees
-from vllm_medusa.scorer.layout import CacheLayout, gather_tokens
-from vllm_medusa.scorer.reference import attention_reference, visible_keys
+from support import paged_batches
+from support.random_trees import random_parents
+from vllm_medusa.scorer.cpu import AttentionPlan, plan_trees, tree_attention
+from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree.batch import TreeBatch
+
+UNTOUCHED = 7.0
 
 
 def random_tree_batch(sizes: list[int], generator: torch.Generator, shape: str) -> TreeBatch:
-    """Trees of ``sizes`` nodes; "random", "chain" or "star" (all children of the root)."""
-    nodes = max(sizes)
-    parents = torch.full((len(sizes), nodes), -1)
-    for b in range(len(sizes)):
-        for i in range(1, nodes):
-            if shape == "chain":
-                parent = i - 1
-            elif shape == "star":
-                parent = 0
-            else:
-                parent = int(torch.randint(0, i, (), generator=generator))
-            parents[b, i] = parent
-    tree = TreeBatch.from_parents(parents, torch.tensor(sizes), nodes - 1)
+    """Trees of ``sizes`` nodes of one of the shapes of `random_parents`."""
+    parents = [random_parents(max(sizes), generator, shape) for _ in sizes]
+    return _batch(torch.tensor(parents), sizes)
+
+
+def _batch(parents: Tensor, sizes: list[int]) -> TreeBatch:
+    tree = TreeBatch.from_parents(parents, torch.tensor(sizes), max(sizes) - 1)
     return replace(tree, max_depth=int(tree.depths.max()))
 
 
 @dataclass(frozen=True)
 class Case:
-    query: Tensor
+    paged: paged_batches.Case
     kv_cache: Tensor
     tree: TreeBatch
     base: Tensor  # int64 [B]
     block_table: Tensor
     starts: Tensor  # int64 [B], query row of each root
     meta: AttentionPlan
-    scale: float
-    isa: str
-    window: int | None
-    parents: tuple[tuple[int, ...], ...]  # of each request's nodes
-    slots: tuple[Tensor, ...]  # int64 [context + nodes] of each request
 
-    def expected(self, softcap: float, sinks: Tensor | None, out: Tensor) -> Tensor:
-        """Write the reference's rows to ``out``, in fp64; does not read ``meta``."""
-        for parents, slots, row in zip(self.parents, self.slots, self.starts.tolist(), strict=True):
-            count = len(parents)
-            out[row : row + count], _ = attention_reference(
-                self.query[row : row + count],
-                *gather_tokens(self.kv_cache, self.isa, slots),
-                visible_keys(len(slots) - count, parents, self.window),
-                self.scale,
-                softcap,
-                sinks,
-            )
-        return out
+    @property
+    def query(self) -> Tensor:
+        return self.paged.query
+
+    @property
+    def scale(self) -> float:
+        return self.paged.scale
+
+    def error(self, softcap: float = 0.0, sinks: Tensor | None = None) -> float:
+        """Largest difference to the reference; rows between the trees must stay as they were."""
+        out = torch.full_like(self.query, UNTOUCHED)
+        found = tree_attention(
+            self.query, self.kv_cache, self.meta, self.scale, softcap, sinks, out
+        )
+        assert found is out
+        options = self.paged.options | {"softcap": softcap, "sinks": sinks}
+        expected = replace(self.paged, options=options).expected()
+        of_trees = [r.is_tree for r in self.paged.requests for _ in range(r.rows)]
+        expected[~torch.tensor(of_trees)] = UNTOUCHED
+        assert expected.isfinite().all()
+        return (out.double() - expected).abs().max().item()  # NaN fails every comparison
 
 
 def make_case(
     sizes: list[int],
     bases: list[int],
     *,
-    heads: tuple[int, int] = (4, 2),
-    dim: int = 32,
-    block: int = 16,
-    dtype: torch.dtype = torch.float32,
-    window: int | None = None,
     shape: str = "random",
     isa: str = "vec16",
     gap: int = 0,
-    seed: int = 0,
+    **options: Any,
 ) -> Case:
-    """Build a poisoned cache with numbers only in slots that the trees may see.
-
-    ``gap`` rows precede each tree. Blocks before a sliding window point to
-    block 0, the null block.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    tree = random_tree_batch(sizes, generator, shape)
-    needed = [-(-(c + n) // block) for c, n in zip(bases, sizes, strict=True)]
-    num_blocks = sum(needed) + 2
-    ids = torch.randperm(num_blocks - 1, generator=generator) + 1
-    table = torch.full((len(sizes), max(needed) + 2), num_blocks - 1, dtype=torch.int32)
-    kv_cache = torch.full((num_blocks, heads[1], block, 2 * dim), float("nan"), dtype=dtype)
+    """Trees of ``sizes`` nodes behind ``bases`` tokens, each behind ``gap`` rows of a prefill."""
+    requests = []
+    for size, base in zip(sizes, bases, strict=True):
+        requests += [paged_batches.chunk(gap)] * (gap > 0)
+        requests.append(paged_batches.tree(size, base, shape))
+    paged = paged_batches.make_case(requests, **{"dim": 32} | options)
+    blocks, block, heads, dim = paged.key_cache.shape
+    kv_cache = torch.full((blocks, heads, block, 2 * dim), torch.nan, dtype=paged.query.dtype)
     layout = CacheLayout.of(kv_cache, isa)
-    flat = layout.flat(kv_cache)
-    used, all_slots = 0, []
-    for b, (c, n) in enumerate(zip(bases, sizes, strict=True)):
-        table[b, : needed[b]] = ids[used : used + needed[b]]
-        used += needed[b]
-        left = 0 if window is None else max(0, c - window + 1)
-        table[b, : left // block] = 0
-        index = torch.arange(c + n)
-        all_slots.append(table[b, index // block].long() * block + index % block)
-        slots = all_slots[-1][left:]
-        tokens = torch.randn(c + n - left, heads[1], 2, dim, generator=generator).to(dtype)
-        flat[layout.element_offsets(slots)] = tokens
-    starts = torch.tensor([sum(sizes[:b]) + gap * (b + 1) for b in range(len(sizes))])
-    rows = sum(sizes) + gap * len(sizes)
-    query = torch.randn(rows, heads[0], dim, generator=generator).to(dtype)
-    meta = plan_trees(
-        tree,
-        torch.tensor(bases, dtype=torch.int32),
-        table,
-        layout,
-        heads[0],
-        window,
-        starts if gap else None,
-    )
-    return Case(
-        query,
-        kv_cache,
-        tree,
-        torch.tensor(bases),
-        table,
-        starts,
-        meta,
-        dim**-0.5,
-        isa,
-        window,
-        parents=tuple(tuple(tree.parents[b, :n].tolist()) for b, n in enumerate(sizes)),
-        slots=tuple(all_slots),
-    )
+    tokens = torch.stack((paged.key_cache, paged.value_cache), 3).flatten(0, 1)
+    layout.flat(kv_cache)[layout.element_offsets(torch.arange(blocks * block))] = tokens
+    chosen = torch.tensor([request.is_tree for request in requests])
+    tree, base = _batch(paged.parents[chosen], sizes), torch.tensor(bases)
+    starts = paged.batch.cu_query_lens[:-1][chosen].long()
+    table, rows = paged.batch.block_table[chosen], paged.query.shape[1]
+    window = paged.options["window"]
+    meta = plan_trees(tree, base, table, layout, rows, window, starts if gap else None)
+    return Case(paged, kv_cache, tree, base, table, starts, meta)

@@ -38,16 +38,21 @@ class Case:
             nodes.append(hits[0])
 
 
+def random_parents(nodes: int, generator: torch.Generator, shape: str = "random") -> list[int]:
+    """Parents first: "random", "deep" (long branches), "chain", "star" or "pairs" (binary)."""
+    parents = [-1]
+    for i in range(1, nodes):
+        first = {"deep": max(0, i - 3), "chain": i - 1, "pairs": (i - 1) // 2}.get(shape, 0)
+        last = {"star": 0, "pairs": first}.get(shape, i - 1)
+        parents.append(int(torch.randint(first, last + 1, (), generator=generator)))
+    return parents
+
+
 def make_case(seed: int, batch: int, max_nodes: int, vocab: int, deep: bool = False) -> Case:
     """Every request gets its own tree; padding nodes hold plausible garbage."""
     rng = random.Random(seed)
-    low = 3 if deep else max_nodes
-    parents = torch.tensor(
-        [
-            [-1, *(rng.randrange(max(0, i - low), i) for i in range(1, max_nodes))]
-            for _ in range(batch)
-        ]
-    )
+    generator, shape = torch.Generator().manual_seed(seed), "deep" if deep else "random"
+    parents = torch.tensor([random_parents(max_nodes, generator, shape) for _ in range(batch)])
     num_nodes = torch.tensor([rng.randint(1, max_nodes) for _ in range(batch)])
     tree = TreeBatch.from_parents(parents, num_nodes, max_nodes - 1)
     depth = int(tree.depths.max()) + rng.randint(0, 1)  # an upper bound, not always reached

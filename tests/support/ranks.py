@@ -1,4 +1,4 @@
-"""A worker that records what its rank decided, so that a test can compare the ranks.
+"""Workers that remember what their rank decided, so that a test can compare the ranks.
 
 Used as ``worker_cls``. Tests call it with ``LLM.collective_rpc``, which every executor has;
 arguments and results are lists of plain numbers, which every transport supports. Differences
@@ -11,11 +11,12 @@ import os
 import random
 import zlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from support.planted import leaf_paths
+from support.after_drafting import Drafted, after_drafting
+from support.planted import plant
 from support.runner import sized
-from vllm_medusa.tree import TokenTree
 
 WORKER = f"support.recording_{sized('v1', 'v2')}.RecordingWorker"
 MISS = 0.1  # probability of a wrong planted token, so that walks also stop at inner nodes
@@ -46,10 +47,17 @@ class Recording:
     """Worker mixin with methods and records for tests."""
 
     def init_device(self) -> None:
-        """Start without records."""
+        """Start with nothing; watch until the worker is shut down."""
         super().init_device()
         self._decisions: list[list[Any]] = []
         self._known: dict[int, list[int]] = {}
+        self._watching = ExitStack()
+        self._watching.enter_context(after_drafting(self._look))
+
+    def shutdown(self) -> None:
+        """Watch no longer: other engines may follow in this process."""
+        self._watching.close()
+        super().shutdown()
 
     @property
     def drafter(self) -> Any:
@@ -77,24 +85,11 @@ class Recording:
         taken, self._decisions = self._decisions, []
         return taken
 
-    def planted(
-        self, prompt: Sequence[int], params: Any, position: int, decision: Sequence[Any]
-    ) -> list[int] | None:
-        """Record ``decision``, the last fields of a `Decision`; returns the drafts to use."""
-        key = request_key(prompt, params.seed)
-        self._decisions.append([key, position, *decision])
-        if key not in self._known and not params.allowed_token_ids:
+    def _look(self, r: Drafted) -> list[int] | None:
+        key, position = request_key(r.prompt, r.params.seed), len(r.output)
+        self._decisions.append([key, position, r.num_nodes, r.path, r.new, r.drafts])
+        if r.tree is None or (key not in self._known and not r.params.allowed_token_ids):
             return None
-        tokens = params.allowed_token_ids or range(self.model_config.get_vocab_size())
+        tokens = r.params.allowed_token_ids or range(self.model_config.get_vocab_size())
         rng = random.Random(1_000_003 * key + position)
-        return _plant(self.drafter.options.tree, self._known.get(key, [])[position:], tokens, rng)
-
-
-def _plant(
-    tree: TokenTree, future: Sequence[int], tokens: Sequence[int], rng: random.Random
-) -> list[int]:
-    drafts = [rng.choice(tokens) for _ in range(tree.num_nodes)]
-    for node, token in zip(rng.choice(leaf_paths(tree)), future, strict=False):
-        if rng.random() >= MISS:
-            drafts[node] = token
-    return drafts[1:]
+        return plant(r.tree, self._known.get(key, [])[position:], tokens, rng, MISS)[0]

@@ -15,11 +15,9 @@ class RecordingWorker(Recording, MedusaCPUWorker):
     """Records every decision; drafts, samples or logits can be disturbed."""
 
     def init_device(self) -> None:
-        """Hook this worker's only runner."""
+        """Keep what `disturb` replaces."""
         super().init_device()
         self._verifier = self.model_runner._verifier
-        self._propose = self.model_runner.propose_draft_token_ids
-        self.model_runner.propose_draft_token_ids = self._record
 
     @property
     def drafter(self) -> Any:
@@ -38,34 +36,6 @@ class RecordingWorker(Recording, MedusaCPUWorker):
         """Undo `disturb`."""
         self.model_runner._verifier = self._verifier
         torch.manual_seed(0)
-
-    def _record(self, scheduler_output: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
-        runner = self.model_runner
-        step, verdict = runner.trees.step, runner.trees.verdict
-        drafts = self._propose(scheduler_output, sampled, *args, **kwargs)
-        for index, req_id in enumerate(runner.input_batch.req_ids):
-            if not sampled[index]:
-                continue
-            request = runner.requests[req_id]
-            planted = self.planted(
-                request.prompt_token_ids,
-                request.sampling_params,
-                len(request.output_token_ids),
-                [
-                    1 if step is None else int(step.num_nodes[index]),
-                    [0] if step is None else _path(verdict, index),
-                    list(sampled[index]),
-                    list(drafts[index]),
-                ],
-            )
-            if planted is not None:
-                drafts[index] = planted[: len(drafts[index])]
-        return drafts
-
-
-def _path(verdict: Any, index: int) -> list[int]:
-    path = verdict.path
-    return path.nodes[index, : int(path.num_accepted[index]) + 1].tolist()
 
 
 def _other_draws(verifier: Callable[..., Any], rank: int) -> Callable[..., Any]:

@@ -9,21 +9,19 @@ import torch
 
 from support.ranks import Recording
 from support.triton_on_cpu import prepare
-from vllm_medusa.worker.v2.worker import MedusaCPUWorker
+from vllm_medusa.worker.v2.worker import MedusaWorker
 
 
-class RecordingWorker(Recording, MedusaCPUWorker):
+class RecordingWorker(Recording, MedusaWorker):
     """Records every decision; drafts, samples or logits can be disturbed."""
 
     def init_device(self) -> None:
         """Hook this worker's only runner."""
         prepare()
         super().init_device()
-        self._requests: dict[int, Any] = {}  # by slot in vLLM's state
         self._disturbance = ""
         runner = self.model_runner
         self._add_requests, runner.add_requests = runner.add_requests, self._note_requests
-        self._propose, runner.speculator.propose = runner.speculator.propose, self._record
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Hook the model's draft verification."""
@@ -55,34 +53,7 @@ class RecordingWorker(Recording, MedusaCPUWorker):
     def _note_requests(self, scheduler_output: Any) -> None:
         self._add_requests(scheduler_output)
         runner = self.model_runner
-        for new in scheduler_output.scheduled_new_reqs:
-            slot = runner.req_states.req_id_to_index[new.req_id]
-            self._requests[slot] = new
-            if self._disturbance == "draws":
+        if self._disturbance == "draws":
+            for new in scheduler_output.scheduled_new_reqs:
+                slot = runner.req_states.req_id_to_index[new.req_id]
                 runner.sampler.sampling_states.seeds.np[slot] += self.rank
-
-    def _record(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        runner = self.model_runner
-        step, verdict = runner.speculator.trees.step, runner.speculator.trees.verdict
-        drafts = self._propose(batch, *args, **kwargs)
-        num_sampled, states = args[4].tolist(), runner.req_states
-        for index, slot in enumerate(batch.idx_mapping_np):
-            request, count = self._requests.get(int(slot)), num_sampled[index]
-            if request is None or not count:
-                continue
-            end = int(states.total_len.gpu[slot])
-            nodes = [0] if verdict is None else verdict.path.nodes[index, :count].tolist()
-            planted = self.planted(
-                request.prompt_token_ids,
-                request.sampling_params,
-                end - len(request.prompt_token_ids),
-                [
-                    1 if step is None else int(step.num_nodes[index]),
-                    nodes,
-                    states.all_token_ids.gpu[slot, end - count : end].tolist(),
-                    drafts[index].tolist(),
-                ],
-            )
-            if planted is not None:
-                drafts[index] = torch.tensor(planted)
-        return drafts

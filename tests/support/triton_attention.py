@@ -15,10 +15,9 @@ from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the C
 
 from support.interpreter import trust_integers
 from vllm_medusa.scorer import launch
-from vllm_medusa.worker import cuda_attention
-from vllm_medusa.worker.v2 import cuda_warmup, platform, state
+from vllm_medusa.worker import attention, cuda_attention
+from vllm_medusa.worker.v2 import cuda_warmup, state
 
-BACKEND = f"{cuda_attention.__name__}.{cuda_attention.TreeAttentionBackend.__name__}"
 NUM_SMS = 8  # enough that small batches have their keys split
 
 
@@ -26,16 +25,12 @@ NUM_SMS = 8  # enough that small batches have their keys split
 def triton_attention_on_cpu() -> Iterator[None]:
     """Engines with trees started within the block run the CUDA attention."""
 
-    def tree_backend() -> platform.TreeBackend:
-        return platform.TreeBackend(
-            "CPU_ATTN", BACKEND, cuda_attention.compact_group, cuda_attention.warm_up
-        )
-
     trust_integers()
     limits = launch.device_limits(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (platform, state, cuda_warmup):
-            patch.setattr(module, "tree_backend", tree_backend)
+        patch.setattr(cuda_attention, "REPLACES", "CPU_ATTN")
+        for module in (attention, state, cuda_warmup):
+            patch.setattr(module, "platform_attention", lambda: cuda_attention)
         patch.setattr(launch, "device_limits", lambda device: limits._replace(num_sms=NUM_SMS))
         # read by vLLM's cache-writing kernel, for its tile size
         patch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,23 +25,13 @@ MAX_SEQS, BLOCK, DIM = 6, 16, 32
 HEADS, KV_HEADS = COMMON["num_attention_heads"], COMMON["num_key_value_heads"]
 
 
-def save_target(folder: Path) -> Path:
-    """The config of a target that is never loaded."""
-    import transformers
-
-    config = transformers.LlamaConfig(**COMMON)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    return folder
-
-
-def make_config(target: Path, heads: str | None, dynamic: bool = False) -> Any:
-    """An engine's config; with ``heads``, for `TREE`, or for dynamic trees of the same size."""
+def make_config(target: str, heads: str | None, budget: Any = None) -> Any:
+    """An engine's config; with ``heads``, for `TREE`, or for dynamic trees with a budget."""
     speculative = {"method": "medusa", "model": heads, "tree": TREE.to_lists()}
-    if dynamic:
-        speculative = {"method": "medusa", "model": heads, "budget": NODES - 1}
+    if budget is not None:
+        speculative = {"method": "medusa", "model": heads, "budget": budget}
     return EngineArgs(
-        str(target),
+        target,
         dtype="float32",
         skip_tokenizer_init=True,
         max_num_seqs=MAX_SEQS,

@@ -111,12 +111,6 @@ def test_rows_are_written_immediately(fake, tmp_path, monkeypatch):
     assert [len(document["cases"][fake]["rows"]) for document in seen] == [1, 2, 3]
 
 
-def test_quick_changes_only_defaults(fake, capsys):
-    assert runner.main([fake, "--quick"]) == 0
-    assert runner.main([fake, "--quick", "--count", "2"]) == 1
-    assert "arm 1" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "reason"),
     [(["nothing"], "use one of speed"), ([], "is required"), (["fake_case", "--count", "0"], "0")],

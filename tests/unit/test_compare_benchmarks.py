@@ -1,6 +1,5 @@
 """Benchmarks of engines: which numbers may be reported, and their arithmetic."""
 
-import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from support.fake_engine import FakeEngine
 
-from benchmarks import compare, engines, grammar, profile, typical
+from benchmarks import compare, engines, grammar, profile
 from benchmarks.compare import CompareOptions, arm_of, arms
 from benchmarks.engines import PLAIN, SAMPLED_STOCK, tau_numbers, with_error
 from benchmarks.profile import ProfileOptions, average_parts, parts_tables, summarize
@@ -37,7 +36,7 @@ def process(like: Any) -> Any:
     """Replaces `EngineProcess`: ``like`` maps a speculative config to a fake engine."""
 
     def started(settings, sampling):
-        engine = like(settings.speculative_config)
+        engine = like(settings["speculative_config"])
 
         def run(prompts, concurrency, seed):
             how = {"concurrency": concurrency, "seed": seed, "session": made.session}
@@ -95,22 +94,6 @@ def test_an_arm_with_other_tokens_gets_no_number(options, monkeypatch):
     assert rows["heads, static 2, T 0.7, batch 1, prompts"]["ratio"] == 1
 
 
-def test_one_engine_serves_all_points_of_an_arm(options, monkeypatch):
-    started = []
-
-    def like(config):
-        started.append(config)
-        return lambda: FakeEngine(step_sizes=(1 + bool(config),))
-
-    one = replace(options, forms=("chain",), chain=(3,), batch=(1, 4), rounds=1)
-    rows = rows_of(one, monkeypatch, like)
-    assert len(started) == 2 and [row["requests"] for row in rows.values()] == [3, 3, 4, 4]
-    rows = rows_of(replace(one, waves=2, only="nothing"), monkeypatch, like)
-    assert rows == {}
-    rows = rows_of(replace(one, waves=2), monkeypatch, like)
-    assert [row["requests"] for row in rows.values()] == [3, 3, 8, 8]
-
-
 def test_without_rounds_plain_answers_once_and_tasks_are_merged(options, monkeypatch, tmp_path):
     lines = ASSETS["texts"][0].read_text().splitlines()
     for name in ("a", "b"):
@@ -133,21 +116,6 @@ def test_without_rounds_plain_answers_once_and_tasks_are_merged(options, monkeyp
     assert every["steps"] == a["steps"] + b["steps"] and every["tau"] == pytest.approx(a["tau"])
 
 
-def test_uneven_answers_have_individual_lengths(options, monkeypatch):
-    """The same for both engines; otherwise the length of an answer is not limited by request."""
-    made: dict[bool, list[FakeEngine]] = {True: [], False: []}
-
-    def like(config):
-        return lambda: made[config is None].append(FakeEngine()) or made[config is None][-1]
-
-    options = replace(options, forms=("chain",), chain=(3,), rounds=1, prompts=32, max_tokens=24)
-    rows_of(replace(options, batch=(4,), waves=2), monkeypatch, like)
-    plain, chain = ([engine.options for engine in made[which]] for which in (True, False))
-    assert plain == chain
-    lengths = {given["max_tokens"] for each in plain for given in each.values()}
-    assert len(lengths) > 12 and lengths <= set(range(12, 37))
-
-
 def test_only_existing_heads_have_arms():
     folder = ASSETS["drafter"]
     options = CompareOptions(forms=("static", "chain"), nodes=(4, 999), chain=(2, 99))
@@ -159,14 +127,6 @@ def test_only_existing_heads_have_arms():
     assert both.config["lookup"] and both.against == arm_of(folder, "dynamic", 7).name
     assert arm_of(folder, "lookup", 7).config == {"method": "medusa", "lookup": True, "budget": 7}
     assert arm_of(folder, "automatic", 0).config["budget"] == "auto"
-
-
-def test_defaults_of_a_case_are_in_its_help():
-    options = compare.LOAD.options()
-    assert options.batch[-1] == 64 and options.waves == 3 and compare.SPEED.options().batch == (1,)
-    assert isinstance(options, CompareOptions)
-    with pytest.raises(ValueError, match="waves is 0"):
-        compare.LOAD.options(waves=0)
 
 
 def test_automatic_is_compared_with_the_best_alternative():
@@ -206,22 +166,6 @@ def test_the_error_of_a_gain_excludes_shared_variance():
     assert own == pytest.approx(np.std([a / 30 for a, _ in dynamic]) / np.sqrt(200), rel=0.05)
     assert ratio == pytest.approx(1.1, abs=0.01) and error < 0.2 * own
     assert tau_numbers(dynamic, static)["gain"] == pytest.approx(ratio - 1)
-
-
-def test_each_epsilon_has_both_deltas_once():
-    found = typical.arms(typical.TypicalOptions(**ASSETS, epsilons=(0.01, 0.09)))
-    assert [(arm.what.get("epsilon"), arm.what.get("delta")) for arm in found] == [
-        (None, None), (0.01, 0.3), (0.01, 0.1), (0.09, 0.3),
-    ]  # fmt: skip
-    assert [arm.exact for arm in found] == [True, False, False, False]
-    assert len({json.dumps(arm.config) for arm in found}) == 1  # one engine serves all
-
-
-@pytest.mark.parametrize(
-    ("text", "n", "share"), [([1, 2, 1, 2, 1], 2, 0.5), ([1, 2, 3], 2, 1.0), ([1], 4, 1.0)]
-)
-def test_distinct(text, n, share):
-    assert typical.distinct(text, n) == share
 
 
 def test_complete_answers_to_a_schema_are_json():

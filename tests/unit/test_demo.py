@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from support.recordings import RECORDING, RUN, TAKE
+from support.recordings import RECORDING, RUN
 
-from demo import report
 from demo.__main__ import main
 from demo.recording import Recording
 from demo.replay import frame, replay
@@ -78,16 +77,6 @@ def test_unwritable_outputs_are_refused_first(run, tmp_path, capfd, option):
     assert "none" in captured.err and not captured.out
 
 
-def test_highlighting_excludes_spaces():
-    spaced = replace(TAKE, steps=(replace(TAKE.steps[0], pieces=("\n a", " ", "b")),))
-    assert report.marked(spaced).plain == "\n «a» b"
-
-
-def test_slow_drafts_are_explained(run, capsys):
-    run(replace(RECORDING, runs=(replace(RUN, plain=RUN.drafted, drafted=RUN.plain),)))
-    assert "below 1x" in capsys.readouterr().out
-
-
 def shown_at(clock: float) -> str:
     console = terminal()
     console.print(frame(console, RUN, clock, "eagle3"))
@@ -104,16 +93,6 @@ def test_a_frame_shows_the_tokens_of_both_engines_at_its_time():
     assert "1.40x the speed, the same 7 tokens" in late
     assert "Say [/] & <this>" in late
     assert len(early.splitlines()) == len(late.splitlines())
-
-
-def test_a_short_terminal_shows_the_end():
-    console = terminal(height=11)
-    long = replace(
-        RUN, plain=replace(TAKE, steps=(replace(TAKE.steps[0], pieces=("a\nb\nc\nd\ne",)),))
-    )
-    console.print(frame(console, long, 9, "eagle3"))
-    left = re.findall(r"^│ (\w)", console.file.getvalue(), re.MULTILINE)
-    assert left == ["c", "d", "e"]
 
 
 def test_the_replay_takes_as_long_as_the_engines_did():

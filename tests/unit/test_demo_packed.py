@@ -71,19 +71,6 @@ def test_a_damaged_file_is_refused(drafter, tmp_path, place):
     assert not (tmp_path / "back").exists()
 
 
-def test_a_file_of_another_kind_is_refused(drafter, tmp_path):
-    with pytest.raises(FileRefused, match="not written by"):
-        unpack(drafter, tmp_path / "back", tmp_path)
-
-
-def test_unpacking_again_replaces(drafter, tmp_path):
-    pack(drafter, tmp_path / "packed")
-    (tmp_path / "back").mkdir()
-    (tmp_path / "back" / "old").touch()
-    unpack(tmp_path / "packed", tmp_path / "back", tmp_path)
-    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["config.json", FILE]
-
-
 @pytest.mark.parametrize("same", [True, False])
 def test_an_lm_head_of_the_targets_rows_is_not_stored(drafter, tmp_path, same):
     embedding, ids = torch.randn(64, 16).bfloat16(), torch.tensor([3, 9, 60])

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from support.recordings import RECORDING, RUN, TAKE, take
+from support.recordings import RECORDING, RUN, TAKE
 
 from demo.recording import Recording, Span, joined
 
@@ -70,19 +70,7 @@ def test_a_different_answer_is_not_identical(change, position):
     assert wrong.outcome == f"DIFFERENT from token {position} on"
 
 
-def test_a_file_contains_everything(tmp_path):
-    RECORDING.save(tmp_path / "r.json")
-    assert Recording.load(tmp_path / "r.json") == RECORDING
-
-
 def test_another_file_is_refused(tmp_path):
     (tmp_path / "r.json").write_text(json.dumps({"runs": []}))
     with pytest.raises(ValueError, match="not a recording"):
         Recording.load(tmp_path / "r.json")
-
-
-def test_a_single_token_has_a_speed_but_no_tau():
-    single = take([(0.5, "x")])
-    run = replace(RUN, plain=single, drafted=single)
-    (row,) = replace(RECORDING, runs=(run,)).figures()
-    assert row.tau is None and row.plain_speed == pytest.approx(2)

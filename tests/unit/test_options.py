@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from vllm_medusa.cli.flags import Parser, add_flags, from_flags
+from vllm_medusa.flags import Parser, add_flags, from_flags
 from vllm_medusa.options import (
     Above,
     AtLeastZero,

@@ -1,19 +1,17 @@
 """The benchmarks `serve` and `soak`: arrivals, requests, and verification of answers."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from support.assets import ASSETS, HEADS, TARGET
 
 from benchmarks import serve
 from benchmarks.compare import arm_of
 from benchmarks.engines import PLAIN
-from benchmarks.serve import AGAIN, Answers, Load, ServeOptions
-from benchmarks.soak import Seen, problem_of
+from benchmarks.serve import AGAIN, Load, ServeOptions
+from benchmarks.soak import problem_of
 from benchmarks.soak_requests import COMPLETION, Answer, Request, requests
 from vllm_medusa.job import SILENT, JobFailed
 
@@ -37,12 +35,6 @@ def test_arrivals_are_poisson_and_equal_for_all_servers():
     assert len(Load("idle", 1e-6, 10.0).arrivals(0)) == 1
 
 
-def test_a_ramp_goes_up_and_down():
-    found = Load("ramp", 40.0, 300.0, ramp=True).arrivals(0)
-    shares = np.histogram(found, 6, (0, 300))[0] / (40 * 50)
-    assert shares == pytest.approx(np.array([1, 3, 5, 5, 3, 1]) / 6, abs=0.06)
-
-
 def answers(texts, ms):
     return {
         "latencies": [ms] * len(texts),
@@ -53,15 +45,6 @@ def answers(texts, ms):
         "errors": [""] * len(texts),
         "duration": 2.0,
     }
-
-
-def test_figures_of_a_server():
-    found = Answers()
-    found.add(answers(["a", "b"], 0.1))
-    figures = found.figures()
-    assert figures["tokens_per_second"] == 3 and figures["requests"] == 2
-    assert figures["ttft_p50"] == pytest.approx(50) and figures["token_p99"] == pytest.approx(25)
-    assert figures["gap_p99"] == pytest.approx(25)
 
 
 def test_servers_alternate_and_other_answers_have_no_figures(options, monkeypatch):
@@ -130,11 +113,3 @@ def test_answers_are_verified():
         assert problem_of(refused, Answer(error=status and (status, "x")), wanted)
     assert not problem_of(free, other, wanted)
     assert problem_of(free, Answer(error=(500, "x")), wanted)
-
-
-def test_growth_is_measured_over_the_second_half():
-    points = [(0, 100.0), (400, 400.0), (600, 401.0), (800, 402.0), (1000, 403.0)]
-    seen = Seen("me", psutil.Process(os.getpid()), points)
-    assert abs(seen.slope() - 5.0) < 1e-6
-    seen.look(1200)
-    assert seen.points[-1][0] == 1200 and seen.points[-1][1] > 10

@@ -5,7 +5,6 @@ Runs in `test_sampling_on_v2`.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +17,7 @@ from support.assets import TARGET
 from support.budgets import policy_of
 from support.engines import complete, engine, greedy, medusa, metric, random_prompts
 from support.metrics import counts, drafted_and_accepted
-from support.models import COMMON, VOCAB
+from support.models import VOCAB, save_config
 from support.no_waiting import NoWaiting, watched
 from support.outcomes import Outcome, assert_same, by_seed, outcomes, seeded
 from support.planted import planted, planted_by_seed
@@ -42,7 +41,7 @@ if ON_V2:
     from vllm_medusa.tree.drafts import DraftTrees
     from vllm_medusa.worker.cuda_graphs import tree_sizes
     from vllm_medusa.worker.drafting import MedusaDrafter
-    from vllm_medusa.worker.options import CPU_WORKER, V2_CPU_WORKER, EngineOptions, is_medusa
+    from vllm_medusa.worker.options import V1_WORKER, V2_WORKER, EngineOptions, is_medusa
     from vllm_medusa.worker.v2 import sampler as sampler_module
     from vllm_medusa.worker.v2.config import TreeSpeculativeConfig
     from vllm_medusa.worker.v2.sampler import TreeSampler
@@ -54,14 +53,7 @@ BLOCK = 32
 
 @pytest.fixture(scope="module")
 def target_config(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The config of a target that is never loaded."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("target")
-    config = transformers.LlamaConfig(**COMMON)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    return str(folder)
+    return save_config(tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture
@@ -87,7 +79,7 @@ def test_the_runner_is_vllm_s_choice(
     spec = trees.speculative_config
     assert plain.use_v2_model_runner == trees.use_v2_model_runner == on_v2
     assert isinstance(spec, TreeSpeculativeConfig) == on_v2
-    assert trees.parallel_config.worker_cls == (V2_CPU_WORKER if on_v2 else CPU_WORKER)
+    assert trees.parallel_config.worker_cls == (V2_WORKER if on_v2 else V1_WORKER)
     assert is_medusa(spec) and spec.num_speculative_tokens == len(TREE)
 
 
@@ -124,15 +116,6 @@ def test_full_graphs(
     for length in lengths:
         counts = {g.num_reqs for g in full if g.uniform_token_count == length}
         assert counts >= {1, 2, 4, 8, 16, 20}
-
-
-def test_workers_get_the_complete_config(configure: Callable[..., Any]) -> None:
-    spec = configure().speculative_config
-    again = pickle.loads(pickle.dumps(spec))
-    assert type(again) is TreeSpeculativeConfig and is_medusa(again)
-    assert again.medusa_acceptance == spec.medusa_acceptance == {
-        "mode": "lossless", "epsilon": 0.09, "delta": 0.3, "greedy_root": False,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

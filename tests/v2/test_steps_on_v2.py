@@ -19,7 +19,6 @@ SUITE = [  # the tests of a file share an engine, so files are not split
     "tests/e2e/test_scheduling.py::test_prefix_cache_hits_on_compacted_blocks",
     "tests/e2e/test_scheduling.py::test_requests_end_exactly_at_max_model_len",
     "tests/e2e/test_scheduling.py::test_end_tokens_of_the_model",
-    "tests/e2e/test_scheduling.py::test_stop_tokens",
     "tests/e2e/test_scheduling.py::test_arrivals_and_aborts",
     "tests/e2e/test_scheduling.py::test_preemption",
     "tests/e2e/test_scheduling.py::test_torch_compile",

@@ -5,12 +5,13 @@ import torch
 
 vllm_platforms = pytest.importorskip("vllm.platforms")
 
+from support.attention import gather_tokens, visible_keys  # noqa: E402
 from support.paged_trees import random_tree_batch  # noqa: E402
 
 from vllm_medusa.kv import copy_slots  # noqa: E402
 from vllm_medusa.scorer.cpu import plan_trees, tree_attention  # noqa: E402
-from vllm_medusa.scorer.layout import CacheLayout, gather_tokens  # noqa: E402
-from vllm_medusa.scorer.reference import attention_reference, visible_keys  # noqa: E402
+from vllm_medusa.scorer.layout import CacheLayout  # noqa: E402
+from vllm_medusa.scorer.reference import attention_reference  # noqa: E402
 
 if not vllm_platforms.current_platform.is_cpu():
     pytest.skip("needs a CPU build of vLLM", allow_module_level=True)
@@ -112,9 +113,7 @@ def run_both(
     for b, (n, c) in enumerate(zip(sizes, bases, strict=True)):
         rows = slice(sum(sizes[:b]), sum(sizes[: b + 1]))
         seen = visible_keys(c, range(-1, n - 1), window)
-        exact[rows], _ = attention_reference(
-            query[rows], *stored[b], seen, dim**-0.5, softcap, sinks
-        )
+        exact[rows] = attention_reference(query[rows], *stored[b], seen, dim**-0.5, softcap, sinks)
 
     starts = tree.cu_num_nodes.to(torch.int32)
     seq_lens = torch.tensor(lens, dtype=torch.int32)

@@ -134,8 +134,8 @@ OVERRIDES = {
         "get_grammar_bitmask",
     },
     "TreeAsyncScheduler": {"update_from_output", "_update_after_schedule"},
-    "WithTrees": {"sample_tokens", "load_model", "compile_or_warm_up_model"},
-    "DepthLogging": {"__init__", "observe", "log"},
+    "MedusaWorker": {"sample_tokens", "load_model", "compile_or_warm_up_model"},
+    "DepthLogging": {"__init__", "observe"},
 }  # fmt: skip
 FREE = {"__init__", "__post_init__"}  # called by us, or with our keywords
 
@@ -232,19 +232,3 @@ def test_methods_override_the_intended_ones() -> None:
                     assert stand_in(ours, stock), f"{owner.__name__}.{name} for {name}"
     for name, names in OVERRIDES.items():
         assert names <= seen.get(name, set()), f"{name} overrides {seen.get(name)} only"
-
-
-def test_control_other_parameters_are_detected() -> None:
-    def parameters(text: str) -> ast.arguments:
-        return ast.parse(f"def f({text}): ...").body[0].args  # type: ignore[attr-defined]
-
-    stock = parameters("self, a, b, *, c")
-    fits = {
-        "self, a, b": False,
-        "self, a, b, *, c": True,
-        "self, b, a, *, c": False,
-        "self, a, *args, c": True,
-        "self, a, *, b, c": False,
-        "self, a, *x, **y": True,
-    }
-    assert {text: stand_in(parameters(text), stock) for text in fits} == fits

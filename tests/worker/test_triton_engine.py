@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER, INTERPRETING, NOT_INTERPRETING, run_interpreting
 
 if INTERPRETING:
     import support.triton_on_cpu  # noqa: F401
@@ -39,9 +39,6 @@ from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.worker import cuda_attention, cuda_metadata
 
 pytestmark = pytest.mark.engine
-IN_INTERPRETER = pytest.mark.skipif(
-    not INTERPRETING, reason="runs in a process that interprets Triton, see below"
-)
 
 TOKENS = 24
 FEW = 12  # enough for errors to occur
@@ -259,7 +256,7 @@ class TestDynamic(TestMistral):
 
         def spy(trees: Any, tree: TreeBatch) -> None:
             write(trees, tree)
-            depths.update(map(tuple, trees.depths[: tree.batch_size].tolist()))
+            depths.update(map(tuple, trees.buffers.depths[: tree.batch_size].tolist()))
 
         monkeypatch.setattr(cuda_metadata._Trees, "write", spy)
         with planted(reference.prompts, reference.outputs, VOCAB), recorded_steps() as steps:
@@ -269,6 +266,6 @@ class TestDynamic(TestMistral):
         assert attended.windows == {self.window}
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
+@NOT_INTERPRETING
 def test_in_a_process_that_interprets() -> None:
-    run_interpreting(__file__, "TestLlama or TestMistral or TestDynamic")
+    run_interpreting("TestLlama or TestMistral or TestDynamic", __file__)

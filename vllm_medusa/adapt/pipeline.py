@@ -5,7 +5,6 @@ EAGLE-3 drafters build their own trees, so they are compared right after trainin
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from vllm_medusa.adapt.options import AdaptOptions, check_training, training_of
+from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.adapt.plan import REPORT, Plan, check, written_by_adapt
 from vllm_medusa.adapt.stages import WorkFolder
 from vllm_medusa.calibration.options import CalibrateOptions, TreeOptions
-from vllm_medusa.files import FileRefused, digest, read_json, write_json
+from vllm_medusa.files import FileRefused, read_json, write_json
 from vllm_medusa.job import SILENT, JobFailed, Progress
-from vllm_medusa.offline.engine import EngineSettings, refuse_unserved
+from vllm_medusa.offline.engine import refuse_unserved
 from vllm_medusa.offline.options import CompareOptions, DistillOptions
 from vllm_medusa.offline.prompts import settle_bad_lines
 from vllm_medusa.options import taken
@@ -44,24 +43,16 @@ class Adapted:
 
 
 def adapt(
-    options: AdaptOptions,
-    training: TrainOptions | None = None,
-    progress: Progress = SILENT,
-    command: Sequence[str] = (),
+    options: AdaptOptions, progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> Adapted:
     """Train heads for a target; if killed, the same call resumes.
-
-    ``training`` holds further options of train; its files are set by adapt.
 
     Raises:
         ValueError, OSError: an input is invalid; nothing was started.
         StageFailed: a stage failed.
 
     """
-    if training is None:
-        training = training_of(options)
-    check_training(options, training)
-    plan = check(options, training, progress)
+    plan = check(options, progress)
     output = options.output
     existing = written_by_adapt(output)
     if existing == plan.key and not options.overwrite:
@@ -73,7 +64,8 @@ def adapt(
         )
     from vllm_medusa.adapt.report import collect, publish  # imports packages that were just checked
 
-    with WorkFolder(options.work_folder, count_stages(options), progress) as work:
+    inputs = (plan.target["sha256"], plan.prompts_digest)
+    with WorkFolder(options.work_folder, count_stages(options), progress, inputs) as work:
         run_stages(plan, work)
         document = collect(plan, work.finished, command)
         publish(plan, document, work.finished)
@@ -82,7 +74,7 @@ def adapt(
 
 def count_stages(options: AdaptOptions) -> int:
     """The number of stages."""
-    return 5 if options.drafter == "eagle3" else 7
+    return 5 if options.heads.kind == "eagle3" else 7
 
 
 def run_stages(plan: Plan, work: WorkFolder) -> None:
@@ -92,23 +84,17 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
     from vllm_medusa.offline.comparison import compare
     from vllm_medusa.training.distill import distill
 
-    options, training = plan.options, plan.training
-    joint, weights = options.method == "medusa-2", {"target": plan.target["sha256"]}
-    requested = options.num_draft_tokens
-    budgets = (requested,) if requested else tuple(sorted(set(options.budgets)))
+    options, training = plan.options, plan.options.train_options()
+    joint = options.method == "medusa-2"
+    budgets = tuple(sorted(set(options.budgets)))
     serving = {
         "target": options.target,
         "dtype": options.dtype,
-        "drafter": options.drafter,
-        "aux_layers": training.heads.aux_layers,
+        "drafter": options.heads.kind,
+        "aux_layers": options.heads.aux_layers,
     }
-    work.run(
-        "check",
-        check_served,
-        lambda here: serving,
-        weights,
-        command="check that vLLM can serve the target with such heads",
-    )
+    served = "check that vLLM can serve the target with such heads"
+    work.run("check", check_served, lambda here: serving, command=served)
     written = work.run(
         "distill",
         distill,
@@ -122,9 +108,7 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             batch=plan.engine.batch,
             engine_args=plan.engine.arguments | options.engine_args,
         ),
-        weights | {"prompts": plan.prompts_digest},
         [RECORDS],
-        "distill",
     )
     split = work.run(
         "split",
@@ -135,7 +119,6 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             "heldout_share": options.heldout_share,
             "on_bad_line": options.on_bad_line,
         },
-        {"records": digest(written / RECORDS)},
         [*FILES, COUNTS],
         "split the texts: to train, to calibrate and to measure",
     )
@@ -150,13 +133,18 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
                 training.files, data=to_train, heldout=to_calibrate, output=here / "heads"
             ),
         ),
-        weights | {"texts": split.name},
         [*HEADS, *(["heads/target/config.json"] if joint else [])],
-        "train",
     )
     target = str(trained / "heads" / "target") if joint else options.target
-    heads, tree = trained, None
-    if options.drafter != "eagle3":
+    heads, config = trained, dict[str, Any]()
+    if options.heads.kind != "eagle3":
+
+        def copy(here: Path) -> None:
+            """`calibrate` changes heads in place: every attempt starts from the trained ones."""
+            (here / "heads").mkdir(exist_ok=True)
+            for name in HEADS:
+                shutil.copyfile(trained / name, here / name)
+
         heads = work.run(
             "calibrate",
             calibrate,
@@ -167,10 +155,8 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
                 positions=_CALIBRATED_TOKENS,
                 machine=MachineOptions(dtype=options.dtype),
             ),
-            {"heads": trained.name, "texts": split.name},
             CALIBRATED,
-            "calibrate",
-            lambda here: _copy(trained, here),
+            prepare=copy,
         )
         tree = work.run(
             "tree",
@@ -182,10 +168,9 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
                 draw=here / PICTURE,
                 dry_run=True,
             ),
-            {"heads": heads.name},
             [TREE, PICTURE],
-            "tree",
         )
+        config["tree"] = str(tree / TREE)
     work.run(
         "compare",
         compare,
@@ -194,26 +179,23 @@ def run_stages(plan: Plan, work: WorkFolder) -> None:
             options,
             target=target,
             heads=str(heads / "heads"),
-            tree=None if tree is None else str(tree / TREE),
+            speculative_config=config,
             prompts=to_measure,
             budgets=budgets,
             batch=1,
             max_tokens=options.measure_tokens,
-            limit=options.measure_prompts,
             rounds=_ROUNDS,
             seconds=options.measure_seconds,
             output=here / FIGURES,
         ),
-        {"heads": heads.name, "target": trained.name, "texts": split.name},
         [FIGURES],
-        "compare",
     )
 
 
 def check_served(
     serving: Mapping[str, Any], progress: Progress = SILENT, command: Sequence[str] = ()
 ) -> None:
-    """Check vLLM's configuration for a target with untrained heads.
+    """Check vLLM's configuration for a target, with an untrained drafter if it is EAGLE's.
 
     The plugin refuses unsupported settings; finding that out after training would take hours.
 
@@ -222,26 +204,22 @@ def check_served(
     import torch
     from transformers import AutoConfig
 
-    from vllm_medusa.heads import HydraHeads, MedusaHeads, save_heads
     from vllm_medusa.heads.checkpoint import save_drafter
     from vllm_medusa.heads.eagle_model import EagleDrafter, EagleShape, choose_layers
 
-    target, drafter = serving["target"], serving["drafter"]
-    config = AutoConfig.from_pretrained(target).get_text_config()
-    hidden, vocab, bf16 = config.hidden_size, config.vocab_size, torch.bfloat16
+    target, speculation = serving["target"], {"method": "medusa", "lookup": True}
     with TemporaryDirectory(prefix="vllm-medusa-") as temporary:
-        folder = Path(temporary) / "heads"
-        speculation = {"method": "medusa", "model": str(folder), "tree": [[0]]}
-        if drafter == "eagle3":
+        if serving["drafter"] == "eagle3":
+            config = AutoConfig.from_pretrained(target).get_text_config()
+            hidden, vocab, folder = config.hidden_size, config.vocab_size, Path(temporary, "heads")
             layers = choose_layers(tuple(serving["aux_layers"]), config.num_hidden_layers)
             shape = EagleShape.of(config, layers, hidden, vocab)
-            save_drafter(folder, EagleDrafter(shape, 1, torch.arange(min(64, vocab))).to(bf16))
-            speculation |= {"method": "eagle3", "tree": "dynamic"}
-        elif drafter == "hydra":
-            save_heads(folder, HydraHeads(1, 1, hidden, vocab, num_lm_heads=0, dtype=bf16))
-        else:
-            save_heads(folder, MedusaHeads(1, 1, hidden, vocab, num_lm_heads=0, dtype=bf16))
-        refuse_unserved(EngineSettings(target, speculation, serving["dtype"]))
+            drafter = EagleDrafter(shape, 1, torch.arange(min(64, vocab)))
+            save_drafter(folder, drafter.to(torch.bfloat16))
+            speculation = {"method": "eagle3", "model": str(folder), "tree": "dynamic"}
+        refuse_unserved(
+            {"model": target, "speculative_config": speculation, "dtype": serving["dtype"]}
+        )
 
 
 def split_texts(
@@ -268,19 +246,3 @@ def train_unharmed(
     trained = train(options, progress, command)
     if trained.degraded:
         raise JobFailed(f"the new target is degraded: {trained.degradation}")
-
-
-def _copy(trained: Path, here: Path) -> None:
-    """Copy the heads for calibration, which changes them in place.
-
-    Every attempt starts from the trained files, so provenance entries are not duplicated; the job's
-    own files for resuming are kept.
-    """
-    (here / "heads").mkdir(exist_ok=True)
-    for name in HEADS:
-        # not via a temporary file: renaming one link over another of the same file has no effect
-        (here / name).unlink(missing_ok=True)
-        try:  # a link suffices: files are replaced as a whole, never modified
-            os.link(trained / name, here / name)
-        except OSError:  # no links on this file system
-            shutil.copyfile(trained / name, here / name)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.files import (
@@ -26,13 +25,12 @@ from vllm_medusa.offline.machine import fast_bfloat16
 from vllm_medusa.offline.options import EngineOptions
 from vllm_medusa.offline.prompts import Prompt, load_prompts, partition, settle_bad_lines
 from vllm_medusa.options import Dtype, values_of
-from vllm_medusa.training.options import TrainOptions
 
 REPORT = "report.json"
 # Files that adapt writes, and so may replace.
 OURS = (
     *("config.json", "model.safetensors", "calibration.safetensors", "target/"),
-    *("budgets.png", "curves.png", "tree.png"),
+    *("curves.png", "tree.png"),
     *("report.md", REPORT),
 )
 _NEEDED = ("vllm", "transformers", "matplotlib", "peft", "accelerate")
@@ -42,8 +40,7 @@ _SHARE = 0.5  # assumed fraction of the speed of large matrix products
 _JOINT_PASSES = 4  # passes of the target over a text in medusa-2's joint stage
 
 
-@dataclass(frozen=True)
-class Amounts:
+class Amounts(NamedTuple):
     """Tokens of all texts."""
 
     texts: int
@@ -53,9 +50,9 @@ class Amounts:
     @classmethod
     def of(cls, lengths: Sequence[Length], samples: int, max_tokens: int, room: int) -> Amounts:
         """Amounts for prompts continued ``samples`` times; no text exceeds ``room`` positions."""
-        prompts = sum(min(length.whole, room) for length in lengths)
+        prompts = sum(min(each.whole, room) for each in lengths)
         written = sum(
-            max(0, min(length.positions(max_tokens), room) - length.whole) for length in lengths
+            max(0, min(each.positions(max_tokens), room) - each.whole) for each in lengths
         )
         return cls(samples * len(lengths), samples * prompts, samples * written)
 
@@ -65,7 +62,6 @@ class Plan:
     """A validated adapt run: its options and the results of the checks."""
 
     options: AdaptOptions
-    training: TrainOptions
     target: dict[str, Any]  # its fingerprint
     different: int  # distinct prompts, names ignored
     prompts_digest: str
@@ -75,12 +71,11 @@ class Plan:
     def key(self) -> str:
         """A digest of everything that the result depends on."""
         places = dict.fromkeys(("target", "prompts", "output", "overwrite", "work"))
-        trained = values_of(self.training) | dict.fromkeys(("model", "data", "heldout", "output"))
-        settings = [values_of(self.options) | places, trained]
+        settings = values_of(self.options) | places
         return digest_json([settings, self.target, self.prompts_digest])[:12]
 
 
-def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> Plan:
+def check(options: AdaptOptions, progress: Progress) -> Plan:
     """Run all cheap checks, and report the resources that the job needs.
 
     Raises ValueError: a check failed; the message has the remedy.
@@ -98,10 +93,10 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
             f"{options.prompts}: {plural(different, 'distinct prompt')}; at least 2 are needed, "
             "one to train on and one held out, and a few hundred for useful heads."
         )
-    target = _read_target(options.target)
-    options, training, why = _with_dtype(options, training)
+    target, config, tokenizer = _read_target(options.target)
+    options, why = _with_dtype(options, config)
     sizes = TargetSizes.of(options.target, options.dtype)
-    lengths = _measure(prompts, options, sizes.positions, progress)
+    lengths = _measure(prompts, options, tokenizer, sizes.positions, progress)
     positions = [length.positions(options.max_tokens) for length in lengths]
     room = sizes.positions or max(positions)
     amounts = Amounts.of(lengths, options.samples, options.max_tokens, room)
@@ -113,9 +108,9 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
         dtype=options.dtype,
         tokens=amounts.written,
     )
-    files, states = disk_bytes(amounts, training, target, sizes)
-    _check_disk(options, training, files, states)
-    times = expected_seconds(amounts, options, training, target, sizes, engine)
+    files, states = disk_bytes(amounts, options, target, sizes)
+    _check_disk(options, files, states)
+    times = expected_seconds(amounts, options, target, sizes, engine)
     about = {name: duration(seconds) for name, seconds in times.items()}
     memory = "" if engine.memory is None else f", {engine.memory / 1e9:.1f} GB of memory"
     progress.note(
@@ -124,11 +119,12 @@ def check(options: AdaptOptions, training: TrainOptions, progress: Progress) -> 
         f"  distill  {amounts.texts} texts of up to {options.max_tokens} new tokens (prompts: "
         f"{amounts.prompt_tokens} tokens), {engine.batch} at a time by vLLM "
         f"({'compiled' if engine.compiled else 'eager'}{memory}): about {about['distill']}\n"
-        f"  train    {options.drafter}, {plural(options.epochs, 'epoch')}: about {about['train']}\n"
+        f"  train    {options.heads.kind}, {plural(options.training.epochs, 'epoch')}: about "
+        f"{about['train']}\n"
         f"  compare  vLLM with it against plain vLLM: about {about['compare']}"
     )
     prompts_digest = digest(options.prompts)
-    return Plan(options, training, target, different, prompts_digest, engine)
+    return Plan(options, target, different, prompts_digest, engine)
 
 
 def written_by_adapt(folder: Path) -> str | None:
@@ -166,8 +162,8 @@ def _check_output(options: AdaptOptions) -> None:
         refuse_strangers(output, OURS)
 
 
-def _read_target(target: str) -> dict[str, Any]:
-    """Return the target's fingerprint; its config and tokenizer must be readable too."""
+def _read_target(target: str) -> tuple[dict[str, Any], Any, Any]:
+    """Return the target's fingerprint, its config and its tokenizer."""
     from huggingface_hub import snapshot_download
     from transformers import AutoConfig, AutoTokenizer
 
@@ -186,41 +182,37 @@ def _read_target(target: str) -> dict[str, Any]:
             kinds = ["*.safetensors", "*.json", "*.model", "*.jinja"]
             snapshot_download(target, allow_patterns=kinds)
         config = AutoConfig.from_pretrained(target)
-        AutoTokenizer.from_pretrained(target)
+        tokenizer = AutoTokenizer.from_pretrained(target)
     except Exception as error:  # transformers and its libraries raise anything
         reason = " ".join(str(error).split())
         raise ValueError(f"{target} is not a model that can be read: {reason:.300}") from None
     if config.is_encoder_decoder:
         raise ValueError(f"{target} is an encoder-decoder model; heads need a decoder-only model.")
-    return target_fingerprint(target)
+    return target_fingerprint(target), config.get_text_config(), tokenizer
 
 
-def _with_dtype(
-    options: AdaptOptions, training: TrainOptions
-) -> tuple[AdaptOptions, TrainOptions, str]:
+def _with_dtype(options: AdaptOptions, config: Any) -> tuple[AdaptOptions, str]:
     """The dtype of all stages for a bfloat16 target on a CPU if not set, with the reason."""
     import torch
-    from transformers import AutoConfig
 
-    own = str(getattr(AutoConfig.from_pretrained(options.target).get_text_config(), "dtype", None))
-    on_cpu = not torch.accelerator.is_available() and training.machine.device in ("auto", "cpu")
-    if options.dtype != "auto" or own != "torch.bfloat16" or not on_cpu:
-        return options, training, ""
+    own = str(getattr(config, "dtype", None))
+    if options.dtype != "auto" or own != "torch.bfloat16" or torch.accelerator.is_available():
+        return options, ""
     dtype: Dtype = "bfloat16"
     why = "the target's own, with native instructions on this CPU"
     if not fast_bfloat16():
         dtype, why = "float32", "this CPU has no instructions for the target's bfloat16"
-    machine = replace(training.machine, dtype=dtype)
-    return replace(options, dtype=dtype), replace(training, machine=machine), why
+    return replace(options, dtype=dtype), why
 
 
 def _measure(
-    prompts: Sequence[Prompt], options: AdaptOptions, limit: int | None, progress: Progress
+    prompts: Sequence[Prompt],
+    options: AdaptOptions,
+    tokenizer: Any,
+    limit: int | None,  # positions of the target
+    progress: Progress,
 ) -> list[Length]:
     """Lengths of the prompts; those that the target can't answer are bad lines."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
     conversations = sum(bool(prompt.turns) for prompt in prompts)
     if conversations and tokenizer.chat_template is None:
         progress.warn(
@@ -228,7 +220,7 @@ def _measure(
             "among the prompts will be plain text, turn by turn. If the target is served with a "
             "template, save it in its folder as chat_template.jinja first."
         )
-    room = None if limit is None else limit - options.num_heads - 2
+    room = None if limit is None else limit - options.heads.num_heads - 2
     good, bad = partition(measure(prompts, tokenizer, room))
     settle_bad_lines(options.prompts, bad, options.on_bad_line, progress)
     if len(good) < 2:
@@ -239,9 +231,9 @@ def _measure(
     return good
 
 
-def _check_disk(options: AdaptOptions, training: TrainOptions, files: int, states: int) -> None:
+def _check_disk(options: AdaptOptions, files: int, states: int) -> None:
     """Refuse a disk that can't hold the longest texts and their hidden states."""
-    cache, work = training.cache.cache, options.work_folder
+    cache, work = options.cache.cache, options.work_folder
     places = {work: files + states} if cache is None else {work: files, cache: states}
     for place, needed in places.items():
         there = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
@@ -251,32 +243,30 @@ def _check_disk(options: AdaptOptions, training: TrainOptions, files: int, state
                 f"the disk of {place} has {free / 1e9:.1f} GB free, but up to "
                 f"{needed / 1e9:.1f} GB may be needed, including {states / 1e9:.1f} GB for the "
                 "target's hidden states. Free space, use a --work folder on another disk, lower "
-                "--samples or --max-tokens, or cache fewer states (slower): "
-                "--train-args='--cache-gb GB'."
+                "--samples or --max-tokens, or keep fewer states (slower): --cache-gb GB."
             )
 
 
 def disk_bytes(
-    amounts: Amounts, training: TrainOptions, target: dict[str, Any], sizes: TargetSizes
+    amounts: Amounts, options: AdaptOptions, target: dict[str, Any], sizes: TargetSizes
 ) -> tuple[int, int]:
     """Bytes of all files except hidden states, and bytes of hidden states."""
     hidden = target.get("hidden_size") or 0
-    drafter = training.heads.kind == "eagle3"
-    heads = _head_values(training, target) * 4 * 6  # state, copies, result
-    merged = 2 * sizes.weights * (training.method == "medusa-2")
+    drafter = options.heads.kind == "eagle3"
+    heads = _head_values(options, target) * 4 * 6  # state, copies, result
+    merged = 2 * sizes.weights * (options.method == "medusa-2")
     texts = 2 * (amounts.prompt_tokens + amounts.written) * _RECORD_BYTES
     rows = amounts.written + (amounts.prompt_tokens if drafter else 0)
-    kept = training.cache.cache_dtype
-    kept = training.machine.dtype if kept == "auto" else kept
+    kept = options.cache.cache_dtype
+    kept = options.dtype if kept == "auto" else kept
     width = 4 if kept in ("auto", "float32") else 2
     states = rows * hidden * (4 if drafter else 1) * width
-    return texts + heads + merged, min(states, int(training.cache.cache_gb * 1e9))
+    return texts + heads + merged, min(states, int(options.cache.cache_gb * 1e9))
 
 
 def expected_seconds(
     amounts: Amounts,
     options: AdaptOptions,
-    training: TrainOptions,
     target: dict[str, Any],
     sizes: TargetSizes,
     engine: EnginePlan,
@@ -285,12 +275,12 @@ def expected_seconds(
     flops, bandwidth = _speeds()
     token = 2 * sizes.values / flops  # seconds per token of the target, in large batches
     step = max(sizes.weights / bandwidth, engine.batch * token)
-    row = 6 * _head_values(training, target, largest=16_384) / flops
+    row = 6 * _head_values(options, target, largest=16_384) / flops
     read = (amounts.prompt_tokens + amounts.written) * token
-    epochs = options.epochs
-    if training.method == "medusa-2":  # forward passes of both targets, backward of one
-        read *= 1 + _JOINT_PASSES * training.joint.joint_epochs
-        epochs += training.joint.joint_epochs
+    epochs = options.training.epochs
+    if options.method == "medusa-2":  # both targets forwards, one of them backwards
+        read *= 1 + _JOINT_PASSES * options.joint.joint_epochs
+        epochs += options.joint.joint_epochs
     return {
         "distill": start_seconds(engine.arguments)
         + amounts.prompt_tokens * token
@@ -300,31 +290,26 @@ def expected_seconds(
     }
 
 
-def _head_values(training: TrainOptions, target: dict[str, Any], largest: int = 1 << 31) -> int:
+def _head_values(options: AdaptOptions, target: dict[str, Any], largest: int = 1 << 31) -> int:
     """Approximate number of trained weights per position; max vocabulary ``largest``."""
     hidden, vocab = target.get("hidden_size") or 0, min(target.get("vocab_size") or 0, largest)
-    if training.heads.kind == "eagle3":
+    heads = options.heads
+    if heads.kind == "eagle3":
         return 16 * hidden * hidden + vocab * hidden
-    return training.heads.num_heads * (training.heads.num_layers * hidden + vocab) * hidden
+    return heads.num_heads * (heads.num_layers * hidden + vocab) * hidden
 
 
 def _speeds() -> tuple[float, float]:
     """Achievable operations and bytes per second of this machine."""
     import torch
+    from torch.utils.benchmark import Timer
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    a = torch.ones(1024, 1024, device=device)
+    values = {"a": torch.ones(1024, 1024, device=device), "b": torch.ones(1 << 24, device=device)}
 
-    def seconds(work: Any) -> float:
-        found = []
-        for _ in range(3):
-            start = time.perf_counter()
-            work().sum().item()  # waits for a GPU
-            found.append(time.perf_counter() - start)
-        return min(found)
+    def seconds(work: str) -> float:
+        timer = Timer(work, globals=values, num_threads=torch.get_num_threads())
+        return float(timer.timeit(3).mean)
 
-    weights = torch.ones(1 << 24, device=device)
-    return (
-        _SHARE * 2 * 1024**3 / seconds(lambda: a @ a),
-        _SHARE * weights.nbytes / seconds(lambda: weights),
-    )
+    product, read = seconds("a @ a"), seconds("b.sum()")
+    return _SHARE * 2 * 1024**3 / product, _SHARE * values["b"].nbytes / read

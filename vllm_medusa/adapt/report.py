@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_medusa.adapt.options import AdaptOptions
@@ -33,7 +32,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
     tree, expected = None, dict[str, float]()
     if "tree" in stages:  # best node first, so a prefix is the tree of its size
         chosen = read_json(stages["tree"].folder / TREE)
-        tree = chosen["tree"][: options.num_draft_tokens or measured["fastest"]]
+        tree = chosen["tree"][: measured["fastest"]]
         source = chosen["source"]
         taus = source["tokens_per_step_heldout"] or source["tokens_per_step"]
         sizes = [row["num_draft_tokens"] for row in measured["rows"]]
@@ -41,7 +40,7 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
     return {
         "key": plan.key,
         "target": {"name": options.target, **plan.target},
-        "drafter": options.drafter,
+        "drafter": options.heads.kind,
         "method": options.method,
         "prompts": {
             "file": options.prompts.name,
@@ -52,12 +51,11 @@ def collect(plan: Plan, stages: Mapping[str, Finished], command: Sequence[str]) 
             "disjoint": counts["disjoint"],
             **parts,
         },
-        "seed": options.seed,
+        "seed": options.training.seed,
         "training": medusa.get("training"),
         "tree": tree,
         "expected": expected,
-        "num_draft_tokens": len(tree) if tree else measured["fastest"],
-        "num_draft_tokens_asked": options.num_draft_tokens,
+        "num_draft_tokens": measured["fastest"],
         "measured": measured,
         "stages": [
             {"stage": name, "command": stage.command, "seconds": round(stage.seconds, 1)}
@@ -88,20 +86,20 @@ def publish(plan: Plan, document: dict[str, Any], stages: Mapping[str, Finished]
         update_config(part, **news, provenance=document["provenance"])
         if (trained / "heads" / "target").is_dir():
             shutil.copytree(trained / "heads" / "target", part / "target")
-        draw_budgets(document, part / "budgets.png")
         (part / _PAGE).write_text(markdown(plan.options, document), encoding="utf-8")
         write_json(part / REPORT, document)
 
 
 def conclusion(document: dict[str, Any]) -> str:
     """Summarize the measurements in a few sentences."""
-    nodes, requested = document["num_draft_tokens"], document["num_draft_tokens_asked"]
+    nodes = document["num_draft_tokens"]
     if document["tree"] is None:
         tree = f'The drafter builds its trees itself; "budget": {nodes} limits them to that size.'
     else:
-        more = "" if requested in (None, nodes) else f" (maximum; {requested} were requested)"
-        tree = f'The heads\' own tree has {plural(nodes, "draft node")}{more}; "tree": "heads" '
-        tree += "serves it. Without this option, trees are dynamic."
+        tree = (
+            f'The heads\' own tree has {plural(nodes, "draft node")}; "tree": "heads" serves it. '
+            "Without that, trees are dynamic."
+        )
     said = [comparison.conclusion(document["measured"]), tree]
     best = max(row["tau"] or 1 for row in document["measured"]["rows"])
     if best < _WEAK_TAU:
@@ -152,7 +150,7 @@ vllm-medusa serve {f"{output}/target" if joint else options.target} --speculativ
 tau: tokens per verification step. Ratio: throughput relative to plain vLLM, median of the rounds; \
 both engines alternated on the same machine. {" ".join(notes)}
 
-![ratio and tau by budget](budgets.png){" ![the largest tree measured](tree.png)" * bool(expected)}
+{"![largest measured tree](tree.png)" * bool(expected)}
 
 ## Accuracy of the heads
 
@@ -177,27 +175,3 @@ Share of {document["training"]["heldout"]["labels"]} generated tokens of the cal
 
 Command: `{" ".join(provenance["command"])}`
 """
-
-
-def draw_budgets(document: dict[str, Any], path: Path) -> None:
-    """Throughput ratio (bars: worst to best round) and tau by tree size."""
-    from matplotlib.figure import Figure  # without pyplot: no global state, no display
-
-    rows = document["measured"]["rows"]
-    sizes = [row["num_draft_tokens"] for row in rows]
-    ratios = [row["ratio"] for row in rows]
-    errors = [
-        [row["ratio"] - min(row["ratios"]) for row in rows],
-        [max(row["ratios"]) - row["ratio"] for row in rows],
-    ]
-    figure = Figure(figsize=(5.5, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.grid(alpha=0.3)
-    axes.errorbar(sizes, ratios, yerr=errors, fmt="s-", capsize=3, label="throughput / plain's")
-    axes.plot(sizes, [row["tau"] or 1 for row in rows], "o-", label="tau, measured")
-    axes.axhline(1, color="0.5", linewidth=1)
-    if automatic := document["measured"].get("automatic"):
-        axes.axhline(automatic["ratio"], color="C3", linestyle="--", label="throughput, automatic")
-    axes.set(xlabel="draft nodes", title=f"relative to plain vLLM, {document['measured']['dtype']}")
-    axes.legend()
-    figure.savefig(path, format="png", dpi=110)

@@ -1,16 +1,16 @@
 """Resumable stages, run one after another.
 
-Each stage has its own folder, named by a digest of its options and of its inputs' contents: other
-options use another folder, and nothing is deleted. A stage is finished when ``done.json``, written
-last, exists and matches its outputs. An unfinished folder is passed to the same job again, which
-resumes there.
+Each stage has its own folder, named by a digest of its options and of the stage before: other
+options use other folders from there on, and nothing is deleted. A stage is finished when
+``done.json``, written last, exists and matches its outputs. An unfinished folder is passed to the
+same job again, which resumes in it.
 """
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,11 @@ from vllm_medusa.offline.engine import without_memory
 from vllm_medusa.options import Options, command_line, values_of
 
 DONE, LOG = "done.json", "log.txt"
-# Options with locations are ignored: ``inputs`` has digests of the contents.
-PLACES = {"model", "target", "heads", "prompts", "data", "heldout", "output", "draw", "tree"}
+# Paths are ignored: their contents follow from earlier stages.
+PLACES = {
+    *("model", "target", "heads", "prompts", "data", "heldout", "output", "draw"),
+    "speculative_config",
+}
 MACHINE = {"batch"}  # depends on the available memory, as the engine's `MEMORY_OPTIONS` do
 
 
@@ -43,11 +46,12 @@ class Finished:
 class WorkFolder(Run):
     """The folder of all stages, locked; use it as a context manager."""
 
-    def __init__(self, folder: Path, count: int, progress: Progress):
-        """Open or create the folder; ``count`` stages will be run."""
+    def __init__(self, folder: Path, count: int, progress: Progress, inputs: Sequence[str] = ()):
+        """Open or create the folder of ``count`` stages, with the digests of their ``inputs``."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(folder, {}, of=folder)
         self.count, self.progress = count, progress
+        self.before = digest_json(list(inputs))  # what the next stage depends on
         self.finished: dict[str, Finished] = {}  # by stage name
 
     def run(
@@ -55,19 +59,18 @@ class WorkFolder(Run):
         name: str,
         job: Callable[..., Any],  # a function of a module; it runs in a subprocess
         options: Callable[[Path], Options | dict[str, Any]],  # of the job, given the stage's folder
-        inputs: Mapping[str, str],  # further dependencies, as digests by name
-        outputs: Sequence[str] = (),  # files that it must write in its folder
-        command: str = "",  # the equivalent `vllm-medusa` command, or a description
+        outputs: Sequence[str] = (),  # files that later stages need from its folder
+        command: str = "",  # a description, if not a `vllm-medusa` command
         prepare: Callable[[Path], None] = lambda here: None,  # before every attempt
     ) -> Path:
         """Run a stage unless it is finished; returns its folder.
 
         Raises StageFailed: the job failed; its files are kept for the next attempt.
         """
-        here = self.folder / f"{name}-{_key(options(Path()), inputs)}"
+        here = self.folder / f"{name}-{_key(options(Path()), self.before)}"
         arguments, words = options(here), list[str]()
         if isinstance(arguments, Options):
-            words = ["vllm-medusa", command, *command_line(arguments)]
+            words = ["vllm-medusa", name, *command_line(arguments)]
             command = shlex.join(words)
         head = f"{len(self.finished) + 1}/{self.count} {name}"
         if (seconds := _done(here, outputs)) is not None:
@@ -92,16 +95,18 @@ class WorkFolder(Run):
             noted = {each: digest(here / each) for each in outputs}
             write_json(here / DONE, {"command": words, "outputs": noted, "seconds": seconds})
         self.finished[name] = Finished(here, command, seconds)
+        if outputs:
+            self.before = here.name
         return here
 
 
-def _key(options: Options | dict[str, Any], inputs: Mapping[str, str]) -> str:
+def _key(options: Options | dict[str, Any], before: str) -> str:
     """The digest in a folder's name, independent of paths."""
     values = options if isinstance(options, dict) else values_of(options)
     settings = {name: value for name, value in values.items() if name not in PLACES | MACHINE}
     if engine := settings.get("engine_args"):
         settings["engine_args"] = without_memory(engine)
-    return digest_json([settings, inputs])[:12]
+    return digest_json([settings, before])[:12]
 
 
 def _done(here: Path, outputs: Sequence[str]) -> float | None:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-
-from vllm_medusa.adapt.options import AdaptOptions, training_of
+from vllm_medusa.adapt.options import AdaptOptions
 from vllm_medusa.cli.console import ConsoleProgress, invocation
-from vllm_medusa.cli.flags import Parser, add_flags, from_flags
-from vllm_medusa.options import command_line
-from vllm_medusa.training.options import TrainOptions
 
 TEXT = """\
 Make heads for a target, from prompts that resemble its workload: the target generates texts for
@@ -27,7 +22,7 @@ def run(options: AdaptOptions, progress: ConsoleProgress) -> int:
     """Train the heads and print their measurements; returns 0, or 1 if tokens differ in float32."""
     from vllm_medusa.adapt.pipeline import adapt
 
-    done = adapt(options, _training(options), progress, invocation())
+    done = adapt(options, progress, invocation())
     if not done.made:
         progress.note(f"nothing to do; the heads are in {done.output}")
         return 0
@@ -40,11 +35,3 @@ def run(options: AdaptOptions, progress: ConsoleProgress) -> int:
     progress.note(conclusion(done.document))
     progress.note(f"heads and report in {done.output}; {options.work_folder} is no longer needed")
     return 0 if Comparison(measured).passed else 1
-
-
-def _training(options: AdaptOptions) -> TrainOptions:
-    """Train's options with those of --train-args, parsed as `vllm-medusa train` does."""
-    parser = Parser(prog="vllm-medusa train", allow_abbrev=False)
-    add_flags(parser, TrainOptions)
-    words = [*command_line(training_of(options)), *shlex.split(options.train_args)]
-    return from_flags(TrainOptions, parser.parse_args(words))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from vllm_medusa.calibration.options import CalibrateOptions
-from vllm_medusa.cli.console import ConsoleProgress, hide_loading_bars, invocation, stdout_console
+from vllm_medusa.cli.console import (
+    ConsoleProgress,
+    figures,
+    hide_loading_bars,
+    invocation,
+    stdout_console,
+)
 from vllm_medusa.offline.prompts import require_file
 
 if TYPE_CHECKING:
@@ -50,10 +54,9 @@ def _print(found: Calibrated) -> None:
         soft_wrap=True,
     )
     shown = min(_SHOWN_RANKS, observations.num_ranks)
-    table = Table(box=None, header_style="bold")
     choices = [f"choice {rank}" for rank in range(shown)]
-    for name in ("head", *choices, f"best {observations.num_ranks}", "reached", "ECE", "fitted T"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("head", *choices, f"best {observations.num_ranks}", "reached", "ECE", "fitted T")
+    table = figures(*names, box=None, header_style="bold")
     for head, (row, fit) in enumerate(zip(accuracy.overall, found.fits, strict=True)):
         table.add_row(
             str(head),

@@ -6,14 +6,14 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
+from vllm_medusa.cli.console import ConsoleProgress, figures, invocation, stdout_console
 from vllm_medusa.offline.options import CompareOptions
 
 TEXT = """\
-Run the same prompts through plain vLLM and through vLLM with the heads, alternating, once for each
-size of the heads' tree and once with dynamic trees ("automatic"), and report whether tokens agree,
-the tokens per verification step (tau) and the throughput ratio. The exit status is 1 if a token
-differs in float32.
+Compare vLLM with heads to plain vLLM: both run the same prompts, in turn, once for each size of the
+heads' tree and once with dynamic trees ("automatic"). Reported are whether all tokens agree, the
+tokens per verification step (tau) and the throughput ratio. The exit status is 1 if a token differs
+in float32.
 ---
 If the prompts are records of `distill`, the tokens before the first generated span are used. Each
 distinct prompt is used once, and every request has its own seed.
@@ -40,9 +40,8 @@ def table(document: dict[str, Any]) -> Table:
     """Return the table for a terminal."""
     from vllm_medusa.offline import comparison
 
-    result = Table(title=f"compared with plain vLLM, {document['dtype']}", title_justify="left")
-    for column in comparison.COLUMNS:
-        result.add_column(column, justify="right")
+    title = f"compared with plain vLLM, {document['dtype']}"
+    result = figures(*comparison.COLUMNS, title=title, title_justify="left")
     for row in comparison.all_rows(document):
         best = row["num_draft_tokens"] == document["fastest"]
         result.add_row(*comparison.cells(row), style="bold" if best else "")

@@ -5,32 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+from rich.table import Table
 
 from vllm_medusa.job import JobFailed, Progress, duration
 
 _PLAIN_SECONDS = 10.0  # between progress lines without a terminal
 _DRAWN_SECONDS = 0.1  # between redraws of the bars on a terminal
-
-
-class Pace:
-    """Estimate the time left for a part of a job."""
-
-    def __init__(self) -> None:
-        self._began = self._first = 0.0
-        self._total: float | None = -1.0
-
-    def left(self, now: float, done: float, total: float | None) -> float | None:
-        """Return seconds, None if unknown. Another ``total`` starts a new estimate."""
-        if total != self._total:
-            self._began, self._first, self._total = now, done, total
-        if total is None or done <= self._first:
-            return None
-        return (now - self._began) / (done - self._first) * max(0.0, total - done)
 
 
 class ConsoleProgress(Progress):
@@ -40,7 +26,6 @@ class ConsoleProgress(Progress):
         self.console = console
         self._said = time.perf_counter()
         self._tasks: dict[str, TaskID] = {}
-        self._paces: dict[str, Pace] = {}
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -49,6 +34,8 @@ class ConsoleProgress(Progress):
             console=console,
             disable=not console.is_terminal,
             auto_refresh=False,  # no extra thread during measurements
+            get_time=lambda: time.perf_counter(),
+            speed_estimate_period=1e9,  # seconds: the remaining time uses the whole history
         )
 
     def __enter__(self) -> ConsoleProgress:
@@ -67,26 +54,21 @@ class ConsoleProgress(Progress):
 
     def at(self, what: str, done: float, total: float | None, text: str = "") -> None:
         """Move the bar of ``what``."""
-        now = time.perf_counter()
-        if not self.console.is_terminal:
-            left = self._paces.setdefault(what, Pace()).left(now, done, total)
-            if now - self._said > _PLAIN_SECONDS:
-                self._said = now
-                of = "" if total is None else f"/{total:.0f}"
-                rest = "" if left is None else f"{duration(left)} left"
-                self.note(
-                    f"{what}: {done:.0f}{of} {', '.join(filter(None, [text, rest]))}".rstrip()
-                )
-            return
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total)
             self._bars.start()
-        self._bars.update(
-            self._tasks[what], completed=done, total=total, description=f"{what} {text}".strip()
-        )
-        if now - self._said > _DRAWN_SECONDS:
+        number, shown = self._tasks[what], f"{what} {text}".strip()
+        self._bars.update(number, completed=done, total=total, description=shown)
+        now, drawn = time.perf_counter(), self.console.is_terminal
+        if now - self._said > (_DRAWN_SECONDS if drawn else _PLAIN_SECONDS):
             self._said = now
             self._bars.refresh()
+            if not drawn:
+                left = next(task.time_remaining for task in self._bars.tasks if task.id == number)
+                of = "" if total is None else f"/{total:.0f}"
+                rest = "" if left is None else f"{duration(left)} left"
+                words = f"{what}: {done:.0f}{of} {', '.join(filter(None, [text, rest]))}"
+                self.note(words.rstrip())
         if total is not None and done >= total:
             self._bars.refresh()
             self._bars.stop()
@@ -123,6 +105,14 @@ def hide_loading_bars() -> None:
 def invocation() -> list[str]:
     """Return the command line, for the provenance of its results."""
     return ["vllm-medusa", *sys.argv[1:]]
+
+
+def figures(*columns: str, **options: Any) -> Table:
+    """Return a table of numbers."""
+    table = Table(**options)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def stdout_console() -> Console:

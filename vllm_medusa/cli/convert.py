@@ -6,9 +6,9 @@ from vllm_medusa.cli.console import ConsoleProgress, invocation
 from vllm_medusa.convert.options import ConvertOptions
 
 TEXT = """\
-Write heads in another format. The source format, or a full Medusa-2 model, is detected from its
-tensors. Tensors are copied unchanged, each in its own dtype; tensors that a format does not support
-are refused, and missing ones are added and reported.
+Write heads, or an EAGLE-3 drafter, in another format. The source format, or a full Medusa-2 model,
+is detected from its tensors. Tensors are copied unchanged, each in its own dtype; tensors that a
+format does not support are refused, and missing ones are added and reported.
 ---
 formats:
   native        this package's format: vLLM's layout with additional fields

@@ -26,21 +26,16 @@ def find_models(options: Options, progress: Progress) -> None:
 
 
 def _find(name: str, progress: Progress) -> None:
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     from vllm_medusa.config import use_hub_cache
 
-    try:
-        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        raise ValueError(f"{name}: no such folder or file, and not a hub name.") from None
-    if constants.HF_HUB_OFFLINE and cached:
-        return
     progress.note(f"{name}: no such local folder; looking it up on the Hugging Face hub")
     try:
+        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
         HfApi().model_info(name, timeout=_SECONDS)
-    except RepositoryNotFoundError:
+    except (HFValidationError, RepositoryNotFoundError):
         raise ValueError(
             f"{name}: no such folder, and the hub has no such model, or only for users "
             "with access: correct the name, or log in with `hf auth login`."

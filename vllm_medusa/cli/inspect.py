@@ -5,15 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_medusa.cli.console import ConsoleProgress
 from vllm_medusa.options import Options, Source, option
-
-if TYPE_CHECKING:
-    from vllm_medusa.heads.eagle import EagleInspection
-    from vllm_medusa.heads.inspection import Inspection
 
 TEXT = """\
 Describe a checkpoint of Medusa heads: its contents, its provenance, whether a value is damaged,
@@ -40,69 +35,37 @@ class InspectOptions(Options):
 def run(options: InspectOptions, progress: ConsoleProgress) -> int:
     """Inspect, and print the results; returns the exit status."""
     from vllm_medusa.heads import HeadsError
-    from vllm_medusa.heads.inspection import inspect_heads
+    from vllm_medusa.heads.eagle import EagleInspection, inspect_eagle
+    from vllm_medusa.heads.inspection import Inspection, inspect_heads
 
-    if other := _something_else(Path(options.path).expanduser()):
-        print(json.dumps({"source": options.path, "error": other}) if options.json else other)
-        return 2
+    found: Inspection | EagleInspection
+    places = options.path, options.target
     try:
         found = inspect_heads(
-            options.path,
-            options.target,
+            *places,
             revision=options.revision,
             progress=lambda done, total: progress.at("reading", done / 1e6, total / 1e6, "MB"),
         )
+        what = f"{'Hydra' if found.info.is_hydra else 'Medusa'} heads"
     except (HeadsError, OSError) as error:
-        if (status := _eagle(options)) is not None:
-            return status
-        target = _target(options)
-        if options.json:
-            print(json.dumps({"source": options.path, "error": str(error), "target": target}))
-        elif target is None:
-            raise
-        else:
-            print(f"{options.path}: a target model, not heads")
-            print("\n".join(f"  {key:14} {value}" for key, value in target.items()))
-        return 2
-    return _print(f"{'Hydra' if found.info.is_hydra else 'Medusa'} heads", found, options)
-
-
-def _something_else(path: Path) -> str | None:
-    """Describe a file or folder that only resembles a checkpoint, with a remedy; else None."""
-    gguf = next(path.glob("*.gguf"), None) if path.is_dir() else path
-    files = list(path.iterdir()) if path.is_dir() else []
-    if gguf is not None and gguf.is_file() and not any(f.suffix == ".safetensors" for f in files):
-        with gguf.open("rb") as file:
-            if file.read(4) == b"GGUF":
-                return (
-                    f"{gguf}: a GGUF file, a whole model in llama.cpp's format, neither heads nor "
-                    "a supported target. Use the model that it was made from, or "
-                    "save it as a folder: AutoModelForCausalLM.from_pretrained(FOLDER, "
-                    "gguf_file=NAME).save_pretrained(TARGET), and its tokenizer likewise."
-                )
-    weights = path / "model.safetensors" if path.is_dir() else path
-    if weights.suffix == ".safetensors" and weights.is_file():
-        from safetensors import SafetensorError, safe_open
-
-        with contextlib.suppress(SafetensorError), safe_open(weights, "np") as file:
-            if "packed" in (file.metadata() or {}):
-                return (
-                    f"{path}: a drafter packed as int8 for the demo; engines can't load it. `make "
-                    "demo` unpacks it: use the folder of the same name in .demo/drafters."
-                )
-    return None
-
-
-def _eagle(options: InspectOptions) -> int | None:
-    """Describe an EAGLE drafter; returns the exit status, or None if the path has none."""
-    from vllm_medusa.heads import HeadsError
-    from vllm_medusa.heads.eagle import inspect_eagle
-
-    try:
-        found = inspect_eagle(options.path, options.target, revision=options.revision)
-    except (HeadsError, OSError):
-        return None
-    return _print("an EAGLE drafter", found, options)
+        try:
+            found, what = inspect_eagle(*places, revision=options.revision), "an EAGLE drafter"
+        except (HeadsError, OSError):
+            target = _target(options)
+            if options.json:
+                print(json.dumps({"source": options.path, "error": str(error), "target": target}))
+            elif target is None:
+                raise error from None
+            else:
+                print(f"{options.path}: a target model, not heads")
+                print("\n".join(f"  {key:14} {value}" for key, value in target.items()))
+            return 2
+    document = found.to_dict()
+    if options.json:
+        print(json.dumps(document, indent=2))
+    else:
+        print("\n".join([f"{options.path}: {what}", *_lines(document, options.target)]))
+    return 0 if found.fits else 1
 
 
 def _target(options: InspectOptions) -> dict[str, Any] | None:
@@ -115,17 +78,6 @@ def _target(options: InspectOptions) -> dict[str, Any] | None:
     with contextlib.suppress(HeadsError):
         return target_fingerprint(options.path)
     return None
-
-
-def _print(what: str, found: Inspection | EagleInspection, options: InspectOptions) -> int:
-    """Print all information; returns the exit status."""
-    document = found.to_dict()
-    print(
-        json.dumps(document, indent=2)
-        if options.json
-        else "\n".join([f"{options.path}: {what}", *_lines(document, options.target)])
-    )
-    return 0 if found.fits else 1
 
 
 def _lines(document: dict[str, Any], target: str | None) -> Iterator[str]:

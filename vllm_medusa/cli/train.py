@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_medusa.cli.console import ConsoleProgress, hide_loading_bars, invocation
+from vllm_medusa.cli.console import ConsoleProgress, figures, hide_loading_bars, invocation
 from vllm_medusa.training.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ def _show(trained: Trained, progress: ConsoleProgress) -> None:
 
 
 def _accuracies(heldout: dict[str, Any]) -> Table:
-    table = Table(title=f"held out, {heldout['labels']} labels")
-    for name in ("head", "loss", *(f"top {rank}" for rank in _RANKS)):
-        table.add_column(name, justify="right")
+    names = ("head", "loss", *(f"top {rank}" for rank in _RANKS))
+    table = figures(*names, title=f"held out, {heldout['labels']} labels")
     for head, (loss, top) in enumerate(zip(heldout["loss"], heldout["top"], strict=True)):
         shares = (f"{top[rank - 1]:.1%}" for rank in _RANKS)
         table.add_row(str(head), _number(loss, ".3f"), *shares)
@@ -65,9 +64,8 @@ def _accuracies(heldout: dict[str, Any]) -> Table:
 
 
 def _quality(quality: dict[str, Any], bounds: dict[str, Any]) -> Table:
-    table = Table(title=f"the new target, merged, on {quality['num_tokens']} held-out tokens")
-    for name in ("", "value", "allowed"):
-        table.add_column(name, justify="left" if not name else "right")
+    title = f"the new target, merged, on {quality['num_tokens']} held-out tokens"
+    table = figures("", "value", "allowed", title=title)
     for words, name, form, bound in (
         ("KL(original || new), nats per token", "kl", ".4g", "max_kl"),
         ("KL(new || original)", "reverse_kl", ".4g", ""),

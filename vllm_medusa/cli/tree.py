@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 
-from rich.table import Table
-
 from vllm_medusa.calibration.options import TreeOptions
-from vllm_medusa.cli.console import ConsoleProgress, invocation, stdout_console
+from vllm_medusa.cli.console import ConsoleProgress, figures, invocation, stdout_console
 
 _SKETCHED = 24  # nodes of a tree drawn as text
 
 TEXT = """\
-Build the tree that gives calibrated heads the most tokens per verification step for a number of
-draft nodes, and write it into their config.json, best nodes first. "tree": "heads" serves it, and
-with a smaller num_speculative_tokens its best part; without that, trees are dynamic.
+Build the best tree for calibrated heads: of a number of draft nodes, the one with the most tokens
+per verification step. It is written into their config.json, best nodes first. "tree": "heads"
+serves it, and with a smaller num_speculative_tokens its best part; without that, trees are dynamic.
 ---
 The calibration texts are walked as in decoding, which accounts for the lower accuracy of a head
 after its predecessor's second choice. The output is the expected number of tokens per step (tau);
@@ -34,9 +32,7 @@ def run(options: TreeOptions, progress: ConsoleProgress) -> int:
         "tree was built from, and on prompts held out.",
         soft_wrap=True,
     )
-    table = Table(box=None, header_style="bold")
-    for name in ("nodes", "tau", "held out"):
-        table.add_column(name, justify="right")
+    table = figures("nodes", "tau", "held out", box=None, header_style="bold")
     for nodes in [n for n in (1, 2, 4, 8, 12, 16, 24, 32, 48, 63, 127) if n < size] + [size]:
         heldout = f"{chosen.heldout[nodes - 1]:.3f}" if chosen.heldout else "-"
         table.add_row(str(nodes), f"{chosen.walked[nodes - 1]:.3f}", heldout)

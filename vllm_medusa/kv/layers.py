@@ -47,19 +47,13 @@ class LayerCaches:
 
     @classmethod
     def of(cls, caches: Sequence[Tensor], slot_dims: int | tuple[int, int] = 0) -> LayerCaches:
-        """Describe ``caches``, one or more; ``slot_dims`` is as in `copy_slots`.
+        """Describe ``caches`` of the same shape; ``slot_dims`` is as in `copy_slots`.
 
         Raises:
-            ValueError: The caches differ, or a slot is scattered at more than two strides.
+            ValueError: A slot is scattered at more than two strides.
 
         """
         first = caches[0]
-        for cache in caches[1:]:
-            if _form(cache) != _form(first):
-                raise ValueError(
-                    f"one cache is {_form(cache)}, another {_form(first)}. Describe layers of one "
-                    "kind at a time"
-                )
         dims = (slot_dims,) if isinstance(slot_dims, int) else slot_dims
         counted = [dim % first.ndim for dim in dims]
         block, *offset = ((first.shape[dim], first.stride(dim)) for dim in counted)
@@ -117,10 +111,6 @@ def compact_layers_torch(
     src, dst = accepted_moves(slots, path_nodes, num_accepted)
     for cache in layers.caches:
         copy_slots(cache, src, dst, layers.slot_dims)
-
-
-def _form(cache: Tensor) -> tuple[object, ...]:
-    return tuple(cache.shape), cache.stride(), cache.dtype, str(cache.device)
 
 
 def _runs(dims: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:

@@ -1,50 +1,86 @@
-"""Caches with scattered tokens, one offset per element (vLLM's CPU caches)."""
+"""Compaction of caches with scattered tokens, one offset per element (vLLM's on CPUs)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+import functools
+from collections.abc import Callable, Iterable
+from ctypes import POINTER, Structure, byref, c_int64, c_void_p
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vllm_medusa.kv.compaction import accepted_moves, copy_slots
+from vllm_medusa.kernels import CPU_DTYPES, cpu_library
 
 
 class Packing(Protocol):
-    """Token layout of a cache; equal layouts share their offsets."""
+    """Token layout of a cache; equal layouts are moved together."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Block size, elements from one block to the next, KV heads, head size."""
 
     def __hash__(self) -> int: ...
 
-    def flat(self, kv_cache: Tensor) -> Tensor:
-        """View all elements of the cache as one dimension."""
+    @property
+    def token_offsets(self) -> Tensor:
+        """int64 [2, block_size]: the token's share of an element's offset; keys, then values."""
 
-    def element_offsets(self, slots: Tensor) -> Tensor:
-        """Offsets of all elements of the tokens in ``slots`` [...]: int64 [..., any]."""
+    @property
+    def channel_offsets(self) -> Tensor:
+        """int64 [num_kv_heads, 2, head_size]: the share of head, half and channel."""
 
 
-def compact_packed(
-    caches: Iterable[tuple[Tensor, Packing]],
-    slots: Tensor,
-    path_nodes: Tensor,
-    num_accepted: Tensor,
-) -> None:
-    """Move every accepted node's KV to the slot of its depth; `layers.compact_layers`.
+class _Caches(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("caches", "token_offsets", "channel_offsets")),
+        *((name, c_int64) for name in ("layers", "element_size", "block_size", "block_stride")),
+        *((name, c_int64) for name in ("kv_heads", "head_size")),
+    ]
 
-    A cache that is passed twice is moved once. Nothing is read if no token has to move, which is
-    checked on the host.
-    """
-    src, dst = accepted_moves(slots, path_nodes, num_accepted)  # [B, D] each
-    moved = src != dst
-    if not bool(moved.any()):
-        return
-    moves = torch.stack((src[moved], dst[moved])).to(torch.int64)
-    offsets: dict[Packing, Tensor] = {}  # [2, elements]
-    done: set[int] = set()  # layers that share one cache
-    for cache, packing in caches:
-        if cache.data_ptr() in done:
-            continue
-        done.add(cache.data_ptr())
-        if packing not in offsets:
-            offsets[packing] = packing.element_offsets(moves).flatten(1)
-        copy_slots(packing.flat(cache), *offsets[packing])
+
+class _Moves(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("slots", "path", "num_accepted")),
+        *((name, c_int64) for name in ("batch", "width", "columns")),
+    ]
+
+
+class PackedCaches:
+    """The caches of a KV group's layers; one that several layers share is moved once."""
+
+    def __init__(self, caches: Iterable[tuple[Tensor, Packing]]) -> None:
+        groups: dict[tuple[Packing, int], dict[int, Tensor]] = {}
+        for cache, packing in caches:
+            assert cache.dtype in CPU_DTYPES, cache.dtype
+            groups.setdefault((packing, cache.element_size()), {})[cache.data_ptr()] = cache
+        self._groups, self._kept = [], list[Tensor]()  # what the pointers point to
+        for (packing, size), own in groups.items():
+            pointers = torch.tensor(list(own))
+            tokens = packing.token_offsets.contiguous()
+            channels = packing.channel_offsets.contiguous()
+            self._kept += [*own.values(), pointers, tokens, channels]
+            self._groups.append(
+                _Caches(
+                    pointers.data_ptr(), tokens.data_ptr(), channels.data_ptr(), len(own), size,
+                    *packing.shape,
+                )
+            )  # fmt: skip
+
+    def compact(self, slots: Tensor, path_nodes: Tensor, num_accepted: Tensor) -> None:
+        """Move every accepted node's KV to the slot of its depth; see `layers.compact_layers`."""
+        slots, path_nodes = slots.to(torch.int64).contiguous(), path_nodes.contiguous()
+        num_accepted = num_accepted.contiguous()
+        moves = _Moves(
+            slots.data_ptr(), path_nodes.data_ptr(), num_accepted.data_ptr(), *slots.shape,
+            path_nodes.shape[1],
+        )  # fmt: skip
+        for group in self._groups:
+            _kernel()(byref(group), byref(moves))
+
+
+@functools.cache
+def _kernel() -> Callable[[Any, Any], None]:
+    function = cpu_library().compact_packed
+    function.argtypes, function.restype = (POINTER(_Caches), POINTER(_Moves)), None
+    return function  # type: ignore[no-any-return]

@@ -14,50 +14,52 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """Acceptance of one request, or the sum over many.
-
-    ``histogram[a]`` counts the verification steps that accepted ``a`` draft tokens.
-    """
-
-    histogram: tuple[int, ...] = ()
+class Acceptance(Counter[int]):
+    """Acceptance of one request or, summed, of many: verification steps by accepted tokens."""
 
     @classmethod
     def of(cls, delivered: Sequence[int]) -> Acceptance:
         """From the token counts of a request's non-empty steps, prefill first."""
         if any(tokens < 1 for tokens in delivered):
             raise ValueError(f"every step must deliver a token; received {list(delivered)}")
-        return cls.from_counts(Counter(tokens - 1 for tokens in delivered[1:]))
+        return cls(tokens - 1 for tokens in delivered[1:])
 
     @classmethod
-    def total(cls, parts: Iterable[Acceptance]) -> Acceptance:
+    def summed(cls, parts: Iterable[Acceptance]) -> Acceptance:
         """Sum of several requests."""
-        counts: Counter[int] = Counter()
+        found = cls()
         for part in parts:
-            counts.update(dict(enumerate(part.histogram)))
-        return cls.from_counts(counts)
+            found.update(part)
+        return found
 
-    @classmethod
-    def from_counts(cls, counts: Counter[int]) -> Acceptance:
-        """From the number of steps per accepted length."""
-        longest = max((a for a, n in counts.items() if n), default=-1)
-        return cls(tuple(counts[a] for a in range(longest + 1)))
+    @property
+    def histogram(self) -> list[int]:
+        """Number of verification steps that accepted ``a`` draft tokens, at index ``a``."""
+        return [self[a] for a in range(max(self, default=-1) + 1)]
 
     @property
     def steps(self) -> int:
         """Number of verification steps."""
-        return sum(self.histogram)
+        return self.total()
 
     @property
     def accepted(self) -> int:
         """Accepted and delivered draft tokens."""
-        return sum(a * n for a, n in enumerate(self.histogram))
+        return sum(a * steps for a, steps in self.items())
 
     @property
     def tau(self) -> float | None:
         """Tokens per verification step; None without any."""
         return 1 + self.accepted / self.steps if self.steps else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in a line of results, plain JSON."""
+        return {
+            "steps": self.steps,
+            "accepted_draft_tokens": self.accepted,
+            "tokens_per_step": self.tau,
+            "histogram": self.histogram,
+        }

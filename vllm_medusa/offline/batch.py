@@ -72,6 +72,12 @@ class Answer:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
 
+    def to_dict(self) -> dict[str, Any]:
+        """Part of a line of the result file, plain JSON."""
+        names = ("text", "token_ids", "finish_reason", "stop_reason")
+        own = {name: getattr(self, name) for name in names}
+        return own | {"acceptance": Acceptance.of(self.delivered).to_dict()}
+
 
 @dataclass(frozen=True)
 class Result:
@@ -84,7 +90,7 @@ class Result:
     @property
     def acceptance(self) -> Acceptance:
         """Acceptance over all turns."""
-        return Acceptance.total(Acceptance.of(a.delivered) for a in self.answers)
+        return Acceptance.summed(Acceptance.of(a.delivered) for a in self.answers)
 
     @property
     def num_tokens(self) -> int:
@@ -98,14 +104,10 @@ class Result:
         them and is present only if the prompt has several.
         """
         record: dict[str, Any] = {"index": self.prompt.index, "request_id": self.prompt.request_id}
-        turns = [
-            _answer_dict(a) | {"acceptance": _acceptance_dict(Acceptance.of(a.delivered))}
-            for a in self.answers
-        ]
+        turns = [answer.to_dict() for answer in self.answers]
         if self.error is not None:
             return record | {"error": self.error} | ({"turns": turns} if turns else {})
-        record |= _answer_dict(self.answers[-1])
-        record["acceptance"] = _acceptance_dict(self.acceptance)
+        record |= turns[-1] | {"acceptance": self.acceptance.to_dict()}
         return record | ({"turns": turns} if len(turns) > 1 else {})
 
 
@@ -205,17 +207,3 @@ def run_batch(
                 yield Result(state.prompt, tuple(state.answers))
             elif refused := submit(f"{state.prompt.index}.{len(state.answers)}", state):
                 yield refused
-
-
-def _answer_dict(answer: Answer) -> dict[str, Any]:
-    names = ("text", "token_ids", "finish_reason", "stop_reason")
-    return {name: getattr(answer, name) for name in names}
-
-
-def _acceptance_dict(acceptance: Acceptance) -> dict[str, Any]:
-    return {
-        "steps": acceptance.steps,
-        "accepted_draft_tokens": acceptance.accepted,
-        "tokens_per_step": acceptance.tau,
-        "histogram": list(acceptance.histogram),
-    }

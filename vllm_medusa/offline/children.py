@@ -23,13 +23,13 @@ from vllm_medusa.job import SILENT, JobFailed, Progress
 Channel: TypeAlias = "Connection[Any, Any]"
 R = TypeVar("R")
 
-_FAILED = "failed"
+ERROR, _FAILED = "error", "failed"  # kinds of messages: an exception to raise; a text
 _INTERRUPTED = 130  # exit status of a process ended by SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHOWN_LINES = 25
 _SHOWN_BYTES = 1 << 14
 _STOP_SECONDS = 60
-_KINDS = {"ValueError": ValueError, "OSError": OSError, "JobFailed": JobFailed}
+_KINDS: tuple[type[Exception], ...] = (ValueError, OSError, JobFailed)
 
 
 class Child:
@@ -56,23 +56,25 @@ class Child:
         self.channel.send(sys.path)  # first, because later messages are imported from there
         self.channel.send(body)
 
-    def receive(self) -> Any:
+    def receive(self) -> tuple[str, Any]:
         """Return the next message of the process: a pair of a word and a value.
 
-        Raises JobFailed: it ended or failed; the message has the end of its log; KeyboardInterrupt:
-        it was interrupted, but this process was not.
+        Raises the error that it sends; JobFailed: it ended or failed; the message has the end
+        of its log; KeyboardInterrupt: it was interrupted, and this process was not.
         """
         try:
-            message = self.channel.recv()
+            kind, value = self.channel.recv()
         except (EOFError, ConnectionResetError):
             status = self.process.wait(_STOP_SECONDS)
             if status == _INTERRUPTED:
                 raise KeyboardInterrupt from None
-            message = _FAILED, f"ended with status {status}"
-        if message[0] != _FAILED:
-            return message
-        log = end_of(self._log.fileno()) or "(nothing)"
-        raise JobFailed(f"{self._name} {message[1]}; the end of its log:\n{log}")
+            kind, value = _FAILED, f"ended with status {status}"
+        if kind == ERROR:
+            raise value
+        if kind == _FAILED:
+            log = end_of(self._log.fileno()) or "(nothing)"
+            raise JobFailed(f"{self._name} {value}; the end of its log:\n{log}")
+        return kind, value
 
     def end(self, *, interrupt: bool = False) -> None:
         """Stop it by closing its channel or by SIGINT, wait, and kill it if needed."""
@@ -109,18 +111,10 @@ def run_in_process(
     """
     with log.open("a+b") as file, Child("the job", _run, file) as child:
         child.channel.send((job, options, more))
-        while True:
-            kind, values = child.receive()
-            if kind == "result":
-                result: R = values
-                return result
-            if kind in _KINDS:
-                text, status = values
-                error = _KINDS[kind](text)
-                if isinstance(error, JobFailed):
-                    error.status = status
-                raise error
-            getattr(progress, kind)(*values)
+        while (message := child.receive())[0] != "result":
+            getattr(progress, message[0])(*message[1])
+        result: R = message[1]
+        return result
 
 
 def end_of(log: int) -> str:
@@ -158,9 +152,12 @@ def _run(channel: Channel) -> None:
     try:
         message = ("result", job(options, progress=_Sent(channel), **more))
     except (ValueError, OSError, JobFailed) as error:
-        kind = next(name for name, each in _KINDS.items() if isinstance(error, each))
         sys.stderr.write(f"error: {error}\n")
-        message = (kind, (str(error), getattr(error, "status", None)))
+        kind = next(kind for kind in _KINDS if isinstance(error, kind))
+        plain = kind(str(error))  # others may not be picklable
+        if isinstance(error, JobFailed):
+            vars(plain)["status"] = error.status
+        message = (ERROR, plain)
     channel.send(message)
 
 

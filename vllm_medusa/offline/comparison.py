@@ -7,23 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from vllm_medusa.config import OWN_TREE, EagleConfig, resolve_tree
 from vllm_medusa.files import refuse_to_replace, write_json
-from vllm_medusa.heads import HeadsError, peek_heads
-from vllm_medusa.heads.eagle import drafter_method, inspect_eagle
-from vllm_medusa.heads.files import read_json
-from vllm_medusa.heads.fingerprint import config_sizes
+from vllm_medusa.heads import peek_heads
 from vllm_medusa.heads.provenance import provenance
 from vllm_medusa.job import SILENT, Progress, plural
 from vllm_medusa.offline.defaults import Length, measure, plan_engine
-from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
+from vllm_medusa.offline.engine import Sampling, medusa_config
 from vllm_medusa.offline.in_turn import run_in_turn
 from vllm_medusa.offline.machine import describe_machine, format_machine
-from vllm_medusa.offline.options import CompareOptions
+from vllm_medusa.offline.options import CompareOptions, check_speculation
 from vllm_medusa.offline.process import EngineProcess
 from vllm_medusa.offline.prompts import Prompt, load_prompts
 
@@ -54,7 +50,7 @@ def compare(
 
     Raises:
         PromptError: no usable prompts, or bad lines without ``skip``.
-        HeadsError: the heads are unreadable, or their width is not the target's.
+        HeadsError: the heads can't be read.
         MedusaConfigError: the tree doesn't fit the heads.
         FileRefused: the output has other contents than figures.
         EngineRefused: vLLM or the plugin refuses to start.
@@ -64,71 +60,46 @@ def compare(
     output = options.output
     if output is not None:
         refuse_to_replace(output, "figures", is_document)
-    drafter = drafter_method(options.heads) is not None
-    tree, budgets = (None, drafter_budgets(options)) if drafter else budgets_of(options)
-    refuse_misfit(options.heads, options.target)
+    configs = speculation(options)
     prompts = prompts_of(options, progress)
-    arms = len(budgets) + (not options.no_automatic)
-    engine_args = plan_engine(
+    plan = plan_engine(
         options.target,
         positions(options, prompts),
         options.batch,
         options.max_model_len,
         dtype=options.dtype,
         engines=2,
-    ).arguments
-    engine_args |= options.engine_args
+    )
+    engine_args = {
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        **plan.arguments,
+        **options.engine_args,
+    }
     names = ("target", "heads", "max_tokens", "temperature", "seed", "batch")
     document = {name: getattr(options, name) for name in names} | {
         "data": options.prompts.name,
-        "budgets": budgets,
+        "budgets": [budget for budget in configs if budget is not None],
         "engine_args": engine_args,
         "machine": describe_machine(),
         "provenance": provenance(command, [options.prompts]),
     }
-    sampling = Sampling(max_tokens=options.max_tokens, temperature=options.temperature)
 
-    def start(name: str, speculation: dict[str, Any] | None) -> EngineProcess:
+    def start(name: str, config: dict[str, Any] | None) -> EngineProcess:
         progress.note(f"starting {name}")
-        settings = EngineSettings(
-            options.target, speculation, options.dtype, options.max_model_len, engine_args
+        return EngineProcess(
+            {"model": options.target, "speculative_config": config, **engine_args},
+            Sampling(max_tokens=options.max_tokens, temperature=options.temperature),
         )
-        return EngineProcess(settings, sampling)
 
-    def beside(plain: EngineProcess, budget: int | None) -> dict[str, Any]:
-        if drafter:  # it builds its own trees, up to the budget
-            size = None if budget is None else str(budget)
-            config = medusa_config(options.heads, options.tree, budget=size)
-        else:
-            config = medusa_config(options.heads, None, None, budget)
-            if budget is not None:
-                config["tree"] = tree or OWN_TREE
-        done, groups = count(1), rounds * -(-len(prompts) // options.batch)
-        name = "automatic trees" if budget is None else plural(budget, "draft node")
-        what = f"plain and {name}, alternating"
-        with start(f"vLLM with {name}", config) as medusa:
-            measured = run_in_turn(
-                plain,
-                medusa,
-                prompts,
-                concurrency=options.batch,
-                seed=options.seed,
-                rounds=rounds,
-                warm_up=True,
-                progress=lambda: progress.at(what, next(done), groups),
-            )
-        row = {"num_draft_tokens": budget, **measured.figures()}
-        progress.note(f"{name}: {row['ratio']:.2f} times plain vLLM's speed")
-        return row
-
+    rows = []
     with start("plain vLLM", None) as plain:
         rounds = options.rounds
         if options.seconds is not None:
-            first = prompts[: options.batch]
             for _ in range(2):  # the first warms up
-                results, seconds = plain.run(first, options.batch, options.seed)
+                results, seconds = plain.run(prompts[: options.batch], options.batch, options.seed)
             token = seconds / max(1, sum(result.num_tokens for result in results))
-            turn = 2 * arms * options.max_tokens * token  # of both engines, in all arms
+            turn = 2 * len(configs) * options.max_tokens * token  # of both engines, in all arms
             number, rounds = affordable(options.seconds, turn, len(prompts), rounds)
             if (number, rounds) != (len(prompts), options.rounds):
                 progress.note(
@@ -136,12 +107,25 @@ def compare(
                     f"{options.rounds} of {len(prompts)}, to take about {options.seconds:.0f} s"
                 )
             prompts = prompts[:number]
-        document |= {"prompts": len(prompts), "rounds": rounds}
-        rows = [beside(plain, budget) for budget in budgets]
-        automatic = None if options.no_automatic else beside(plain, None)
-        document["dtype"] = plain.dtype
+        for budget, config in configs.items():
+            name = "automatic trees" if budget is None else plural(budget, "draft node")
+            with start(f"vLLM with {name}", config) as medusa:
+                measured = run_in_turn(
+                    plain,
+                    medusa,
+                    prompts,
+                    concurrency=options.batch,
+                    seed=options.seed,
+                    rounds=rounds,
+                    warm_up=True,
+                    progress=partial(progress.at, f"plain and {name} alternately"),
+                )
+            rows.append({"num_draft_tokens": budget, **measured.figures()})
+            progress.note(f"{name}: {rows[-1]['ratio']:.2f} times plain vLLM")
+        document |= {"prompts": len(prompts), "rounds": rounds, "dtype": plain.dtype}
+    document[AUTOMATIC] = rows.pop()
     best = max(rows, key=lambda row: (row["ratio"], -row["num_draft_tokens"]))
-    document |= {"rows": rows, "fastest": best["num_draft_tokens"], AUTOMATIC: automatic}
+    document |= {"rows": rows, "fastest": best["num_draft_tokens"]}
     if output is not None:
         write_json(output, document)
     return Comparison(document)
@@ -159,42 +143,24 @@ def affordable(seconds: float, turn: float, prompts: int, rounds: int) -> tuple[
     return min(prompts, max(_MIN_PROMPTS, turns // rounds)), rounds
 
 
-def refuse_misfit(heads: str, target: str) -> None:
-    """Refuse heads of another hidden size before plain vLLM is started.
-
-    Raises HeadsError: the target is a folder whose hidden size differs from that of the heads or
-    drafter.
-    """
-    config = Path(target) / "config.json"
-    if not config.is_file():
-        return  # on the hub: downloaded by vLLM
-    needed = config_sizes(read_json(config))["hidden_size"]
-    if drafter_method(heads) is not None:
-        found = inspect_eagle(heads).target_hidden_size
+def speculation(options: CompareOptions) -> dict[int | None, dict[str, Any]]:
+    """The ``speculative_config`` of each possible budget, ascending; None: automatic."""
+    config = medusa_config(options.heads, options.speculative_config)
+    if config["method"] != "medusa":  # the drafter builds its trees itself
+        own = {name: value for name, value in config.items() if name != "method"}
+        maximum, size = EagleConfig.from_speculative_config(own).grown.num_draft_tokens, "budget"
+        static = config
     else:
-        found = peek_heads(heads).hidden_size
-    if needed not in (None, found):
-        raise HeadsError(
-            f"{heads} is for targets of hidden size {found}, but {target} has {needed}. Use the "
-            "target that it was trained with, or heads trained for this target"
-        )
-
-
-def budgets_of(options: CompareOptions) -> tuple[list[list[int]] | None, list[int]]:
-    """The requested tree (None: the heads' own) and its possible budgets, ascending."""
-    info = peek_heads(options.heads)
-    wanted = medusa_config(None, options.tree).get("tree")
-    tree = resolve_tree(wanted, info.tree, info.num_heads, info.draft_vocab_size)
-    budgets = sorted({min(budget, tree.num_draft_tokens) for budget in options.budgets})
-    return (None if wanted is None else tree.to_lists()), budgets
-
-
-def drafter_budgets(options: CompareOptions) -> list[int]:
-    """The budgets that an EAGLE drafter's trees allow, ascending."""
-    config = medusa_config(options.heads, options.tree)
-    del config["method"]
-    maximum = EagleConfig.from_speculative_config(config).grown.num_draft_tokens
-    return sorted({min(budget, maximum) for budget in options.budgets})
+        info, wanted = peek_heads(options.heads), config.pop("tree", None)
+        tree = resolve_tree(wanted, info.tree, info.num_heads, info.draft_vocab_size)
+        maximum, size = tree.num_draft_tokens, "num_speculative_tokens"
+        static = config | {"tree": OWN_TREE if wanted is None else tree.to_lists()}
+    budgets = sorted({min(budget, maximum) for budget in options.budgets})
+    found: dict[int | None, dict[str, Any]] = {n: static | {size: n} for n in budgets}
+    found[None] = config
+    for each in found.values():
+        check_speculation(each)
+    return found
 
 
 def positions(options: CompareOptions, prompts: Sequence[Prompt]) -> list[int]:
@@ -214,21 +180,18 @@ def prompts_of(options: CompareOptions, progress: Progress = SILENT) -> list[Pro
 
 def is_document(document: Mapping[str, Any]) -> bool:
     """Whether this is a document of this command."""
-    keys = ("target", "heads", "budgets", "rows", "fastest")
-    return all(key in document for key in keys)
+    return {"target", "heads", "budgets", "rows", "fastest"} <= document.keys()
 
 
 def all_rows(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """All budgets, ascending, then automatic if it was measured."""
-    automatic = document.get(AUTOMATIC)
-    return [*document["rows"], *([automatic] if automatic else [])]
+    """Those of all budgets, ascending, and the automatic one."""
+    return [*document["rows"], document[AUTOMATIC]]
 
 
 def setting(document: dict[str, Any]) -> str:
     """Describe the measurement."""
-    mode = (
-        f"temperature {document['temperature']:g}, seeded" if document["temperature"] else "greedy"
-    )
+    heat = document["temperature"]
+    mode = f"temperature {heat:g}, seeded" if heat else "greedy"
     prompts, rounds = plural(document["prompts"], "prompt"), plural(document["rounds"], "round")
     return (
         f"{prompts} of {document['data']}, up to {document['max_tokens']} new tokens each, {mode}, "
@@ -255,10 +218,8 @@ def markdown(document: dict[str, Any]) -> list[str]:
     """The rows as lines of Markdown."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for row in all_rows(document):
-        values = cells(row)
-        if row["num_draft_tokens"] == document["fastest"]:
-            values = [f"**{value}**" for value in values]
-        lines.append(f"| {' | '.join(values)} |")
+        mark = "**" if row["num_draft_tokens"] == document["fastest"] else ""
+        lines.append(f"| {' | '.join(f'{mark}{value}{mark}' for value in cells(row))} |")
     return lines
 
 
@@ -273,14 +234,12 @@ def conclusion(document: dict[str, Any]) -> str:
         first = next(d for row in rows for d in row["differences"])
         said = [
             f"{different} of {requests} requests differ from plain vLLM's, the first "
-            f"({first['request_id']}) at token {first['position']}."
-        ]
-        said.append(
+            f"({first['request_id']}) at token {first['position']}.",
             "This must not happen in float32: please report it."
             if document["dtype"] == "float32"
             else f"In {document['dtype']} the rounding of a product depends on the number of "
-            "rows, also in plain vLLM, so near-ties may differ; use float32 to exclude them."
-        )
+            "its rows, in plain vLLM too, so near-ties may be resolved differently.",
+        ]
     best = next(r for r in document["rows"] if r["num_draft_tokens"] == document["fastest"])
     size = plural(best["num_draft_tokens"], "draft node")
     if best["ratio"] > 1:
@@ -293,6 +252,6 @@ def conclusion(document: dict[str, Any]) -> str:
             f"{best['ratio']:.2f} times its throughput. Heads help if a step's time is spent "
             "loading weights: with larger targets, smaller batches, or more cores."
         )
-    if automatic := document.get(AUTOMATIC):
-        said.append(f"With automatic trees it is {automatic['ratio']:.2f} times plain vLLM.")
+    automatic = document[AUTOMATIC]["ratio"]
+    said.append(f"With automatic trees it is {automatic:.2f} times plain vLLM.")
     return " ".join(said)

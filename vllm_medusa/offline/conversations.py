@@ -13,13 +13,14 @@ correct: such a conversation is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from vllm_medusa.offline.prompts import Message, PromptError, read_message, require_characters
+from pydantic import BaseModel, Field, TypeAdapter
+
+from vllm_medusa.offline.prompts import MESSAGES, TEXT, Message, PromptError, Text, validated
 
 CONVERSATION_KEYS = ("messages", "conversations")
-_SPEAKERS = {
+_SPEAKERS = {  # in ShareGPT, with their roles
     "system": "system",
     "human": "user",
     "user": "user",
@@ -27,6 +28,14 @@ _SPEAKERS = {
     "chatgpt": "assistant",
     "assistant": "assistant",
 }
+
+
+class _ShareGpt(BaseModel):
+    speaker: Literal["system", "human", "user", "gpt", "chatgpt", "assistant"] = Field(alias="from")
+    value: Text
+
+
+_SHARE_GPT = TypeAdapter(Annotated[list[_ShareGpt], Field(min_length=1)])
 _Encoded = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]  # token ids, spans
 
 
@@ -35,9 +44,7 @@ def encode_text(value: Any, tokenizer: Any) -> _Encoded:
 
     Raises PromptError: not a text, or too short to predict anything.
     """
-    if not isinstance(value, str) or not value:
-        raise PromptError(f"'text' is {value!r:.60}; use a non-empty string")
-    require_characters(value)
+    validated(TEXT, value, "text")
     ids = tuple(tokenizer(value)["input_ids"])
     if len(ids) < 2:
         raise PromptError("'text' is a single token: there is nothing to predict")
@@ -89,29 +96,15 @@ def encode_conversation(value: Any, key: str, tokenizer: Any) -> _Encoded:
 
 
 def _messages(value: Any, key: str) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise PromptError(f"{key!r} is {value!r:.60}; use a non-empty list of messages")
-    messages = [_share_gpt(m) if key == "conversations" else read_message(m, key) for m in value]
-    require_characters(*(m["content"] for m in messages))
+    if key == "messages":
+        messages = [message.model_dump() for message in validated(MESSAGES, value, key)]
+    else:
+        found = validated(_SHARE_GPT, value, key)
+        messages = [{"role": _SPEAKERS[m.speaker], "content": m.value} for m in found]
     for number, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and not message["content"].strip():
             raise PromptError(f"message {number} of {key!r} is an empty assistant turn")
     return messages
-
-
-def _share_gpt(value: Any) -> Message:
-    speaker, text = (
-        (value.get("from"), value.get("value")) if isinstance(value, Mapping) else ("", "")
-    )
-    if not (isinstance(speaker, str) and isinstance(text, str) and speaker):
-        raise PromptError(
-            f"'conversations' holds {value!r:.60}; use {{'from': speaker, 'value': text}} objects"
-        )
-    if speaker not in _SPEAKERS:
-        raise PromptError(
-            f"'conversations' has the speaker {speaker!r}; use one of {', '.join(_SPEAKERS)}"
-        )
-    return {"role": _SPEAKERS[speaker], "content": text}
 
 
 def _end_of_turn(text: str, start: int, content: str, so_far: str, tokenizer: Any) -> int:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
-from inspect import signature
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,49 +26,23 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """Engine settings that results depend on."""
+def medusa_config(heads: str | None, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The ``speculative_config`` of an engine: heads and further options, ``more``.
 
-    model: str
-    speculative_config: Mapping[str, Any] | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
-
-
-def medusa_config(
-    heads: str | None,  # folder or hub name
-    tree: str | None = None,  # preset name, JSON file, or JSON text
-    acceptance: str | None = None,  # "lossless", "typical", or JSON text
-    num_speculative_tokens: int | None = None,  # max draft nodes
-    budget: str | None = None,  # "auto", a number, or JSON text, for dynamic trees
-    lookup: bool = False,  # also draft copies of the request's own text; without heads, only copies
-) -> dict[str, Any]:
-    """The ``speculative_config`` of an engine, from command-line options.
-
-    ``heads`` may also be a local folder of an EAGLE drafter: its trees are dynamic unless ``tree``
-    is given.
+    ``heads`` is a folder or hub name; None: of the target, or lookup alone. It may also be a local
+    folder of an EAGLE drafter: its trees are dynamic unless ``more`` has a tree.
     """
-    method = None
-    if heads is not None and Path(heads).expanduser().is_dir():
-        from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
+    config: dict[str, Any] = {"method": "medusa"}
+    if heads is not None:
+        config["model"] = heads
+        if Path(heads).expanduser().is_dir():
+            from vllm_medusa.heads.eagle import drafter_method  # torch is slow
 
-        method = drafter_method(heads)
-    if method is not None:
-        tree = tree or "dynamic"
-    options = {
-        "model": heads,
-        "tree": _json_or_text(tree),
-        "acceptance": _json_or_text(acceptance),
-        "num_speculative_tokens": num_speculative_tokens,
-        "budget": int(budget) if budget and budget.isdecimal() else _json_or_text(budget),
-        "lookup": lookup or None,
-    }
-    return {"method": method or "medusa"} | {k: v for k, v in options.items() if v is not None}
+            if (method := drafter_method(heads)) is not None:
+                config |= {"method": method, "tree": "dynamic"}
+    return config | dict(more or {})
 
 
 MEMORY_OPTIONS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}  # tokens do not depend on them
@@ -91,36 +63,28 @@ class EngineRefused(ValueError):
     """vLLM or the plugin refuses the engine settings."""
 
 
-def check_engine_args(names: Iterable[str]) -> None:
-    """Refuse arguments that ``LLM`` does not have, by `EngineRefused`."""
-    from vllm import LLM, EngineArgs
-
-    known = {each.name for each in fields(EngineArgs)} | signature(LLM).parameters.keys()
-    for name in names:
-        if name not in known:
-            close = get_close_matches(name, known)
-            meant = f" Did you mean {' or '.join(close)}?" if close else ""
-            raise EngineRefused(
-                f"--engine-args: {name!r} is not an argument of vLLM's LLM.{meant} Correct it, or "
-                "omit it."
-            )
+@contextmanager
+def _refusals(model: str) -> Iterator[None]:
+    """Turns vLLM's errors about settings into `EngineRefused`."""
+    try:
+        yield
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise EngineRefused(f"--engine-args: {error}. Correct or omit it.") from error
+    except (ValueError, OSError) as error:
+        raise EngineRefused(f"vLLM refuses to serve {model}: {error}") from error
 
 
-def refuse_unserved(settings: EngineSettings) -> None:
-    """Check a configuration with vLLM and the plugin, without loading weights.
+def refuse_unserved(arguments: Mapping[str, Any]) -> None:
+    """Check ``LLM``'s arguments with vLLM and the plugin, without loading weights.
 
-    Raises EngineRefused: an engine would not start with it, with the reason.
+    Raises EngineRefused: an engine would not start with them, and why.
     """
     from vllm import EngineArgs
 
-    try:
-        EngineArgs(
-            model=settings.model,
-            dtype=settings.dtype,
-            speculative_config=settings.speculative_config,
-        ).create_engine_config()
-    except (ValueError, OSError) as error:
-        raise EngineRefused(f"vLLM can't serve {settings.model} like this: {error}") from None
+    with _refusals(arguments["model"]):
+        EngineArgs(**arguments).create_engine_config()
 
 
 class VllmEngine:
@@ -128,7 +92,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        settings: EngineSettings,  # model and engine options
+        arguments: Mapping[str, Any],  # of vLLM's ``LLM``
         sampling: Sampling,  # of every request
         *,
         seeded: bool = False,  # requests will have seeds
@@ -144,38 +108,19 @@ class VllmEngine:
         """
         import psutil
         import torch
-        from huggingface_hub.errors import LocalEntryNotFoundError
         from vllm import LLM
 
         self.sampling = sampling
-        arguments: dict[str, Any] = {
-            "model": settings.model,
-            "dtype": settings.dtype,
-            "max_model_len": settings.max_model_len,
-            "log_level": "ERROR",
-        }
+        defaults: dict[str, Any] = {"log_level": "ERROR"}
         if not torch.accelerator.is_available():
             if seeded:
-                arguments["enable_chunked_prefill"] = False
-            if not MEMORY_OPTIONS & settings.engine_args.keys():
+                defaults["enable_chunked_prefill"] = False
+            if not MEMORY_OPTIONS & arguments.keys():
                 # vLLM's default is 92 % of the memory; it fails if that is not free
                 share = 0.8 * available_memory() / psutil.virtual_memory().total
-                arguments["gpu_memory_utilization"] = round(min(0.5, share), 3)
-        check_engine_args(settings.engine_args)
-        arguments |= settings.engine_args
-        if settings.speculative_config:
-            arguments["speculative_config"] = dict(settings.speculative_config)
-        try:
-            self.llm: LLM = LLM(**arguments)
-        except (ValueError, OSError) as error:
-            reason = str(error)
-            offline = isinstance(error, LocalEntryNotFoundError)  # its message lacks the name
-            if offline or "huggingface.co" in reason:  # transformers' message for a missing model
-                reason = (
-                    f"{settings.model!r} is neither a local model folder nor a hub name that "
-                    f"could be looked up. {reason}"
-                )
-            raise EngineRefused(reason) from error
+                defaults["gpu_memory_utilization"] = round(min(0.5, share), 3)
+        with _refusals(arguments["model"]):
+            self.llm: LLM = LLM(**defaults | dict(arguments))
 
     def submit(
         self,
@@ -190,12 +135,9 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         arguments = asdict(self.sampling) | {"stop": list(self.sampling.stop), **options}
+        kind = RequestOutputKind.DELTA  # one output per engine step
         try:
-            params = SamplingParams(
-                **arguments,
-                seed=seed,
-                output_kind=RequestOutputKind.DELTA,  # one output for each engine step
-            )
+            params = SamplingParams(**arguments, seed=seed, output_kind=kind)
             self.llm.llm_engine.add_request(
                 key, prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}, params
             )
@@ -235,17 +177,3 @@ class VllmEngine:
     def close(self) -> None:
         """Stop the engine and its processes."""
         self.llm.llm_engine.engine_core.shutdown()
-
-
-def _json_or_text(value: str | None) -> Any:
-    """Parse a text that begins like a JSON list or object, else return the text."""
-    if value is None or not value.lstrip().startswith(("[", "{")):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{value!r} looks like JSON but isn't: {error.msg} at character {error.pos + 1}."
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{value[:40]!r}... is nested too deeply to be read.") from None

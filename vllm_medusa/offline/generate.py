@@ -51,8 +51,8 @@ def generate(options: GenerateOptions, progress: Progress = SILENT) -> Generated
     """
     prompts = load_prompts(options.prompts, options.column, options.on_bad_line, progress)
     sampling = options.sampling()
-    if options.speculative_config() is None:
-        progress.note("plain vLLM, without speculation: no --speculative-model and no --lookup")
+    if options.speculation() is None:
+        progress.note("plain vLLM, without speculation: no --speculative-model")
     with open_results(options, sampling, options.seed) as log:
         speed = run_prompts(
             options,
@@ -80,21 +80,20 @@ def open_results(
     Local checkpoints are identified by their digests, independent of their paths.
     """
     prompts: Path | None = options.prompts  # None: a job without prompts
-    engine = asdict(options.engine_settings())
-    engine["engine_args"] = without_memory(engine["engine_args"])
+    engine = without_memory(options.llm_arguments())
+    speculation = engine["speculative_config"] or {}
     checkpoints = {}
-    for name, place, key in (
-        ("model", engine, "model"),
-        ("speculative_model", engine["speculative_config"] or {}, "model"),
-    ):
-        if place.get(key) and Path(place[key]).exists():
-            checkpoints[name] = fingerprint(Path(place[key]))
-            place[key] = None
+    for name, place in (("model", engine), ("speculative_model", speculation)):
+        if place.get("model") and Path(place["model"]).exists():
+            checkpoints[name] = fingerprint(Path(place["model"]))
+            place["model"] = None
+    tree = options.speculative_config.get("tree")
+    tree = tree if isinstance(tree, str) else None
     settings = {
         "prompts_sha256": None if prompts is None else digest(prompts),
         "suffix": None if prompts is None else prompts.suffix.lower(),
         "checkpoints": checkpoints,
-        "tree_sha256": _digest_of_file(options.tree),
+        "tree_sha256": digest(Path(tree)) if tree and Path(tree).is_file() else None,
         "column": options.column,
         "engine": engine,
         "sampling": asdict(sampling) | {"seed": seed},
@@ -134,8 +133,7 @@ def run_prompts(
         return None
     acceptance, tokens = Acceptance(), 0
     progress.note(f"starting vLLM (about {start_seconds(options.engine_args)} s)")
-    settings = options.engine_settings()
-    with EngineProcess(settings, sampling, seeded=seed is not None) as engine:
+    with EngineProcess(options.llm_arguments(), sampling, seeded=seed is not None) as engine:
         engine.session = session
         start = time.perf_counter()
         for result in engine.stream(list(prompts), options.batch, seed):
@@ -144,7 +142,7 @@ def run_prompts(
                 _report_refusal(result, options, progress)
             for line in written:
                 log.append(line)
-            acceptance = Acceptance.total((acceptance, result.acceptance))
+            acceptance.update(result.acceptance)
             tokens, done = tokens + result.num_tokens, done + 1
             tau = f", tau {acceptance.tau:.2f}" if acceptance.tau else ""
             rate = tokens / (time.perf_counter() - start)
@@ -159,10 +157,3 @@ def _report_refusal(result: Result, options: PromptJob, progress: Progress) -> N
     if options.on_bad_line == "refuse":
         raise PromptError(f"{message}\nFinished prompts are kept. Pass --on-bad-line skip.")
     progress.warn(f"skipped {message}")
-
-
-def _digest_of_file(tree: str | None) -> str | None:
-    try:
-        return digest(Path(tree)) if tree and Path(tree).is_file() else None
-    except OSError:  # JSON text is too long for a file name
-        return None

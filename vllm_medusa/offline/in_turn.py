@@ -48,7 +48,7 @@ class Timed:
             if result.error is not None:
                 raise ValueError(f"prompt {result.prompt.request_id} was refused: {result.error}")
             self.tokens += result.num_tokens
-            self.acceptance = Acceptance.total((self.acceptance, result.acceptance))
+            self.acceptance.update(result.acceptance)
             self.results.setdefault(result.prompt.index, result)
             self.latest[result.prompt.index] = result
 
@@ -98,7 +98,7 @@ class InTurn:
         plain, medusa = self.baseline, self.candidate
         return {
             "tau": medusa.acceptance.tau,
-            "histogram": list(medusa.acceptance.histogram),
+            "histogram": medusa.acceptance.histogram,
             "steps": medusa.acceptance.steps,
             "plain_steps": plain.acceptance.steps,
             "ratio": statistics.median(self.ratios),
@@ -133,7 +133,7 @@ def run_in_turn(
     rounds: int = 1,  # number of repetitions; tokens of every round are compared
     seconds: float = math.inf,  # time limit; later rounds that would exceed it are skipped
     warm_up: bool = False,  # first run one group through both engines without counting it
-    progress: Callable[[], None] = lambda: None,  # called after each group of prompts
+    progress: Callable[[int, int], Any] = lambda done, total: None,  # groups of prompts
 ) -> InTurn:
     """Run the prompts through both engines.
 
@@ -145,6 +145,7 @@ def run_in_turn(
         first = prompts[:concurrency]
         run_in_turn(baseline, candidate, first, concurrency=concurrency, seed=seed)
     each = turn or concurrency
+    groups = [prompts[start : start + each] for start in range(0, len(prompts), each)]
     comparison = InTurn()
     plain, judged = comparison.baseline, comparison.candidate
     order = [(baseline, plain), (candidate, judged)]
@@ -153,8 +154,7 @@ def run_in_turn(
         if number and (time.perf_counter() - began) * (number + 1) / number > seconds:
             break
         before = [(timed.tokens, timed.seconds) for timed in (plain, judged)]
-        for start in range(0, len(prompts), each):
-            group = prompts[start : start + each]
+        for done, group in enumerate(groups, start=1):
             order.reverse()
             for engine, timed in order:
                 timed.add(*engine.run(group, concurrency, seed))
@@ -163,7 +163,7 @@ def run_in_turn(
                 _difference(plain.latest[p.index], judged.latest[p.index], number) for p in group
             ]
             comparison.differences += filter(None, found)
-            progress()
+            progress(number * len(groups) + done, rounds * len(groups))
         for timed, (tokens, earlier) in zip((plain, judged), before, strict=True):
             spent = timed.seconds - earlier
             timed.rates.append((timed.tokens - tokens) / spent if spent else 0.0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from vllm_medusa.offline.engine import EngineSettings, Sampling, medusa_config
+from vllm_medusa.offline.engine import Sampling, medusa_config
 from vllm_medusa.options import (
     Above,
     AtLeastZero,
@@ -52,59 +53,41 @@ class Speculation(Options):
 
     title = "speculation"
     speculative_model: Source | None = option(
-        "heads or an EAGLE drafter (for a full Medusa-2 model, the model itself); default: "
-        "plain vLLM",
+        "heads or an EAGLE drafter (for a full Medusa-2 model, the same model)",
         default=None,
         metavar="HEADS",
     )
-    tree: str | None = option(
-        "preset name, JSON file, or JSON such as '{\"dense\":[4,2]}'", default=None
-    )
-    num_speculative_tokens: Positive | None = option(
-        "max number of draft nodes", default=None, metavar="N"
-    )
-    budget: str | None = option(
-        "dynamic trees, instead of --tree: auto, N nodes per request, or '{\"max_rows\": N}'",
-        default=None,
-    )
-    lookup: bool = option(
-        "also draft copies of the request's own text; without HEADS, only these", default=False
+    speculative_config: dict[str, Any] = option(
+        "further keys of LLM's speculative_config, such as '{\"budget\": 7}'; without HEADS, "
+        "'{\"lookup\": true}' drafts copies only; absent: plain vLLM",
+        default={},
+        metavar="JSON",
     )
 
     def check(self) -> None:
         """Refuse invalid options before an engine starts."""
-        config = self.speculative_config()
-        if config is None:
-            for name in ("tree", "num_speculative_tokens", "budget", "acceptance"):
-                if getattr(self, name, None) is not None:
-                    raise ValueError(
-                        f"--{name.replace('_', '-')} needs heads, --speculative-model HEADS, or "
-                        "--lookup, which only copies from the text."
-                    )
-            return
-        from vllm_medusa.config import EagleConfig, MedusaConfig, resolve_tree  # slow
+        if (config := self.speculation()) is not None:
+            check_speculation(config)
 
-        if config["method"] != "medusa":
-            EagleConfig.from_speculative_config({k: v for k, v in config.items() if k != "method"})
-            return
-        MedusaConfig.from_speculative_config(config)
-        resolve_tree(self.tree, max_draft_tokens=self.num_speculative_tokens)
-
-    def speculative_config(self) -> dict[str, Any] | None:
-        """The argument of vLLM's ``LLM``; None: no speculation.
-
-        Raises ValueError: a text that looks like JSON but is invalid.
-        """
-        if self.speculative_model is None and not self.lookup:
+    def speculation(self) -> dict[str, Any] | None:
+        """The whole ``speculative_config`` of vLLM's ``LLM``; None: no speculation."""
+        if self.speculative_model is None and not self.speculative_config:
             return None
-        return medusa_config(
-            self.speculative_model,
-            self.tree,
-            getattr(self, "acceptance", None),
-            self.num_speculative_tokens,
-            self.budget,
-            self.lookup,
-        )
+        return medusa_config(self.speculative_model, self.speculative_config)
+
+
+def check_speculation(config: Mapping[str, Any]) -> None:
+    """Check everything possible without the heads, before an engine starts.
+
+    Raises MedusaConfigError: an option is wrong.
+    """
+    from vllm_medusa.config import EagleConfig, MedusaConfig, resolve_tree  # slow
+
+    if config["method"] == "medusa":
+        medusa = MedusaConfig.from_speculative_config(config)
+        resolve_tree(medusa.tree, max_draft_tokens=medusa.num_speculative_tokens)
+    elif "tree" in config:
+        EagleConfig.from_speculative_config({k: v for k, v in config.items() if k != "method"})
 
 
 class PromptJob(EngineOptions, Speculation, PromptFile):
@@ -116,21 +99,24 @@ class PromptJob(EngineOptions, Speculation, PromptFile):
     top_k: int = option("number of tokens; 0 or -1: all", default=0, shown="")
     stop: tuple[str, ...] = option("strings that end an answer", default=(), metavar="TEXT")
 
-    def engine_settings(self) -> EngineSettings:
-        """The engine's settings.
-
-        Raises ValueError: see `speculative_config`; or ``engine_args`` has one too.
-        """
-        speculation = self.speculative_config()
-        other = self.engine_args.get("speculative_config") or {}
-        if other and (speculation is not None or "medusa" in str(other)):
+    def check(self) -> None:
+        """See `Options.check`."""
+        super().check()
+        if "speculative_config" in self.engine_args:
             raise ValueError(
-                f"--engine-args: speculative_config is {other}; it has its own options. Use "
-                "--speculative-model, --tree, --budget, --lookup etc. instead."
+                "--engine-args has a speculative_config. Use --speculative-model and "
+                "--speculative-config instead."
             )
-        return EngineSettings(
-            self.model, speculation, self.dtype, self.max_model_len, self.engine_args
-        )
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """Arguments of vLLM's ``LLM``."""
+        return {
+            "model": self.model,
+            "speculative_config": self.speculation(),
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            **self.engine_args,
+        }
 
 
 class GenerateOptions(PromptJob):
@@ -138,14 +124,10 @@ class GenerateOptions(PromptJob):
 
     temperature: AtLeastZero = option(default=0.0)
     seed: Seed | None = option("seed of prompt i is SEED + i", default=None)
-    ignore_eos: bool = option(default=False)
-    acceptance: str | None = option("lossless (default), typical, or JSON", default=None)
 
     def sampling(self) -> Sampling:
         """The sampling parameters of all requests."""
-        return Sampling(
-            self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.ignore_eos
-        )
+        return Sampling(self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop)
 
 
 class DistillOptions(PromptJob):
@@ -178,6 +160,11 @@ class DistillOptions(PromptJob):
     def check(self) -> None:
         """See `Options.check`."""
         super().check()
+        if "acceptance" in self.speculative_config:
+            raise ValueError(
+                "--speculative-config has acceptance, but training texts must follow the "
+                "target's own distribution. Omit it."
+            )
         if (self.prompts is None) == (self.conversations is None):
             raise ValueError("pass either --prompts FILE, or --conversations N with --self-talk.")
         for name in ("conversations", "turns"):
@@ -204,15 +191,15 @@ class CompareOptions(EngineOptions):
     prompts: Path = option("a file of prompts or records", "-i")
     on_bad_line: OnBadLine = option(default="refuse")
     limit: Positive = option("number of prompts, from the start of the file", default=32)
-    tree: str | None = option("tree to use instead of the one in the heads' config", default=None)
+    speculative_config: dict[str, Any] = option(
+        "further keys of LLM's, such as a tree instead of the one in the heads' config",
+        default={},
+        metavar="JSON",
+    )
     budgets: tuple[TreeSize, ...] = option(
         "numbers of draft nodes, up to the size of the tree",
         default=(4, 8, 16, 32),
         metavar="N",
-    )
-    no_automatic: bool = option(
-        "do not measure dynamic trees",
-        default=False,
     )
     temperature: AtLeastZero = option(default=0.0)
     max_tokens: Positive = option("max tokens per answer", default=128)

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_medusa.offline.batch import Conversation, Result, Session
-from vllm_medusa.offline.children import Channel, Child
-from vllm_medusa.offline.engine import EngineRefused, EngineSettings, Sampling
+from vllm_medusa.offline.children import ERROR, Channel, Child
+from vllm_medusa.offline.engine import EngineRefused, Sampling
 from vllm_medusa.offline.prompts import Prompt
 
 
 class EngineProcess:
     """A started engine, a `vllm_medusa.offline.in_turn.Runner`; use it as a context manager."""
 
-    def __init__(self, settings: EngineSettings, sampling: Sampling, *, seeded: bool = True):
-        """Start the engine and wait until it is ready.
+    def __init__(self, arguments: Mapping[str, Any], sampling: Sampling, *, seeded: bool = True):
+        """Start the engine by ``LLM``'s arguments and wait until it is ready.
 
         ``seeded``: runs above temperature 0 will have a seed; on CPUs ``sampling`` must then have a
         temperature above 0.
@@ -35,33 +35,34 @@ class EngineProcess:
         self.session: Callable[[Prompt], Session] = Conversation  # session type; may be replaced
         self._log = tempfile.TemporaryFile(prefix="vllm-medusa-")  # noqa: SIM115
         self._child = Child("an engine", serve, self._log)
-        self._child.channel.send((settings, sampling, seeded and sampling.temperature > 0))
+        self._child.channel.send((arguments, sampling, seeded and sampling.temperature > 0))
         try:
-            self.dtype: str = self._receive()[1]  # the target's dtype, such as "float32"
+            _, dtype = self._child.receive()
         except BaseException:
             self.close()
             raise
+        self.dtype: str = dtype  # compute dtype, such as "float32"
 
     def run(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> tuple[list[Result], float]:
         """See `vllm_medusa.offline.in_turn.Runner`."""
-        self._ask(prompts, concurrency, seed, streamed=False)
-        _, found = self._receive()
-        return found
+        return list(self.stream(prompts, concurrency, seed)), self.seconds
 
     def stream(
         self, prompts: Sequence[Prompt], concurrency: int, seed: int | None
     ) -> Iterator[Result]:
-        """The same results, each as soon as it is finished."""
-        self._ask(prompts, concurrency, seed, streamed=True)
-        while (found := self._receive())[0] == "result":
-            yield found[1]
+        """The same results, each as it finishes; ``seconds`` is the total at the end."""
+        how = {"concurrency": concurrency, "seed": seed, "session": self.session}
+        self._child.channel.send((list(prompts), how, self.sampling))
+        while (message := self._child.receive())[0] == "result":
+            yield message[1]
+        self.seconds: float = message[1]
 
     def count(self, name: str) -> float:
         """A counter of the engine's metrics, by the end of its name, summed over labels."""
         self._child.channel.send(name)
-        return float(self._receive()[1])
+        return float(self._child.receive()[1])
 
     def close(self) -> None:
         """End the process."""
@@ -76,18 +77,6 @@ class EngineProcess:
             self._child.process.kill()  # its results are not needed
         self.close()
 
-    def _ask(
-        self, prompts: Sequence[Prompt], concurrency: int, seed: int | None, *, streamed: bool
-    ) -> None:
-        how = {"concurrency": concurrency, "seed": seed, "session": self.session}
-        self._child.channel.send((list(prompts), how, self.sampling, streamed))
-
-    def _receive(self) -> tuple[str, Any]:
-        kind, value = self._child.receive()
-        if kind == "refused":
-            raise EngineRefused(value)
-        return kind, value
-
 
 def serve(channel: Channel) -> None:
     """Run groups and read counters until the channel is closed; the body of the process."""
@@ -97,11 +86,11 @@ def serve(channel: Channel) -> None:
     from vllm_medusa.offline.batch import run_batch
     from vllm_medusa.offline.engine import VllmEngine
 
-    settings, sampling, seeded = channel.recv()
+    arguments, sampling, seeded = channel.recv()
     try:
-        engine = VllmEngine(settings, sampling, seeded=seeded)
+        engine = VllmEngine(arguments, sampling, seeded=seeded)
     except EngineRefused as error:
-        channel.send(("refused", str(error)))
+        channel.send((ERROR, EngineRefused(str(error))))
         return
     channel.send(("ready", str(engine.llm.llm_engine.model_config.dtype).removeprefix("torch.")))
     while True:
@@ -114,11 +103,8 @@ def serve(channel: Channel) -> None:
             metrics = [m for m in engine.llm.get_metrics() if m.name.endswith(request)]
             channel.send(("count", float(sum(getattr(m, "value", 0) for m in metrics))))
             continue
-        prompts, how, engine.sampling, streamed = request
-        results, start = [], time.perf_counter()
+        prompts, how, engine.sampling = request
+        start = time.perf_counter()
         for result in run_batch(prompts, engine, **how):
-            if streamed:
-                channel.send(("result", result))
-            else:
-                results.append(result)
-        channel.send(("results", (results, time.perf_counter() - start)))
+            channel.send(("result", result))
+        channel.send(("seconds", time.perf_counter() - start))

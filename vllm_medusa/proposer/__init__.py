@@ -12,28 +12,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_medusa.heads.model import LMHead, MedusaHeads
-from vllm_medusa.heads.packed import PackedHeads
 from vllm_medusa.proposer.topk import stable_topk
 from vllm_medusa.tree.batch import TreeTensors
 
-__all__ = ["draft", "propose", "stable_topk"]
-
-
-def draft(
-    heads: MedusaHeads | PackedHeads,
-    hidden_states: Tensor,
-    tree: TreeTensors,
-    lm_head: LMHead | None = None,
-) -> Tensor:
-    """Draft a tree for each request: hidden_states [B, H] -> int64 [B, N], 0 at the root.
-
-    ``hidden_states`` are the target's last ones, after its final norm, at the position whose next
-    token is the root. ``lm_head`` is for heads that share the target's. Only the heads used by the
-    tree are computed. No host sync.
-    """
-    logits = heads.compute_logits(heads(hidden_states, tree.max_depth), lm_head)
-    return propose(logits, tree, heads.token_map)
+__all__ = ["propose", "stable_topk"]
 
 
 def propose(logits: Tensor, tree: TreeTensors, token_map: Tensor | None = None) -> Tensor:

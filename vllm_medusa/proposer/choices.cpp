@@ -4,24 +4,6 @@ namespace {
 
 constexpr int MAX_WIDTH = 64;
 
-inline uint32_t any(Ints mask) {  // one bit per lane
-#ifdef __AVX512F__
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
-#else
-  return _mm256_movemask_ps((__m256)mask);
-#endif
-}
-
-// Lanes at and after `count` are -inf.
-template <class T> Floats load_some(const T* from, int64_t count) {
-  T part[W] = {};
-  std::memcpy(part, from, count * sizeof(T));
-  float values[W];
-  store(values, load(part));
-  std::fill(values + count, values + W, -INFINITY);
-  return load(values);
-}
-
 // Best first, ties by id. False if a logit is NaN or +inf, or if none is finite.
 template <class T>
 bool best_of_row(const T* row, int64_t vocab, float factor, int64_t width, int64_t* ids,

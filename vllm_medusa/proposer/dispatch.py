@@ -5,6 +5,8 @@ Both return the same tokens, without host sync.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from vllm_medusa import proposer
@@ -14,25 +16,21 @@ from vllm_medusa.proposer.sharded import AllGather, VocabShard
 from vllm_medusa.tree.batch import TreeTensors
 
 
-def propose(logits: Tensor, tree: TreeTensors, token_map: Tensor | None = None) -> Tensor:
-    """`proposer.propose`: logits [B, >= max_depth, V_draft] -> int64 [B, N]."""
-    if not uses_kernel(logits.device.type):
-        return proposer.propose(logits, tree, token_map)
-    from vllm_medusa.proposer import kernel
-
-    return kernel.propose(logits, tree, token_map)
-
-
-def propose_sharded(
-    logits: Tensor,
+def propose(
+    logits: Tensor,  # [B, >= max_depth, V_draft], with a shard [B, >= max_depth, V_shard]
     tree: TreeTensors,
-    shard: VocabShard,
-    all_gather: AllGather,
     token_map: Tensor | None = None,
+    shard: VocabShard | None = None,  # of this rank; None: the logits are of the whole vocabulary
+    all_gather: AllGather | None = None,  # of all ranks, for a shard
 ) -> Tensor:
-    """`sharded.propose_sharded`: a rank's logits [B, >= max_depth, V_shard] -> int64 [B, N]."""
-    if not uses_kernel(logits.device.type):
-        return sharded.propose_sharded(logits, tree, shard, all_gather, token_map)
-    from vllm_medusa.proposer import kernel
+    """`proposer.propose`, or for a shard `sharded.propose_sharded`: int64 [B, N]."""
+    module: Any = proposer if shard is None else sharded
+    if uses_kernel(logits.device.type):
+        from vllm_medusa.proposer import kernel
 
-    return kernel.propose_sharded(logits, tree, shard, all_gather, token_map)
+        module = kernel
+    if shard is None:
+        tokens: Tensor = module.propose(logits, tree, token_map)
+    else:
+        tokens = module.propose_sharded(logits, tree, shard, all_gather, token_map)
+    return tokens

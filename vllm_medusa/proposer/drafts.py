@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vllm_medusa.heads.hydra import HydraHeads
 from vllm_medusa.heads.model import LMHead, MedusaHeads
-from vllm_medusa.proposer import draft
-from vllm_medusa.proposer.build import Branching, Marginal, build_tree, fill_tree
+from vllm_medusa.proposer import propose
+from vllm_medusa.proposer.build import build_tree, fill_tree
 from vllm_medusa.proposer.steps import HydraStep, MedusaStep
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
@@ -20,7 +20,7 @@ from vllm_medusa.tree.topology import MAX_NODES, TokenTree
 
 def propose_tree(
     heads: MedusaHeads,
-    hidden_states: Tensor,  # [B, H], as for `proposer.draft`
+    hidden_states: Tensor,  # [B, H], at the position whose next token is the root
     root: Tensor,  # int64 [B], the last sampled tokens
     tree: TokenTree | DynamicTree,
     lm_head: LMHead | None = None,
@@ -30,7 +30,7 @@ def propose_tree(
     device = hidden_states.device
     sharpness = getattr(tree, "sharpness", None)
     factors = None if sharpness is None else torch.tensor(sharpness, device=device)
-    step: Marginal | Branching = MedusaStep(heads, hidden_states, lm_head, factors)
+    step: MedusaStep | HydraStep = MedusaStep(heads, hidden_states, lm_head, factors)
     if isinstance(heads, HydraHeads):
         step = HydraStep(heads, hidden_states, heads.embed, lm_head, factors)
     if isinstance(tree, DynamicTree):
@@ -39,7 +39,8 @@ def propose_tree(
     tensors = tensors_on(tree, device)
     if isinstance(step, HydraStep):
         return DraftTrees.static(tensors, fill_tree(step, tree, root))
-    return DraftTrees.static(tensors, draft(heads, hidden_states, tensors, lm_head))
+    logits = step.logits(tensors.max_depth)
+    return DraftTrees.static(tensors, propose(logits, tensors, heads.token_map))
 
 
 def source_on(tree: DynamicTree, device: torch.device) -> TreeTensors | Beam:

@@ -22,12 +22,21 @@ class MedusaStep:
     """Medusa heads at one step of B requests; see `build.Marginal`."""
 
     heads: MedusaHeads | PackedHeads
-    hidden_states: Tensor  # [B, H], as for `proposer.draft`
-    lm_head: LMHead | None = None
+    hidden_states: Tensor  # [B, H], the target's last, after its final norm
+    lm_head: LMHead | None = None  # the target's, for heads that share it
     sharpness: Tensor | None = None  # float32 [>= D], factors on each head's logits; None: 1
     read: ReadChoices | None = None  # None: the logits cover the whole vocabulary
+    stages: Stages | None = None  # None: all heads run at once
+    useful: Tensor | None = None  # int64 [B], as for `Stages.choices`
+    min_survival: float = 0.0  # as for `Stages.choices`
 
-    def marginals(self, depth: int, width: int, first: int = 0) -> Choices:
+    def marginals(self, depth: int, width: int) -> Choices:
+        """See `build.Marginal`."""
+        if self.stages is None or self.useful is None:
+            return self.choices(depth, width)
+        return self.stages.choices(self.choices, depth, width, self.useful, self.min_survival)
+
+    def choices(self, depth: int, width: int, first: int = 0) -> Choices:
         """The choices of heads ``first`` to ``depth`` - 1 (packed heads)."""
         sharpness = None if self.sharpness is None else self.sharpness[first:]
         read = self.read or functools.partial(read_choices, token_map=self.heads.token_map)
@@ -49,7 +58,7 @@ class HydraStep:
     def __init__(
         self,
         heads: HydraHeads | PackedHydra,
-        hidden_states: Tensor,  # [B, H], as for `proposer.draft`
+        hidden_states: Tensor,  # [B, H], as for `MedusaStep`
         embed: Embed,
         lm_head: LMHead | None = None,
         sharpness: Tensor | None = None,  # as for `MedusaStep`
@@ -91,7 +100,7 @@ class Stages:
 
     def choices(
         self,
-        run: Callable[[int, int, int], Choices],  # `MedusaStep.marginals`
+        run: Callable[[int, int, int], Choices],  # `MedusaStep.choices`
         depth: int,
         width: int,
         useful: Tensor,  # int64 [B], max useful depth per request
@@ -112,20 +121,4 @@ class Stages:
         return Choices(
             torch.cat([found.token_ids, rest.token_ids], 1),
             torch.cat([found.log_confidence, rest.log_confidence], 1),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class StagedStep:
-    """`MedusaStep` whose deep heads run only when needed."""
-
-    step: MedusaStep
-    stages: Stages
-    useful: Tensor
-    min_survival: float
-
-    def marginals(self, depth: int, width: int) -> Choices:
-        """See `build.Marginal`."""
-        return self.stages.choices(
-            self.step.marginals, depth, width, self.useful, self.min_survival
         )

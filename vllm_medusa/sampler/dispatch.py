@@ -1,6 +1,6 @@
 """Dispatch of the acceptance rules: Triton if available, else torch.
 
-No host sync. How to add a rule: see `vllm_medusa.sampler`.
+No host sync.
 """
 
 from __future__ import annotations

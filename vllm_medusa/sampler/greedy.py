@@ -6,10 +6,15 @@ child of a node is kept, so the kept nodes below the root form one path.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from ctypes import c_int32, c_int64, c_void_p
+
 import torch
 from torch import Tensor
 
-from vllm_medusa.sampler.path import Verdict, accept_path, close_path
+from vllm_medusa.kernels import CPU_DTYPES, cpu_library
+from vllm_medusa.sampler.path import Path, Verdict, accept_path, close_path
 from vllm_medusa.tree.batch import TreeBatch
 
 
@@ -28,3 +33,36 @@ def greedy_verdict(tree: TreeBatch, token_ids: Tensor, target_argmax: Tensor) ->
     path = accept_path(tree, match & (first.gather(1, parents) == index))
     final = target_argmax.gather(1, path.last_node.unsqueeze(1)).squeeze(1)
     return close_path(path, token_ids, final)
+
+
+def greedy_walk(
+    logits: Tensor,  # [R, V] on the host, fp32, bf16 or fp16
+    cu_nodes: Tensor,  # int64 [B + 1], the first row of each request's nodes
+    tree: TreeBatch,
+    token_ids: Tensor,  # int64 [B, N]
+) -> Verdict:
+    """`greedy_verdict` on CPUs, by `greedy.cpp`: only rows on the path are read."""
+    batch, columns = tree.batch_size, tree.max_depth + 1
+    rows = logits if logits.stride(1) == 1 else logits.contiguous()
+    counts, parents = tree.num_nodes.to(torch.int64), tree.parents.contiguous()
+    path, output = torch.empty((2, batch, columns), dtype=torch.int64)
+    num_accepted, last_node = torch.empty((2, batch), dtype=torch.int64)
+    _kernel()(
+        rows.data_ptr(), CPU_DTYPES[rows.dtype], rows.shape[1], rows.stride(0),
+        cu_nodes.data_ptr(), counts.data_ptr(), batch, tree.max_nodes, parents.data_ptr(),
+        token_ids.data_ptr(), columns, path.data_ptr(), output.data_ptr(),
+        num_accepted.data_ptr(), last_node.data_ptr(),
+    )  # fmt: skip
+    return Verdict(Path(path, num_accepted, last_node), output)
+
+
+@functools.cache
+def _kernel() -> Callable[..., None]:
+    function = cpu_library().greedy_walk
+    pointer, count = c_void_p, c_int64
+    function.argtypes = (
+        pointer, c_int32, count, count, pointer, pointer, count, count, pointer, pointer, count,
+        pointer, pointer, pointer, pointer,
+    )  # fmt: skip
+    function.restype = None
+    return function  # type: ignore[no-any-return]

@@ -69,7 +69,7 @@ def walk(
 def accept(
     accepted_ptr,  # bool [B, N]
     accepted_b,
-    score_ptr,  # float32 [B, N] if HAS_SCORE
+    score_ptr,  # float32 [B, N]
     score_b,
     num_nodes_ptr,  # integer [B]
     depths_ptr,  # int64 [B, N]
@@ -82,7 +82,6 @@ def accept(
     num_accepted_ptr,  # out, int64 [B]
     last_node_ptr,  # out, int64 [B]
     max_depth,
-    HAS_SCORE: tl.constexpr,
     NUM_WORDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -104,11 +103,10 @@ def accept(
     reached_depth = tl.where(reached, depths, -1)
     deepest = tl.max(reached_depth, 0)
     best = reached_depth == deepest
-    if HAS_SCORE:
-        score = tl.load(score_ptr + request * score_b + index, mask=exists, other=0.0)
-        score = tl.where(best & (score == score), score, float("-inf"))  # NaN is lowest
-        score = tl.where(score == float("inf"), _LARGEST, score)  # as in nan_to_num
-        best = best & (score == tl.max(score, 0))
+    score = tl.load(score_ptr + request * score_b + index, mask=exists, other=0.0)
+    score = tl.where(best & (score == score), score, float("-inf"))  # NaN is lowest
+    score = tl.where(score == float("inf"), _LARGEST, score)  # as nan_to_num has it
+    best = best & (score == tl.max(score, 0))
     last = tl.min(tl.where(best, index, BLOCK_N), 0)
 
     # One ancestor per depth, including the node: each is written to the column of its depth.

@@ -60,15 +60,15 @@ def target_verdict(
     return out
 
 
-def accept_path(tree: TreeBatch, node_accepted: Tensor, score: Tensor | None = None) -> Path:
+def accept_path(tree: TreeBatch, node_accepted: Tensor, score: Tensor) -> Path:
     """The longest path of accepted nodes: `path.accept_path`, with ``score`` in fp32."""
     batch, nodes = tree.parents.shape
     out = empty_verdict(batch, tree.max_depth, node_accepted.device).path
     assert node_accepted.shape == (batch, nodes) and node_accepted.dtype == torch.bool
-    assert score is None or (score.shape == (batch, nodes) and score.dtype == torch.float32)
+    assert score.shape == (batch, nodes) and score.dtype == torch.float32
     kernel.accept[(batch,)](
         *_strided(node_accepted),
-        *_strided(node_accepted if score is None else score),  # unread without a score
+        *_strided(score),
         *_strided(tree.num_nodes),
         *_strided(tree.depths),
         *_strided(tree.ancestor_bits),
@@ -76,7 +76,6 @@ def accept_path(tree: TreeBatch, node_accepted: Tensor, score: Tensor | None = N
         *_strided(out.num_accepted),
         *_strided(out.last_node),
         tree.max_depth,
-        HAS_SCORE=score is not None,
         NUM_WORDS=tree.ancestor_bits.shape[2],
         BLOCK_N=_block(nodes),
         BLOCK_D=_block(tree.max_depth + 1),

@@ -26,14 +26,11 @@ from vllm_medusa.tree.batch import TreeBatch
 NodeSampler = Callable[[int, Tensor, Tensor], Tensor]
 
 
-def lossless_walk(
-    tree: TreeBatch, token_ids: Tensor, sample: NodeSampler, early_exit: bool = False
-) -> Verdict:
+def lossless_walk(tree: TreeBatch, token_ids: Tensor, sample: NodeSampler) -> Verdict:
     """Walk all requests down their trees, one call of ``sample`` per level.
 
     ``token_ids`` is int64 [B, N]. Of siblings with the sampled token, the first in node order
-    is accepted. ``early_exit`` stops once no request is active: a host sync per level, useful if
-    syncs are free (CPU) or sampling is expensive.
+    is taken. Stops once no request is active: a host sync per level.
     """
     index = torch.arange(tree.max_nodes, device=tree.parents.device)  # [N]
     children = torch.where(tree.valid, tree.parents, -1)  # [B, N]: padding is not a child
@@ -43,7 +40,7 @@ def lossless_walk(
     nodes = [node]
     outputs = []
     for level in range(tree.max_depth + 1):
-        if early_exit and not bool(active.any()):
+        if not bool(active.any()):
             break
         token = sample(level, node, active)
         outputs.append(torch.where(active, token, NO_TOKEN))

@@ -7,6 +7,7 @@ the accepted draft tokens and one more token: *recovered* if the path stops at a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,20 +80,23 @@ def close_path(path: Path, token_ids: Tensor, final_token: Tensor) -> Verdict:
     return Verdict(path=path, output_token_ids=torch.where(column < end, accepted, tail))
 
 
+def combine(join: Callable[..., Tensor], *verdicts: Verdict) -> Verdict:
+    """A verdict whose tensors are each ``join`` of the given verdicts' tensors."""
+    parts = ((*vars(each.path).values(), each.output_token_ids) for each in verdicts)
+    nodes, num_accepted, last_node, token_ids = (join(*each) for each in zip(*parts, strict=True))
+    return Verdict(Path(nodes, num_accepted, last_node), token_ids)
+
+
 def select_verdict(choose: Tensor, chosen: Verdict, other: Verdict) -> Verdict:
     """Request by request, ``chosen`` where ``choose`` bool [B] holds, else ``other``.
 
     For batches that mix rules, such as greedy and typical requests.
     """
-    wide = choose.unsqueeze(1)
-    return Verdict(
-        path=Path(
-            nodes=torch.where(wide, chosen.path.nodes, other.path.nodes),
-            num_accepted=torch.where(choose, chosen.path.num_accepted, other.path.num_accepted),
-            last_node=torch.where(choose, chosen.path.last_node, other.path.last_node),
-        ),
-        output_token_ids=torch.where(wide, chosen.output_token_ids, other.output_token_ids),
-    )
+
+    def select(one: Tensor, two: Tensor) -> Tensor:
+        return torch.where(choose if one.ndim == 1 else choose.unsqueeze(1), one, two)
+
+    return combine(select, chosen, other)
 
 
 def _node_index(tree: TreeBatch) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from vllm_medusa.kernels import CPU_DTYPES, cpu_library
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.tree.batch import TreeBatch
+from vllm_medusa.tree.packing import num_words
 
 
 class AttentionPlan(Structure):
@@ -85,13 +86,6 @@ def _plan(
     window: int | None,
     depths: Tensor | None,
 ) -> AttentionPlan:
-    if window is not None and window < 1:
-        raise ValueError(f"sliding window is {window}; it must be at least 1, or None")
-    if num_heads % layout.num_kv_heads:
-        raise ValueError(
-            f"{num_heads} query heads do not match {layout.num_kv_heads} key heads; "
-            "the first number must be a multiple of the second"
-        )
     if layout.head_size % 16 or layout.block_size % 16:
         raise ValueError(
             f"head size {layout.head_size} and block size {layout.block_size} must be multiples of "
@@ -172,4 +166,49 @@ def kernel() -> Callable[[Any, Any], None]:
     """The compiled kernel; RuntimeError if there is no C++ compiler."""
     function = cpu_library().tree_attention
     function.argtypes, function.restype = (POINTER(AttentionPlan), POINTER(_Layer)), None
+    return function  # type: ignore[no-any-return]
+
+
+def topologies(parents: Tensor, num_nodes: Tensor) -> TreeBatch:
+    """`TreeBatch.from_parents` of trees on the host (contiguous), with the exact `max_depth`."""
+    batch, width = parents.shape
+    words = num_words(width)
+    ancestors = torch.empty((batch, width, width), dtype=torch.bool)
+    bits = torch.empty((batch, width, words), dtype=torch.int64)
+    depths = torch.empty_like(parents)
+    max_depth = _topologies()(
+        parents.data_ptr(), num_nodes.data_ptr(), batch, width, words, ancestors.data_ptr(),
+        bits.data_ptr(), depths.data_ptr(),
+    )  # fmt: skip
+    return TreeBatch(num_nodes, parents, depths, bits, ancestors, max_depth)
+
+
+@functools.cache
+def _topologies() -> Callable[..., int]:
+    function = cpu_library().tree_topologies
+    function.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 3)
+    function.restype = c_int64
+    return function  # type: ignore[no-any-return]
+
+
+def write_positions(
+    positions: Tensor,  # int64 [>= T], written in place
+    base: Tensor,  # integer [B]
+    tree: TreeBatch,
+    first_row: Tensor,  # int64 [B], the row of each root
+) -> None:
+    """`positions.write_node_positions` on the host."""
+    base, counts = base.to(torch.int64), tree.num_nodes.to(torch.int64)
+    depths = tree.depths.contiguous()
+    _positions()(
+        positions.data_ptr(), base.data_ptr(), first_row.data_ptr(), counts.data_ptr(),
+        *depths.shape, depths.data_ptr(),
+    )  # fmt: skip
+
+
+@functools.cache
+def _positions() -> Callable[..., None]:
+    function = cpu_library().tree_positions
+    function.argtypes = (*[c_void_p] * 4, c_int64, c_int64, c_void_p)
+    function.restype = None
     return function  # type: ignore[no-any-return]

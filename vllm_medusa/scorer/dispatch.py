@@ -22,7 +22,6 @@ def paged_tree_attention(
     sinks: Tensor | None = None,  # [Hq]
     k_scale: Tensor | None = None,  # fp32, one element
     v_scale: Tensor | None = None,  # fp32, one element
-    lse: Tensor | None = None,  # fp32 [T, Hq]
 ) -> Tensor:
     """Attend every row to its visible keys; keys and values are in the cache.
 
@@ -42,7 +41,6 @@ def paged_tree_attention(
         sinks: An additional logit per head, without a value.
         k_scale: Divisor of fp8 keys; None for 1.
         v_scale: Divisor of fp8 values; None for 1.
-        lse: Output: log(sum(exp(logits))) of every row and head, sinks included.
 
     Returns:
         ``out``.
@@ -51,7 +49,7 @@ def paged_tree_attention(
         ImportError: Triton is missing on a GPU.
 
     """
-    check_arguments(query, key_cache, value_cache, batch, out, window, sinks, lse)
+    check_arguments(query, key_cache, value_cache, batch, out, window, sinks)
     if uses_kernel(query.device.type):
         from vllm_medusa.scorer.launch import paged_tree_attention_kernel as run
     else:
@@ -68,5 +66,4 @@ def paged_tree_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
-        lse=lse,
     )

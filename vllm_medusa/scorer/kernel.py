@@ -22,8 +22,7 @@ down to a whole tile: own tiles then start close to the program's first row, and
 Parts are whole tiles, evenly distributed over the grid's last axis; a short request leaves some
 empty, with an LSE of -inf. Each part's normalized output and LSE go to the workspace and `merge`
 weighs them; a single part writes the output directly. The grid depends only on shapes and upper
-bounds. Softmax uses base 2, but output LSE are natural: a context processed by another kernel
-(such as FlashAttention) could be merged as one more part.
+bounds alone. Softmax runs in base 2, the LSE of parts are natural.
 
 Instead of searching for a program's request: request b owns the tiles from
 ``cu_query_lens[b] * group // BLOCK_M + b`` on, which is always enough. If all
@@ -65,7 +64,7 @@ def attend(
     key_ptr,  # [num_blocks, BLOCK_SIZE, Hkv, D]
     value_ptr,  # [num_blocks, BLOCK_SIZE, Hkv, D]
     out_ptr,  # [T, Hq, D]; in parts: fp32 [T, Hq, num_splits, D]
-    lse_ptr,  # fp32 [T, Hq]; in parts: fp32 [T, Hq, num_splits]
+    lse_ptr,  # in parts: fp32 [T, Hq, num_splits]
     cu_query_lens_ptr,  # [B + 1]
     seq_lens_ptr,  # [B]
     block_table_ptr,  # [B, max_blocks]
@@ -114,7 +113,6 @@ def attend(
     HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
     INTERPRETED: tl.constexpr,  # the interpreter multiplies bf16 wrongly
 ):
     """BLOCK_M folded rows of one request and key head over one part of the keys."""
@@ -319,9 +317,6 @@ def attend(
             share = tl.exp(lse - larger)
             both = share + tl.exp(sink - larger)
             acc = acc * (share / both)[:, None]
-            lse = larger + tl.log(both)
-        if HAS_LSE:
-            tl.store(lse_ptr + result, lse, mask=exists)
         tl.store(
             out_ptr
             + token[:, None] * out_stride_row
@@ -337,7 +332,6 @@ def merge(
     values_ptr,  # fp32 [T, Hq, num_splits, D], normalized
     parts_lse_ptr,  # fp32 [T, Hq, num_splits], natural
     out_ptr,  # [T, Hq, D]
-    lse_ptr,  # fp32 [T, Hq] or None
     cu_query_lens_ptr,  # [B + 1]
     sinks_ptr,  # [Hq] or None
     batch_size,
@@ -349,7 +343,6 @@ def merge(
     HEAD_PADDED: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
 ):
     """Combine the parts of one row and head, weighted by their LSE."""
     token = tl.program_id(0)
@@ -383,5 +376,3 @@ def merge(
         out.to(out_ptr.dtype.element_ty),
         mask=channel < HEAD_SIZE,
     )
-    if HAS_LSE:
-        tl.store(lse_ptr + result, top + tl.log(divisor))

@@ -61,9 +61,8 @@ def paged_tree_attention_kernel(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    lse: Tensor | None = None,
 ) -> Tensor:
-    """Launch; see `paged.paged_tree_attention`, which checks the arguments."""
+    """Launch; see `dispatch.paged_tree_attention`, which checks the arguments."""
     num_rows, num_heads, head_size = query.shape
     kv_heads, block_size = key_cache.shape[2], key_cache.shape[1]
     batch_size, num_nodes = batch.depths.shape
@@ -91,7 +90,7 @@ def paged_tree_attention_kernel(
         key_cache,
         value_cache,
         out if parts is None else parts.values,
-        lse if parts is None else parts.lse,
+        None if parts is None else parts.lse,
         batch.cu_query_lens,
         batch.seq_lens,
         batch.block_table,
@@ -129,7 +128,6 @@ def paged_tree_attention_kernel(
         HAS_SINKS=sinks is not None,
         HAS_K_SCALE=k_scale is not None,
         HAS_V_SCALE=v_scale is not None,
-        HAS_LSE=lse is not None,
         INTERPRETED=INTERPRETED,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -140,7 +138,6 @@ def paged_tree_attention_kernel(
             parts.values,
             parts.lse,
             out,
-            lse,
             batch.cu_query_lens,
             sinks,
             batch_size,
@@ -151,7 +148,6 @@ def paged_tree_attention_kernel(
             HEAD_PADDED=padded,
             SPLITS_PADDED=splits_padded,
             HAS_SINKS=sinks is not None,
-            HAS_LSE=lse is not None,
             num_warps=8 if splits_padded * padded > 8192 else 4,
         )
     return out

@@ -72,6 +72,11 @@ class CacheLayout:
         return cls(isa, heads, block_size, width // 2, stride)
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """See `kv.packed.Packing`."""
+        return self.block_size, self.block_stride, self.num_kv_heads, self.head_size
+
+    @property
     def half(self) -> int:
         """Elements of the keys, or of the values, of one head in one block."""
         return self.block_size * self.head_size
@@ -95,11 +100,10 @@ class CacheLayout:
         halves = torch.arange(2 * self.num_kv_heads).view(-1, 2, 1) * self.half
         return halves + torch.stack(inner)
 
-    def flat(self, kv_cache: Tensor, row: int = 1) -> Tensor:
-        """View the cache as rows of ``row`` elements; offsets above are in elements."""
+    def flat(self, kv_cache: Tensor) -> Tensor:
+        """View all elements of the cache as one row; offsets above are in elements."""
         span = (kv_cache.shape[0] - 1) * self.block_stride + 2 * self.num_kv_heads * self.half
-        shape, strides = ((span,), (1,)) if row == 1 else ((span // row, row), (row, 1))
-        return kv_cache.as_strided(shape, strides)
+        return kv_cache.as_strided((span,), (1,))
 
     def element_offsets(self, slots: Tensor) -> Tensor:
         """Offsets of all elements of the tokens in ``slots`` [...].
@@ -110,10 +114,3 @@ class CacheLayout:
         token = self.token_offsets[:, slots - block * self.block_size]  # [2, ...]
         start = (block * self.block_stride + token).movedim(0, -1)  # [..., 2]
         return start[..., None, :, None] + self.channel_offsets
-
-
-def gather_tokens(kv_cache: Tensor, isa: str, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Read whole tokens: keys and values, each [..., num_kv_heads, head_size] for slots [...]."""
-    layout = CacheLayout.of(kv_cache, isa)
-    tokens = layout.flat(kv_cache)[layout.element_offsets(slots.to(torch.int64))]
-    return tokens[..., 0, :], tokens[..., 1, :]

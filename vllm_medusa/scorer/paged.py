@@ -41,8 +41,8 @@ MAX_HEAD_SIZE = 256
 class SplitWorkspace:
     """Memory for partial results: for every row, head and part one normalized output and its LSE.
 
-    Created once and reused by every layer and step. Contexts processed by other means can be merged
-    in the same way: LSE are natural logarithms of the sum of exp(logit), without sinks.
+    Made once and reused by every layer and step. The LSE are
+    natural logarithms of the sum of exp(logit), without sinks.
     """
 
     values: Tensor  # fp32 [capacity * head_size]
@@ -90,39 +90,37 @@ class PagedBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class PagedBranches:
-    """Persistent buffers of the scratch nodes of all requests.
+class TreeBuffers:
+    """Persistent trees of all requests of a step: CUDA graphs read them where they lie."""
 
-    The nodes are their requests' own rows; the levels before the newest are `rows_before`.
-    """
-
-    ancestor_bits: Tensor  # int64 [max requests, S, W]
-    depths: Tensor  # int64 [max requests, S]; only used with windows
+    ancestor_bits: Tensor  # int64 [max requests, N, W]
+    depths: Tensor  # int64 [max requests, N]
     is_tree: Tensor  # bool [max requests]
 
     @classmethod
-    def allocate(cls, requests: int, size: int, device: torch.device | str) -> PagedBranches:
-        """For at most ``requests`` requests of ``size`` nodes."""
+    def allocate(
+        cls, requests: int, nodes: int, device: torch.device | str, *, is_tree: bool
+    ) -> TreeBuffers:
+        """For at most ``requests`` requests of ``nodes`` nodes."""
         with torch.inference_mode(False):  # otherwise writable only in inference mode
             return cls(
-                torch.zeros(requests, size, num_words(size), dtype=torch.int64, device=device),
-                torch.zeros(requests, size, dtype=torch.int64, device=device),
-                torch.ones(requests, dtype=torch.bool, device=device),
+                torch.zeros(requests, nodes, num_words(nodes), dtype=torch.int64, device=device),
+                torch.zeros(requests, nodes, dtype=torch.int64, device=device),
+                torch.full((requests,), is_tree, device=device),
             )
 
     def batch(
         self,
-        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
         cu_query_lens: Tensor,  # int32 [B + 1]
-        seq_lens: Tensor,  # int32 [B], context and scratch
+        seq_lens: Tensor,  # int32 [B]
         block_table: Tensor,  # int32 [B, max_blocks]
-        most_queries: int,  # max per request, in any level
+        max_query_len: int,
         num_splits: int = 1,
         workspace: SplitWorkspace | None = None,
+        rows_before: int = 0,
     ) -> PagedBatch:
-        """One level; no host sync."""
-        (count, queries, size), bits = seen.shape, pack_ancestors(seen)
-        self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
+        """A step of the first requests; see `PagedBatch`."""
+        count = len(seq_lens)
         return PagedBatch(
             cu_query_lens=cu_query_lens,
             seq_lens=seq_lens,
@@ -130,11 +128,30 @@ class PagedBranches:
             is_tree=self.is_tree[:count],
             ancestor_bits=self.ancestor_bits[:count],
             depths=self.depths[:count],
-            max_query_len=most_queries,
+            max_query_len=max_query_len,
             num_splits=num_splits,
             workspace=workspace,
-            rows_before=size - queries,
+            rows_before=rows_before,
         )
+
+    def level(
+        self,
+        seen: Tensor,  # bool [B, queries, S]: which of the S scratch nodes each query attends to
+        cu_query_lens: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        max_query_len: int,
+        num_splits: int = 1,
+        workspace: SplitWorkspace | None = None,
+    ) -> PagedBatch:
+        """One level of a drafter's trees; the rest as for `batch`. No host sync.
+
+        The nodes are their requests' own rows; the levels above the newest one are `rows_before`.
+        """
+        (count, queries, size), bits = seen.shape, pack_ancestors(seen)
+        self.ancestor_bits[:count, size - queries : size, : bits.shape[2]] = bits
+        where, before = (cu_query_lens, seq_lens, block_table), size - queries
+        return self.batch(*where, max_query_len, num_splits, workspace, before)
 
 
 def check_arguments(
@@ -145,7 +162,6 @@ def check_arguments(
     out: Tensor,
     window: int | None,
     sinks: Tensor | None,
-    lse: Tensor | None,
 ) -> None:
     """Validate arguments of `dispatch.paged_tree_attention`; reads shapes and strides only."""
     rows, heads, dim = query.shape
@@ -157,6 +173,5 @@ def check_arguments(
     assert out.shape == query.shape and query.stride(2) == out.stride(2) == 1
     assert window is None or window >= 1, window
     assert sinks is None or sinks.shape == (heads,), sinks
-    assert lse is None or (lse.shape == (rows, heads) and lse.is_contiguous())
     if batch.workspace is not None:
         assert batch.num_splits <= batch.workspace.max_splits(rows, heads, dim), batch.num_splits

@@ -23,9 +23,8 @@ def paged_tree_attention_torch(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    lse: Tensor | None = None,
 ) -> Tensor:
-    """Attend in fp64; ``out`` and ``lse`` may be fp64 here. Reads lengths on the host."""
+    """Attend in fp64; ``out`` may be fp64 here. Reads lengths on the host."""
     block_size = key_cache.shape[1]
     starts = batch.cu_query_lens.tolist()
     for b, length in enumerate(batch.seq_lens.tolist()):
@@ -51,10 +50,8 @@ def paged_tree_attention_torch(
             _tokens(cache, blocks, slots % block_size, factor)
             for cache, factor in ((key_cache, k_scale), (value_cache, v_scale))
         )  # [L, Hkv, D]
-        result, total = attention_reference(query[rows], keys, values, seen, scale, softcap, sinks)
+        result = attention_reference(query[rows], keys, values, seen, scale, softcap, sinks)
         out[rows] = result.to(out.dtype)
-        if lse is not None:
-            lse[rows] = total.to(lse.dtype)
     return out
 
 

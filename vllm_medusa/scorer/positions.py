@@ -30,17 +30,10 @@ def write_node_positions(
     depths: Tensor,  # integer [B, N]
     cu_num_nodes: Tensor,  # integer [B + 1], from 0
     num_rows: int,  # T = cu_num_nodes[-1]
-    row_starts: Tensor | None = None,  # integer [B]; None: request b starts at cu_num_nodes[b]
+    row_starts: Tensor,  # integer [B], row of each root; other rows may be between the trees
 ) -> None:
-    """Write each node's position into its row of a preallocated buffer.
-
-    ``row_starts`` is for batches with other rows (a prefill chunk) between the trees:
-    node i of request b goes to row ``row_starts[b] + i``. Other rows are unchanged.
-    """
+    """Write each node's position into row ``row_starts[b] + i``; other rows keep their values."""
     request, node = ragged_rows(cu_num_nodes, num_rows)
     values = base[request] + depths[request, node].to(base.dtype)
-    if row_starts is None:
-        positions[:num_rows].copy_(values)
-    else:
-        rows = row_starts.to(torch.int64)[request] + node
-        positions.index_copy_(0, rows, values.to(positions.dtype))
+    rows = row_starts.to(torch.int64)[request] + node
+    positions.index_copy_(0, rows, values.to(positions.dtype))

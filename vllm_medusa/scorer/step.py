@@ -72,9 +72,10 @@ class TreeStep:
 
         Reads the trees on the host.
         """
-        tree = self.tree
-        before = torch.arange(tree.max_nodes - 1, device=tree.parents.device)
-        return ((tree.parents[:, 1:] != before) & tree.valid[:, 1:]).any(1).numpy()
+        parents, counts = self.tree.parents.numpy(), self.num_nodes[:, None]
+        nodes = np.arange(parents.shape[1])
+        branches: np.ndarray = ((parents != nodes - 1) & (nodes < counts)).any(1)
+        return branches
 
     @property
     def root_rows(self) -> Tensor:

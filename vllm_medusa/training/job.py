@@ -271,7 +271,7 @@ class Job:
         kept, needed = states.cached_bytes, states.needed_bytes
         if kept < needed:
             self.progress.note(
-                f"{kept / 1e9:.2f} of {needed / 1e9:.2f} GB of hidden states are kept; the rest is "
+                f"{kept / 1e9:.2f} of {needed / 1e9:.2f} GB of hidden states cached; the rest is "
                 "computed in every epoch"
             )
 

@@ -157,18 +157,6 @@ class TreeBatch:
             max_depth=max_depth,
         )
 
-    def prefix(self, width: int) -> TreeBatch:
-        """The same trees padded to ``width`` nodes, at least their max node count: views."""
-        if width == self.max_nodes:
-            return self
-        return replace(
-            self,
-            parents=self.parents[:, :width],
-            depths=self.depths[:, :width],
-            ancestor_bits=self.ancestor_bits[:, :width, : num_words(width)],
-            ancestors=self.ancestors[:, :width, :width],
-        )
-
     def select(self, requests: Tensor) -> TreeBatch:
         """The trees of ``requests`` (int64 [Q]) as a separate batch, still N wide."""
         return replace(
@@ -180,22 +168,18 @@ class TreeBatch:
             ancestors=self.ancestors[requests],
         )
 
-    def with_trees(
-        self, requests: Tensor, parents: Tensor, num_nodes: Tensor, max_depth: int = 0
-    ) -> TreeBatch:
-        """The same batch, with other trees for some requests.
+    def with_trees(self, requests: Tensor, parents: Tensor, num_nodes: Tensor) -> TreeBatch:
+        """The same batch, with other trees for some requests, as deep as `max_depth` at most.
 
         Args:
             requests: int64 [Q].
             parents: int64 [Q, N] of their nodes, -1 for the root and padding.
             num_nodes: integer [Q].
-            max_depth: Upper bound of their depths, if it may exceed the batch's `max_depth`.
 
         """
         ancestors = dense_ancestors(parents)  # [Q, N, N]
         return replace(
             self,
-            max_depth=max(self.max_depth, max_depth),
             num_nodes=self.num_nodes.index_copy(0, requests, num_nodes),
             parents=self.parents.index_copy(0, requests, parents),
             depths=self.depths.index_copy(0, requests, ancestors.sum(-1) - 1),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from vllm_medusa.tree.topology import MAX_NODES, Path, TokenTree
 
@@ -63,24 +61,6 @@ class DynamicTree:
     def max_depth(self) -> int:
         """Number of heads that the pool uses."""
         return self.pool.max_depth
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON; `from_dict` reads it back."""
-        return {
-            "pool": asdict(self.pool) if isinstance(self.pool, Beam) else self.pool.to_lists(),
-            "num_nodes": self.num_nodes,
-            "sharpness": None if self.sharpness is None else list(self.sharpness),
-        }
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> DynamicTree:
-        """Read the output of `to_dict`."""
-        sharpness, pool = plain["sharpness"], plain["pool"]
-        return cls(
-            Beam(**pool) if isinstance(pool, dict) else TokenTree(tuple(map(tuple, pool))),
-            plain["num_nodes"],
-            None if sharpness is None else tuple(sharpness),
-        )
 
 
 def widest_pool(num_heads: int, num_ranks: int, num_nodes: int = MAX_NODES) -> TokenTree:

@@ -160,18 +160,13 @@ def _unsupported_on_v2(config: Any) -> Iterator[str]:
         yield "enable_trace_replay only supports chains. Disable it."
 
 
-def _max_tokens(config: Any) -> int:
-    """Max tokens of a step."""
-    scheduler = config.scheduler_config
-    return int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
-
-
 def _too_small(config: Any, options: EngineOptions) -> Iterator[str]:
     """Refuse steps that are too small for a static tree; warn if they may be."""
     if options.budget is not None:  # dynamic trees adapt to the available rows
         return
-    nodes, tokens = options.tree.num_nodes, _max_tokens(config)
-    seqs = config.scheduler_config.max_num_seqs
+    nodes, scheduler = options.tree.num_nodes, config.scheduler_config
+    tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    seqs = scheduler.max_num_seqs
     if tokens < nodes:
         yield (
             f"the tree has {nodes} nodes (root included), but a step schedules at most {tokens} "

@@ -40,13 +40,6 @@ def on_cuda() -> bool:
     return bool(current_platform.is_cuda())
 
 
-def on_cpu() -> bool:
-    """Whether vLLM runs on CPUs."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
 def uses_v2_runner(parallel_config: Any) -> bool:
     """Whether vLLM will use its V2 model runner, by vLLM's own rule.
 
@@ -81,13 +74,6 @@ def derives_from(worker_cls: Any, base: str) -> bool:
     except (ImportError, AttributeError, ValueError):
         return False
     return isinstance(found, type) and issubclass(found, resolve_obj_by_qualname(base))
-
-
-def forget_attention_backends() -> None:
-    """Clear vLLM's cache of selected backends, which may be from an earlier engine."""
-    from vllm.v1.attention import selector
-
-    selector._cached_get_attn_backend.cache_clear()
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:

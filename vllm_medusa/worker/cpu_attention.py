@@ -6,7 +6,7 @@ Chains use vLLM's kernel.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from vllm_medusa.kv.packed import compact_packed
+from vllm_medusa.kv.packed import PackedCaches
 from vllm_medusa.scorer.cpu import (
     AttentionPlan,
     kernel,
@@ -32,46 +32,52 @@ from vllm_medusa.scorer.cpu import (
 )
 from vllm_medusa.scorer.layout import CacheLayout
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree.batch import TreeBatch
+
+REPLACES = "CPU_ATTN"
+
+
+# (layout of a layer's cache, its query heads, its window or None)
+MakePlan = Callable[[CacheLayout, int, int | None], AttentionPlan]
 
 
 @dataclass
 class TreeMetadata(CPUAttentionMetadata):
-    """vLLM's metadata of a step in which some request verifies a tree with branches.
+    """vLLM's metadata for our kernel: some request verifies a tree that branches.
 
-    ``plain`` is vLLM's own metadata of the other requests, whose token rows are ``plain_rows``.
+    Or it is one level of a drafter's trees. ``plain`` is vLLM's own metadata of the other requests,
+    whose token rows are ``plain_rows``.
     """
 
-    tree: TreeBatch | None = None  # of those requests
-    base: Tensor | None = None  # int64 [trees], context tokens before each root
-    row_starts: Tensor | None = None  # int64 [trees], token row of each root
+    make_plan: MakePlan | None = None  # never None; a default is required after vLLM's fields
     plain: CPUAttentionMetadata | None = None
     plain_rows: Tensor | None = None  # int64
     plans: dict[tuple[CacheLayout, int, int], AttentionPlan] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, common: CommonAttentionMetadata, make_plan: MakePlan, **changes: Any
+    ) -> TreeMetadata:
+        """Metadata of all rows of ``common``."""
+        return cls(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            make_plan=make_plan,
+            **changes,
+        )
 
     def plan(self, layout: CacheLayout, num_heads: int, window: int) -> AttentionPlan:
         """The plan shared by all layers of one shape; built by the first."""
         key = (layout, num_heads, window)
         if key not in self.plans:
-            self.plans[key] = self._plan(layout, num_heads, window if window > 0 else None)
+            assert self.make_plan is not None
+            self.plans[key] = self.make_plan(layout, num_heads, window if window > 0 else None)
         return self.plans[key]
-
-    def _plan(self, layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
-        assert self.tree is not None and self.base is not None
-        return plan_trees(
-            self.tree, self.base, self.block_table, layout, num_heads, window, self.row_starts
-        )
-
-
-@dataclass
-class BranchMetadata(TreeMetadata):
-    """A drafter's metadata of one level of its trees, see `scorer.cpu.plan_branches`."""
-
-    seen: Tensor | None = None  # bool [B, queries, S]
-
-    def _plan(self, layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
-        assert self.seen is not None and self.base is not None and window is None
-        return plan_branches(self.seen, self.base, self.block_table, layout, num_heads)
 
 
 class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -96,40 +102,27 @@ class TreeMetadataBuilder(CPUAttentionMetadataBuilder):
             part, rows = _part(common, ~is_tree, starts)
             plain = super().build(common_prefix_len, part, fast_build)
         trees = torch.from_numpy(np.flatnonzero(is_tree))
-        whole = len(trees) == len(is_tree)
-        num_nodes = torch.from_numpy(step.num_nodes)
-        return TreeMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc,
-            max_seq_len=common.max_seq_len,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor if whole else common.block_table_tensor[trees],
-            slot_mapping=common.slot_mapping,
-            scheduler_metadata=None,
-            tree=step.tree if whole else step.tree.select(trees),
-            base=(common.seq_lens - num_nodes)[trees],
-            row_starts=torch.from_numpy(starts[:-1][is_tree].astype(np.int64)),
-            plain=plain,
-            plain_rows=rows,
-        )
+        tree, table = step.tree, common.block_table_tensor
+        if len(trees) < len(is_tree):
+            tree, table = tree.select(trees), table[trees]
+        base = (common.seq_lens - torch.from_numpy(step.num_nodes))[trees]
+        row_starts = torch.from_numpy(starts[:-1][is_tree].astype(np.int64))
+
+        def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
+            return plan_trees(tree, base, table, layout, num_heads, window, row_starts)
+
+        return TreeMetadata.of(common, plan, plain=plain, plain_rows=rows)
 
     def build_branches(
         self, common: CommonAttentionMetadata, seen: Tensor, base: Tensor
-    ) -> BranchMetadata:
+    ) -> TreeMetadata:
         """One level of a drafter's trees: ``seen`` bool [B, queries, S], ``base`` int64 [B]."""
-        return BranchMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc,
-            max_seq_len=common.max_seq_len,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-            scheduler_metadata=None,
-            base=base,
-            seen=seen,
-        )
+
+        def plan(layout: CacheLayout, num_heads: int, window: int | None) -> AttentionPlan:
+            assert window is None, "drafters with a window are refused"
+            return plan_branches(seen, base, common.block_table_tensor, layout, num_heads)
+
+        return TreeMetadata.of(common, plan)
 
 
 def _part(
@@ -172,6 +165,7 @@ class TreeAttentionImpl(CPUAttentionBackendImpl):
     """One attention layer."""
 
     _layout: CacheLayout | None = None
+    group_caches: Any = None  # of `compact_group`, kept by a group's first layer
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -259,6 +253,12 @@ def compact_group(
     num_accepted: Tensor,  # int64 [B]
 ) -> None:
     """Move the accepted paths to contiguous slots in every layer of a KV cache group."""
-    group = (layers[name] for name in layer_names)
-    caches = ((layer.kv_cache, CacheLayout.of(layer.kv_cache, layer.isa)) for layer in group)
-    compact_packed(caches, slots, path_nodes, num_accepted)
+    first = layers[layer_names[0]]
+    known: tuple[Tensor, int, PackedCaches] | None = first.impl.group_caches
+    if known is None or known[0] is not first.kv_cache or known[1] != len(layer_names):
+        group = [layers[name] for name in layer_names]
+        caches = PackedCaches(
+            (layer.kv_cache, CacheLayout.of(layer.kv_cache, layer.isa)) for layer in group
+        )
+        known = first.impl.group_caches = (first.kv_cache, len(group), caches)
+    known[2].compact(slots, path_nodes, num_accepted)

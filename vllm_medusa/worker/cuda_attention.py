@@ -26,6 +26,8 @@ from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import MAX_HEAD_SIZE, PagedBatch
 from vllm_medusa.worker.cuda_metadata import TreeMetadata, TreeMetadataBuilder
 
+REPLACES = "TRITON_ATTN"
+
 
 class TreeAttentionBackend(TritonAttentionBackend):
     """Replaces ``TRITON_ATTN``, without features that trees do not support."""

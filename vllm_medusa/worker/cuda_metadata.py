@@ -25,13 +25,12 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from vllm_medusa.kernels import uses_kernel
-from vllm_medusa.scorer.paged import PagedBatch, PagedBranches, SplitWorkspace
+from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace, TreeBuffers
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.scorer.tiles import FEWEST_SPLITS, LARGEST_BLOCK_M
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 from vllm_medusa.tree.dynamic import Beam
-from vllm_medusa.tree.packing import num_words
 from vllm_medusa.worker.eagle import beam_of, scratch_of
 from vllm_medusa.worker.options import EngineOptions, is_eagle, is_medusa
 
@@ -77,7 +76,7 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
         if trees is None:
             return plain
         if step is None:
-            trees.is_tree.zero_()  # a graph of trees may be replayed for this batch
+            trees.buffers.is_tree.zero_()  # a graph of trees may be replayed for this batch
             return plain
         trees.write(step.tree)
         return trees.add_to(plain)
@@ -102,7 +101,7 @@ class TreeMetadataBuilder(TritonAttentionMetadataBuilder):
         trees = self._trees
         if trees is None or not 1 < plain.max_query_len <= trees.num_nodes:
             return plain
-        trees.is_tree.fill_(True)
+        trees.buffers.is_tree.fill_(True)
         return trees.add_to(plain)
 
 
@@ -145,14 +144,12 @@ def _splits(shape: _Shape, batch: int, max_query_len: int, max_seq_len: int) -> 
 class _Trees:
     """Persistent device buffers shared by all steps of one KV cache group."""
 
-    depths: Tensor  # int64 [max requests of a step, N]
-    ancestor_bits: Tensor  # int64 [max requests of a step, N, W]
-    static: bool  # one tree for all: these two are views of it
-    is_tree: Tensor  # bool [max requests of a step]
+    buffers: TreeBuffers
+    static: bool  # one tree for all: the buffers are views of it
     workspace: SplitWorkspace | None  # None: keys are never split
     shape: _Shape
     beam: Beam | None  # of a drafter that attends over its own branches
-    branches: PagedBranches | None
+    branches: TreeBuffers | None
 
     @classmethod
     def of(cls, vllm_config: Any, spec: Any, num_heads: int, device: torch.device) -> _Trees:
@@ -168,31 +165,24 @@ class _Trees:
             if splits > 1:
                 maximum = max(maximum, batch * tree.num_nodes * num_heads * splits)
         workspace = SplitWorkspace.allocate(maximum, spec.head_size, device) if maximum else None
-        with torch.inference_mode(False):  # otherwise writable only in inference mode
-            is_tree = torch.zeros(scheduler.max_num_seqs, dtype=torch.bool, device=device)
-            if static := isinstance(tree, TokenTree):
-                tensors = TreeTensors.from_tree(tree, device)
-                depths, bits = tensors.depths, tensors.ancestor_bits
-                rows = [each.expand(len(is_tree), *each.shape) for each in (depths, bits)]
-            else:
-                nodes = tree.num_nodes
-                shapes = (nodes,), (nodes, num_words(nodes))
-                rows = [is_tree.new_zeros((len(is_tree), *s), dtype=torch.int64) for s in shapes]
+        requests = scheduler.max_num_seqs
+        buffers = TreeBuffers.allocate(requests, tree.num_nodes, device, is_tree=False)
+        if static := isinstance(tree, TokenTree):
+            tensors = TreeTensors.from_tree(tree, device)
+            bits, depths = tensors.ancestor_bits, tensors.depths
+            bits, depths = bits.expand(requests, -1, -1), depths.expand(requests, -1)
+            buffers = TreeBuffers(bits, depths, buffers.is_tree)
         beam = branches = None
         if is_eagle(vllm_config.speculative_config):
             beam = beam_of(tree)
-            branches = PagedBranches.allocate(len(is_tree), max(1, scratch_of(beam)), device)
-        return cls(rows[0], rows[1], static, is_tree, workspace, shape, beam, branches)
+            nodes = max(1, scratch_of(beam))
+            branches = TreeBuffers.allocate(requests, nodes, device, is_tree=True)
+        return cls(buffers, static, workspace, shape, beam, branches)
 
     @property
     def num_nodes(self) -> int:
         """N, root included."""
-        return self.depths.shape[1]
-
-    @property
-    def group(self) -> int:
-        """Query heads per key head: rows of the kernel per row of a request."""
-        return self.shape.num_heads // self.shape.kv_heads
+        return self.buffers.depths.shape[1]
 
     def bound(self, max_query_len: int) -> int:
         """An upper bound of rows per request with only two values, for trees and for prefill.
@@ -201,15 +191,17 @@ class _Trees:
         """
         if max_query_len <= self.num_nodes:
             return self.num_nodes
-        return max(max_query_len, -(-LARGEST_BLOCK_M // self.group))
+        group = self.shape.num_heads // self.shape.kv_heads  # kernel rows per row
+        return max(max_query_len, -(-LARGEST_BLOCK_M // group))
 
     def write(self, tree: TreeBatch) -> None:
         """Copy a step's trees into the buffers that CUDA graphs read."""
-        torch.gt(tree.num_nodes, 1, out=self.is_tree[: tree.batch_size])
+        buffers = self.buffers
+        torch.gt(tree.num_nodes, 1, out=buffers.is_tree[: tree.batch_size])
         if not self.static:  # later entries are stale, and no row attends to them
             batch, nodes, words = tree.ancestor_bits.shape
-            self.depths[:batch, :nodes] = tree.depths
-            self.ancestor_bits[:batch, :nodes, :words] = tree.ancestor_bits
+            buffers.depths[:batch, :nodes] = tree.depths
+            buffers.ancestor_bits[:batch, :nodes, :words] = tree.ancestor_bits
 
     def add_to(self, plain: TritonAttentionMetadata) -> TreeMetadata:
         """The metadata with the trees; ``is_tree`` must be written separately."""
@@ -217,7 +209,8 @@ class _Trees:
         rows = self.bound(plain.max_query_len)
         table = plain.block_table[:batch]
         splits = self.splits(plain, batch, rows)
-        paged = self.batch(plain.query_start_loc, plain.seq_lens, table, rows, splits)
+        where = plain.query_start_loc, plain.seq_lens, table
+        paged = self.buffers.batch(*where, rows, splits, self.workspace)
         return TreeMetadata(**vars(plain), paged=paged)
 
     def add_branches(self, plain: TritonAttentionMetadata, seen: Tensor) -> TreeMetadata:
@@ -225,7 +218,7 @@ class _Trees:
         assert self.beam is not None and self.branches is not None
         rows, splits = self.beam.width, self.splits(plain, len(seen), self.beam.width)
         where = plain.query_start_loc, plain.seq_lens, plain.block_table
-        paged = self.branches.batch(seen, *where, rows, splits, self.workspace)
+        paged = self.branches.level(seen, *where, rows, splits, self.workspace)
         return TreeMetadata(**vars(plain), paged=paged)
 
     def splits(self, plain: TritonAttentionMetadata, batch: int, rows: int) -> int:
@@ -237,33 +230,17 @@ class _Trees:
         )
         return min(self.shape.splits(batch, rows, plain.max_seq_len), room)
 
-    def batch(
-        self, cu: Tensor, seq_lens: Tensor, block_table: Tensor, rows: int, splits: int
-    ) -> PagedBatch:
-        """Requests of at most ``rows`` rows, with keys split into ``splits`` parts."""
-        count = len(seq_lens)
-        return PagedBatch(
-            cu_query_lens=cu,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            is_tree=self.is_tree[:count],
-            ancestor_bits=self.ancestor_bits[:count],
-            depths=self.depths[:count],
-            max_query_len=rows,
-            num_splits=splits,
-            workspace=self.workspace,
-        )
-
     def empty_batches(self) -> Iterator[PagedBatch]:
         """One request without rows for each kernel that steps need.
 
         A layer called with it and with `num_nodes` rows compiles its kernels and computes nothing.
         """
-        zeros = torch.zeros(1, 2, dtype=torch.int32, device=self.is_tree.device)
+        zeros = torch.zeros(1, 2, dtype=torch.int32, device=self.shape.device)
         parts, heads = {1}, self.shape.num_heads
         if self.workspace is not None:
             maximum = self.workspace.max_splits(self.num_nodes, heads, self.shape.head_size)
             merges = (FEWEST_SPLITS << i for i in range(3))  # one kernel each, up to 64
             parts |= {min(n, maximum) for n in merges if n == FEWEST_SPLITS or n // 2 < maximum}
         for rows, splits in product((self.num_nodes, self.bound(self.num_nodes + 1)), parts):
-            yield self.batch(zeros[0], zeros[0, :1], zeros, rows, splits)
+            where = zeros[0], zeros[0, :1], zeros
+            yield self.buffers.batch(*where, rows, splits, self.workspace)

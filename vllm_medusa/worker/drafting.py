@@ -12,13 +12,15 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.heads import HydraHeads, MedusaHeads, PackedHeads, PackedHydra, load_heads
 from vllm_medusa.proposer.build import build_tree, fill_tree
 from vllm_medusa.proposer.choices import Choices, read_choices, read_choices_sharded
-from vllm_medusa.proposer.dispatch import propose, propose_sharded
+from vllm_medusa.proposer.dispatch import propose
 from vllm_medusa.proposer.drafts import source_on, tensors_on
+from vllm_medusa.proposer.hydra import HydraBeam
 from vllm_medusa.proposer.sharded import VocabShard
-from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, StagedStep, Stages
+from vllm_medusa.proposer.steps import Embed, HydraStep, MedusaStep, Stages
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.drafts import DraftTrees
+from vllm_medusa.tree.dynamic import Beam
 from vllm_medusa.worker import compat, sharding
 from vllm_medusa.worker.options import EngineOptions
 from vllm_medusa.worker.target import adapted_heads, adapters_left_out, store_target_rows
@@ -63,6 +65,7 @@ class MedusaDrafter:
     """vLLM instantiates it as the custom proposer class of the speculative config."""
 
     heads: AnyHeads
+    beam: HydraBeam | None = None  # in place of ``heads``
     tree: TreeTensors | None = None
     scratch = 0
     stages: Stages | None = None  # None: all heads run at once
@@ -116,9 +119,11 @@ class MedusaDrafter:
         rows = None
         if shard is not None and not heads.shared_lm_head:
             rows = slice(shard.first_id, shard.first_id + shard.num_ids)
-        self.heads = arranged(heads, self.device, rows)
-        self.stages = self._stages_of(heads)
         self._embed = target_embedding(target_model) if info.is_hydra else None
+        self.beam = self._beam_of(heads)
+        if self.beam is None:
+            self.heads = arranged(heads, self.device, rows)
+            self.stages = self._stages_of(heads)
         compat.logger.info(
             "Loaded %d of %d %s heads (format %s); %s %d draft nodes%s.",
             heads.num_heads,
@@ -137,7 +142,7 @@ class MedusaDrafter:
         kept, including those of the runner's draft model.
         """
         module = nn.Module()
-        heads = None if self.options.heads is None else self.heads
+        heads = getattr(self, "heads", None)
         if isinstance(heads, nn.Module):  # packed on CPUs, which don't support sleep
             for name, tensor in [*heads.named_parameters(), *heads.named_buffers()]:
                 module.register_buffer(name.replace(".", "_"), tensor.detach())
@@ -154,7 +159,11 @@ class MedusaDrafter:
         min_survival: float | None = None,
     ) -> DraftTrees:
         """See `trees.Drafter`; a static tree is drafted whole."""
-        step: MedusaStep | StagedStep | HydraStep
+        if self.beam is not None:
+            assert isinstance(self._source, Beam)
+            found = self.beam.draft(states, root, self._source, num_nodes, max_depth, limit)
+            return found or DraftTrees.roots(len(root), num_nodes, root.device)
+        step: MedusaStep | HydraStep
         if self._embed is not None:
             assert isinstance(self.heads, HydraHeads | PackedHydra)
             step = HydraStep(
@@ -162,20 +171,23 @@ class MedusaDrafter:
             )
         else:
             assert not isinstance(self.heads, PackedHydra)
-            step = MedusaStep(self.heads, states, self._lm_head, self._sharpness, self._read)
+            step = MedusaStep(
+                self.heads,
+                states,
+                self._lm_head,
+                self._sharpness,
+                self._read,
+                None if min_survival is None else self.stages,
+                max_depth,
+                min_survival or 0.0,
+            )
         if self.tree is None:
-            if min_survival is not None and self.stages is not None:
-                assert isinstance(step, MedusaStep)
-                step = StagedStep(step, self.stages, max_depth, min_survival)
             return build_tree(step, self._source, root, num_nodes, max_depth, limit)
         if isinstance(step, HydraStep):
             assert isinstance(self.options.tree, TokenTree)
             return DraftTrees.static(self.tree, fill_tree(step, self.options.tree, root))
         logits, mapped = step.logits(self.tree.max_depth), self.heads.token_map
-        if self._shard is None:
-            return DraftTrees.static(self.tree, propose(logits, self.tree, mapped))
-        gather = sharding.all_gather
-        tokens = propose_sharded(logits, self.tree, self._shard, gather, mapped)
+        tokens = propose(logits, self.tree, mapped, self._shard, sharding.all_gather)
         return DraftTrees.static(self.tree, tokens)
 
     propose = draft  # the method name that vLLM calls on custom proposers
@@ -196,6 +208,21 @@ class MedusaDrafter:
         with adapters_left_out(self._adapted):
             logits: Tensor = getattr(self._target, name)(rows)
         return logits
+
+    def _beam_of(self, heads: MedusaHeads) -> HydraBeam | None:
+        """Hydra heads with dynamic trees on a single CPU rank, if the kernel supports them."""
+        if (
+            self.device.type != "cpu"
+            or not isinstance(heads, HydraHeads)
+            or self._shard is not None
+            or self.tree is not None
+        ):
+            return None
+        embedding, source = getattr(self._embed, "weight", None), self._source
+        assert isinstance(source, Beam)
+        if embedding is None or not HydraBeam.serves(heads, embedding, source):
+            return None
+        return HydraBeam(heads, embedding, self._sharpness, self._soft_cap)
 
     def _stages_of(self, heads: MedusaHeads) -> Stages | None:
         """The criterion by which packed heads skip deep heads."""

@@ -25,45 +25,21 @@ from vllm_medusa.heads.eagle import (
 )
 from vllm_medusa.heads.files import CheckpointFiles, find_checkpoint
 from vllm_medusa.heads.model import HeadsError
-from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.options import (
-    ASYNC_ON_V1,
-    CPU_WORKER,
-    KEY,
-    V2_CPU_WORKER,
-    V2_CUDA_WORKER,
-    EngineOptions,
-    absolute,
-    asking_for,
-    choose_scheduler,
-    choose_triton_attention,
-    choose_worker,
-    merged,
-)
+from vllm_medusa.worker.options import EngineOptions, absolute, merged, with_speculation
 
 
-def prepare_eagle(
-    engine_args: Any, original: Callable[..., Any], model_config: Any, parallel_config: Any
-) -> Any:
-    """Replaces ``EngineArgs.create_speculative_config`` if EAGLE has a ``tree``.
-
-    Returns:
-        vLLM's own `SpeculativeConfig` of the method, with the acceptance rule as an attribute.
-
-    Raises:
-        MedusaConfigError, HeadsError: Both `ValueError`, before weights load.
-
-    """
-    if problem := version_problem():
-        raise MedusaConfigError(problem)
+def config_of_eagle(
+    engine_args: Any,
+    original: Callable[..., Any],
+    model_config: Any,
+    parallel_config: Any,
+    on_v2: bool,
+) -> tuple[EngineOptions, Any]:
+    """The options for an EAGLE drafter, and vLLM's own config for it; see `options.prepare`."""
     settings = merged(engine_args)
     method = settings.pop("method")
-    on_v2 = compat.uses_v2_runner(parallel_config)
-    compat.refuse_unsupported_platform(on_v2)
-    if engine_args.async_scheduling and not on_v2:
-        raise MedusaConfigError(ASYNC_ON_V1)
     if engine_args.enable_lora:
         raise MedusaConfigError(
             "LoRA adapters have not been tested with EAGLE trees. Omit one of them."
@@ -84,50 +60,19 @@ def prepare_eagle(
         budget=config.budget or (tree.num_draft_tokens if config.tree == "chain" else "auto"),
         lookup=config.lookup,
     )
-    if compat.on_cuda():
-        choose_triton_attention(engine_args)
-    speculative = _vllms_own(
-        engine_args, original, model_config, parallel_config, method, config, on_v2
-    )
+    maximum = max(tree.num_draft_tokens, scratch_of(beam_of(tree)))  # reserved cache slots
+    settings = {"method": method, "model": config.model, "num_speculative_tokens": maximum}
+    if on_v2:  # full CUDA graphs for steps without drafts too, see `tree_speculative_config`
+        settings["num_speculative_tokens_per_batch_size"] = [(1, 1, maximum), (2, 2, 0)]
+    else:  # accepted tokens are known on the host before it drafts
+        settings["disable_padded_drafter_batch"] = True
+    if config.revision is not None:
+        settings["revision"] = config.revision
+    changed = with_speculation(engine_args, settings)
+    speculative = original(changed, model_config, parallel_config)
     checkpoint = find_checkpoint(config.model, config.revision)
     check_checkpoint(checkpoint, speculative, model_config, tree)
-    speculative.medusa_acceptance = config.acceptance.model_dump(mode="json")
-    speculative.medusa_on_v2 = on_v2
-    worker = V2_CUDA_WORKER if compat.on_cuda() else V2_CPU_WORKER
-    choose_worker(parallel_config, worker if on_v2 else CPU_WORKER)
-    choose_scheduler(engine_args, has_budget=True)
-    plain = {KEY: options.to_dict()}
-    engine_args.additional_config = {**(engine_args.additional_config or {}), **plain}
-    return speculative
-
-
-def _vllms_own(
-    engine_args: Any,
-    original: Callable[..., Any],
-    model_config: Any,
-    parallel_config: Any,
-    method: str,
-    config: EagleConfig,
-    on_v2: bool,
-) -> Any:
-    """Return vLLM's config of the drafter, with slots for all drafts."""
-    tree = config.grown
-    maximum = max(tree.num_draft_tokens, scratch_of(beam_of(tree)))
-    if on_v2:  # full CUDA graphs for steps without drafts too, see `tree_speculative_config`
-        of_runner: dict[str, Any] = {
-            "num_speculative_tokens_per_batch_size": [(1, 1, maximum), (2, 2, 0)]
-        }
-    else:  # accepted tokens are known on the host before it drafts
-        of_runner = {"disable_padded_drafter_batch": True}
-    settings = {
-        "method": method,
-        "model": config.model,
-        "num_speculative_tokens": maximum,
-        **of_runner,
-        **({} if config.revision is None else {"revision": config.revision}),
-    }
-    with asking_for(engine_args, settings):
-        return original(engine_args, model_config, parallel_config)
+    return options, speculative
 
 
 def check_checkpoint(

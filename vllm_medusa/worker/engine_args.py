@@ -11,7 +11,7 @@ from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker.overrides import override
 
 METHOD = "medusa"
-EAGLE = ("eagle", "eagle3")  # with a "tree"; without one, only vLLM handles them
+EAGLE_METHODS = ("eagle", "eagle3")  # with a "tree"; without one they are vLLM's alone
 _CROWDED = "Consider increasing max_num_batched_tokens"  # vLLM's error for adapters with drafts
 
 
@@ -30,20 +30,20 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
     ) -> Any:
         speculative = _mapping(self.speculative_config)
         method = self.spec_method or speculative.get("method")
-        if method != METHOD and not (method in EAGLE and "tree" in speculative):
+        if method != METHOD and not (method in EAGLE_METHODS and "tree" in speculative):
             _refuse_lost_keys(speculative, method)
             return original(self, target_model_config, target_parallel_config)
-        from vllm_medusa.worker.eagle import prepare_eagle
+        from vllm_medusa.worker.eagle import config_of_eagle
         from vllm_medusa.worker.metrics import install_metrics
-        from vllm_medusa.worker.options import prepare
+        from vllm_medusa.worker.options import config_of_heads, prepare
         from vllm_medusa.worker.requests import install_request_check
         from vllm_medusa.worker.stopping import install_stopping
 
         install_request_check()
         install_metrics()
         install_stopping()
-        make = prepare if method == METHOD else prepare_eagle
-        return make(self, original, target_model_config, target_parallel_config)
+        make = config_of_heads if method == METHOD else config_of_eagle
+        return prepare(self, original, target_model_config, target_parallel_config, make)
 
     return create_speculative_config
 
@@ -74,7 +74,9 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             config = original(self, *args, **kwargs)
         except ValueError as error:
-            if not (self.enable_lora and _CROWDED in str(error) and _asks_for_medusa(self)):
+            if not (self.enable_lora and _CROWDED in str(error)):
+                raise
+            if METHOD not in (self.spec_method, (self.speculative_config or {}).get("method")):
                 raise
             _leave_room_for_adapters(self)
             config = original(self, *args, **kwargs)
@@ -89,10 +91,6 @@ def _create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return create_engine_config
-
-
-def _asks_for_medusa(engine_args: Any) -> bool:
-    return METHOD in (engine_args.spec_method, (engine_args.speculative_config or {}).get("method"))
 
 
 def _leave_room_for_adapters(engine_args: Any) -> None:
@@ -146,30 +144,22 @@ def _from_cli_args(original: Callable[..., Any]) -> Callable[..., Any]:
 def _with_heads(heads: str, args: argparse.Namespace) -> dict[str, Any]:
     """Merge the flag into ``--speculative-config``; conflicting flags are refused."""
     config = _mapping(getattr(args, "speculative_config", None))
-    named = {
-        "--spec-model": getattr(args, "spec_model", None),
-        "--speculative-config['model']": config.get("model"),
-    }
-    methods = {
-        "--spec-method": getattr(args, "spec_method", None),
-        "--speculative-config['method']": config.get("method"),
-    }
-    for flag, value in named.items():
+    by_flag, by_config = getattr(args, "spec_method", None), config.get("method")
+    for flag, value in (
+        ("--spec-model", getattr(args, "spec_model", None)),
+        ("--speculative-config['model']", config.get("model")),
+        ("--spec-method", None if by_flag == METHOD else by_flag),
+        ("--speculative-config['method']", None if by_config == METHOD else by_config),
+    ):
         if value is not None:
             raise MedusaConfigError(
-                f"--speculative-model {heads} and {flag} = {value} both set the drafter; "
-                "use one of them."
+                f"--speculative-model {heads} and {flag} = {value!r} conflict. Omit one "
+                "of them; --spec-model is for other methods."
             )
-    for flag, value in methods.items():
-        if value not in (None, METHOD):
-            raise MedusaConfigError(
-                f"--speculative-model {heads} requests Medusa heads, but {flag} is {value!r}. "
-                f"Omit {flag}, or pass that method's drafter as --spec-model."
-            )
+    if by_flag or by_config:
+        return {**config, "model": heads} | ({} if by_flag else {"method": METHOD})
     from vllm_medusa.heads.eagle import drafter_method  # imports torch, which is slow
 
-    if any(methods.values()):  # set on the command line
-        return {**config, "model": heads} | ({} if methods["--spec-method"] else {"method": METHOD})
     method = drafter_method(heads)
     own = {"method": METHOD} if method is None else {"method": method, "tree": "dynamic"}
     return {**own, **config, "model": heads}

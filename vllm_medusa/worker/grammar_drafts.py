@@ -136,21 +136,14 @@ class GrammarDrafts:
             rows[end : end + known] = plain.grammar_bitmask[start : start + known]
             start, end = start + known, end + known
             if req_id in trees:
-                tokens = drafts[req_id]
-                self._fill(masks, end - 1, tokens, trees[req_id], pending[req_id])
+                tokens, draft = drafts[req_id], pending[req_id]
+                rows[end : end + len(tokens)] = -1
+                if draft.constrained:
+                    grammar = _grammar(draft.request)
+                    fill_masks(grammar, masks, end - 1, tokens, trees[req_id])
                 acceptable[place] = len(strip_speculative_padding(tokens))
                 end += len(tokens)
         return GrammarOutput(plain.structured_output_request_ids, rows[:end], acceptable)
-
-    def _fill(
-        self, masks: Tensor, root: int, tokens: list[int], parents: list[int], draft: Draft
-    ) -> None:
-        """Fill the rows of a request's drafts, which follow that of its root."""
-        rows = masks.numpy()[root + 1 : root + 1 + len(tokens)]
-        if not draft.constrained:
-            rows[:] = -1
-        else:
-            fill_masks(_grammar(draft.request), masks, root, tokens, parents)
 
     def _buffer(self, rows: int) -> Tensor:
         if self._masks is None or len(self._masks) < rows:

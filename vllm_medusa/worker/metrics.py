@@ -15,7 +15,6 @@ registers its own. Each engine with trees keeps its own, so that `LLM.get_metric
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -28,7 +27,6 @@ from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingStats
 
-from vllm_medusa.worker import compat
 from vllm_medusa.worker.options import EngineOptions, is_medusa
 from vllm_medusa.worker.overrides import override
 
@@ -158,8 +156,8 @@ class TreeCounters:
         config.num_speculative_tokens = options.depth
         stock = type(logger)._spec_decoding_cls
         self._stock = stock(config, labelnames, per_engine_labelvalues, **more)
-        self._steps: dict[int, dict[str, Any]] = {}  # by engine and kind
-        self._metrics: dict[int, dict[str, Any]] = {}  # by engine and field
+        # by engine: report field, function that takes its value, divisor
+        self._updates: dict[int, list[tuple[str, Callable[[float], None], float]]] = {}
         if options.budget is None:
             return
         steps = logger._counter_cls(
@@ -179,25 +177,22 @@ class TreeCounters:
                     name=f"vllm:medusa_{name}", documentation=text, labelnames=labelnames, **gauge
                 )
         for engine, values in per_engine_labelvalues.items():
-            self._steps[engine] = {kind: steps.labels(*values, kind) for kind in KINDS}
-            self._metrics[engine] = {field: m.labels(*values) for field, m in metrics.items()}
+            updates = self._updates.setdefault(engine, [])
+            for kind in KINDS:
+                updates.append((kind, steps.labels(*values, kind).inc, 1))
+            for field, metric in metrics.items():
+                own = metric.labels(*values)
+                update = own.set if field in _GAUGES else own.inc
+                updates.append((field, update, _METRICS[field][2]))
 
     def observe(self, spec_decoding_stats: SpecDecodingStats, engine_idx: int = 0) -> None:
         """Count a step."""
         if spec_decoding_stats.num_drafts:  # skip empty updates, which are slow
             self._stock.observe(spec_decoding_stats, engine_idx)
         report = StepReport.of(spec_decoding_stats)
-        if report is None or not self._steps:
-            return
-        for kind, metric in self._steps[engine_idx].items():
-            if count := getattr(report, kind):
-                metric.inc(count)
-        for field, metric in self._metrics[engine_idx].items():
-            value = getattr(report, field) / _METRICS[field][2]
-            if field in _GAUGES:
-                metric.set(value)
-            elif value:
-                metric.inc(value)
+        if report is not None:
+            for field, update, divisor in self._updates.get(engine_idx, ()):
+                update(getattr(report, field) / divisor)
 
 
 def _logging(original: Callable[..., None]) -> Callable[..., None]:
@@ -210,7 +205,7 @@ def _logging(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class DepthLogging(SpecDecodingLogging):
-    """vLLM's log line with positions as depths and drafts as nodes."""
+    """vLLM's line of the log: positions are depths, and drafted tokens are nodes."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -221,26 +216,3 @@ class DepthLogging(SpecDecodingLogging):
         if spec_decoding_stats.num_drafts:
             places = spec_decoding_stats.num_accepted_tokens_per_pos[: self.depth]
             super().observe(replace(spec_decoding_stats, num_accepted_tokens_per_pos=places))
-
-    def log(self, log_fn: Callable[..., None] = compat.logger.info) -> None:
-        """Log what was verified and accepted since the last time.
-
-        Most nodes of a tree can't be accepted, so their acceptance rate is not logged.
-        """
-        if not self.num_drafts:
-            return
-        trees, accepted = sum(self.num_drafts), sum(self.num_accepted_tokens)
-        seconds = max(time.monotonic() - self.last_log_time, 1e-9)
-        steps = zip(*self.accepted_tokens_per_pos_lists, strict=True)
-        log_fn(
-            "SpecDecoding metrics: Mean acceptance length: %.2f, Accepted throughput: %.2f "
-            "tokens/s, Accepted: %d tokens, Trees verified: %d of %.1f draft nodes on average, "
-            "Acceptance rate by depth: %s",
-            1 + accepted / trees,
-            accepted / seconds,
-            accepted,
-            trees,
-            sum(self.num_draft_tokens) / trees,
-            ", ".join(f"{sum(depth) / trees:.3f}" for depth in steps),
-        )
-        self.reset()

@@ -8,11 +8,13 @@ plugin is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from vllm_medusa.config import AcceptanceConfig, MedusaConfig, MedusaConfigError, resolve_tree
 from vllm_medusa.heads import HeadsError, HeadsInfo, match_target, peek_heads
@@ -21,17 +23,16 @@ from vllm_medusa.plugin import version_problem
 from vllm_medusa.tree import MAX_NODES, TokenTree
 from vllm_medusa.tree.dynamic import BEAM_WIDTH, MOST_DRAFTS, Beam, DynamicTree, widest_pool
 from vllm_medusa.worker import compat
+from vllm_medusa.worker.engine_args import EAGLE_METHODS
 
 KEY = "medusa"
-EAGLE_METHODS = ("eagle", "eagle3")
 ASYNC_ON_V1 = (
     "async scheduling is not supported on vLLM's V1 model runner. Disable "
     "it, or use the V2 runner (VLLM_USE_V2_MODEL_RUNNER=1)."
 )
 DRAFTER = "vllm_medusa.worker.drafting.MedusaDrafter"
-CPU_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
-V2_CPU_WORKER = "vllm_medusa.worker.v2.worker.MedusaCPUWorker"
-V2_CUDA_WORKER = "vllm_medusa.worker.v2.cuda_worker.MedusaCUDAWorker"
+V1_WORKER = "vllm_medusa.worker.v1.worker.MedusaCPUWorker"
+V2_WORKER = "vllm_medusa.worker.v2.worker.MedusaWorker"
 SCHEDULER = "vllm_medusa.worker.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "vllm_medusa.worker.scheduler.TreeAsyncScheduler"
 EITHER_SCHEDULER = "vllm_medusa.worker.scheduler.tree_scheduler"
@@ -64,64 +65,54 @@ class EngineOptions:
     @classmethod
     def of(cls, vllm_config: Any) -> EngineOptions:
         """Read the options of a config created by `prepare`."""
-        plain = vllm_config.additional_config[KEY]
-        return cls(
-            heads=plain["heads"],
-            revision=plain["revision"],
-            tree=_tree_of(plain["tree"]),
-            acceptance=AcceptanceConfig(**plain["acceptance"]),
-            budget=plain["budget"],
-            taus=tuple(plain["taus"]),
-            lookup=plain["lookup"],
-        )
+        return _PLAIN.validate_python(vllm_config.additional_config[KEY])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON; `of` reads it back."""
-        return {
-            "heads": self.heads,
-            "revision": self.revision,
-            "tree": (
-                self.tree.to_lists() if isinstance(self.tree, TokenTree) else self.tree.to_dict()
-            ),
-            "acceptance": self.acceptance.model_dump(mode="json"),
-            "budget": self.budget,
-            "taus": list(self.taus),
-            "lookup": self.lookup,
-        }
+        return _PLAIN.dump_python(self, mode="json")  # type: ignore[no-any-return]
 
 
-def _tree_of(plain: Any) -> TokenTree | DynamicTree:
-    return DynamicTree.from_dict(plain) if isinstance(plain, dict) else TokenTree.from_paths(plain)
+_PLAIN = TypeAdapter(EngineOptions)
 
 
 def is_medusa(speculative_config: Any) -> bool:
-    """Whether vLLM's speculative config is for our trees, from heads or EAGLE."""
-    return speculative_config is not None and (
-        speculative_config.model == DRAFTER or is_eagle(speculative_config)
-    )
+    """Whether vLLM's speculative config was made by `prepare`: it has trees."""
+    return hasattr(speculative_config, "medusa_acceptance")
 
 
 def is_eagle(speculative_config: Any) -> bool:
     """Whether it is vLLM's config of an EAGLE drafter with our trees."""
-    method = getattr(speculative_config, "method", None)
-    return method in EAGLE_METHODS and hasattr(speculative_config, "medusa_acceptance")
+    return is_medusa(speculative_config) and speculative_config.method in EAGLE_METHODS
 
 
 def is_for_v2(speculative_config: Any) -> bool:
     """Whether the config was created for the V2 runner."""
-    if is_eagle(speculative_config):
-        return bool(speculative_config.medusa_on_v2)
-    return bool(speculative_config.method != "custom_class")
+    return bool(speculative_config.medusa_on_v2)
+
+
+# (engine arguments, vLLM's own function, model's and parallel config, whether on the V2 runner)
+# -> the options, and vLLM's speculative config
+MakeConfig = Callable[[Any, Callable[..., Any], Any, Any, bool], tuple[EngineOptions, Any]]
 
 
 def prepare(
-    engine_args: Any, original: Callable[..., Any], model_config: Any, parallel_config: Any
+    engine_args: Any,
+    original: Callable[..., Any],
+    model_config: Any,
+    parallel_config: Any,
+    make: MakeConfig,
 ) -> Any:
-    """Replaces ``EngineArgs.create_speculative_config`` for method "medusa".
+    """Replaces ``EngineArgs.create_speculative_config`` for trees.
+
+    Args:
+        engine_args: vLLM's.
+        original: what is replaced.
+        model_config: The target's.
+        parallel_config: The target's.
+        make: `config_of_heads` or `eagle.config_of_eagle`.
 
     Returns:
-        The `SpeculativeConfig` of a custom proposer with one draft token per draft node; on
-        the V2 runner, which does not support custom proposers, one of our own class.
+        vLLM's speculative config, with the acceptance rule and the runner as attributes.
 
     Raises:
         MedusaConfigError, HeadsError, TreeError: All are `ValueError`, before weights load.
@@ -133,54 +124,51 @@ def prepare(
     compat.refuse_unsupported_platform(on_v2)
     if engine_args.async_scheduling and not on_v2:  # vLLM would refuse it without a remedy
         raise MedusaConfigError(ASYNC_ON_V1)
-    config = MedusaConfig.from_speculative_config(merged(engine_args))
-    options = resolve(config, model_config)
     if compat.on_cuda():
         choose_triton_attention(engine_args)
-        choose_worker(parallel_config, V2_CUDA_WORKER)
-    else:
-        choose_worker(parallel_config, V2_CPU_WORKER if on_v2 else CPU_WORKER)
-    engine_args.additional_config = {
-        **(engine_args.additional_config or {}),
-        KEY: options.to_dict(),
-    }
+    options, speculative = make(engine_args, original, model_config, parallel_config, on_v2)
+    speculative.medusa_acceptance = options.acceptance.model_dump(mode="json")
+    speculative.medusa_on_v2 = on_v2
+    choose_worker(parallel_config, V2_WORKER if on_v2 else V1_WORKER)
     choose_scheduler(engine_args, has_budget=options.budget is not None)
-    acceptance = options.acceptance.model_dump(mode="json")  # for the front end
-    if on_v2:
-        from vllm_medusa.worker.v2.config import tree_speculative_config
-
-        return tree_speculative_config(
-            DRAFTER,
-            options.tree.num_draft_tokens,
-            acceptance,
-            model_config,
-            parallel_config,
-            has_budget=options.budget is not None,
-        )
-    requested = {
-        "method": "custom_class",
-        "model": DRAFTER,
-        "num_speculative_tokens": options.tree.num_draft_tokens,
-    }
-    with asking_for(engine_args, requested):
-        speculative = original(engine_args, model_config, parallel_config)
-    speculative.medusa_acceptance = acceptance
+    plain = {KEY: options.to_dict()}
+    engine_args.additional_config = {**(engine_args.additional_config or {}), **plain}
     return speculative
 
 
-@contextmanager
-def asking_for(engine_args: Any, speculative_config: dict[str, Any]) -> Iterator[None]:
-    """Temporarily replace the user's speculative config."""
-    names = "speculative_config", "spec_method", "spec_model", "spec_tokens"
-    requested = {name: getattr(engine_args, name) for name in names}
-    new: dict[str, Any] = dict.fromkeys(names) | {"speculative_config": speculative_config}
-    try:
-        for name, value in new.items():
-            setattr(engine_args, name, value)
-        yield
-    finally:
-        for name, value in requested.items():
-            setattr(engine_args, name, value)
+def config_of_heads(
+    engine_args: Any,
+    original: Callable[..., Any],
+    model_config: Any,
+    parallel_config: Any,
+    on_v2: bool,
+) -> tuple[EngineOptions, Any]:
+    """The options for heads or lookup, and a config with one draft token per draft node.
+
+    The config is of a custom proposer; on V2, which has none, of our own class.
+    """
+    config = MedusaConfig.from_speculative_config(merged(engine_args))
+    options = resolve(config, model_config)
+    nodes = options.tree.num_draft_tokens
+    if on_v2:
+        from vllm_medusa.worker.v2.config import tree_speculative_config
+
+        has_budget = options.budget is not None
+        return options, tree_speculative_config(
+            DRAFTER, nodes, model_config, parallel_config, has_budget
+        )
+    requested = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": nodes}
+    return options, original(
+        with_speculation(engine_args, requested), model_config, parallel_config
+    )
+
+
+def with_speculation(engine_args: Any, speculative_config: dict[str, Any]) -> Any:
+    """A copy of vLLM's arguments with another speculative config than the user's."""
+    changed = copy.copy(engine_args)
+    changed.speculative_config = speculative_config
+    changed.spec_method = changed.spec_model = changed.spec_tokens = None
+    return changed
 
 
 def resolve(config: MedusaConfig, model_config: Any) -> EngineOptions:

@@ -108,8 +108,7 @@ def measure_step_costs(worker: Any) -> None:
     options = EngineOptions.of(worker.vllm_config)
     if options.budget is None or isinstance(options.budget, int):
         return
-    config = _own_config(worker)
-    scheduler = _scheduler(worker, config)
+    scheduler = _scheduler(worker)
     known_steps = scheduler.known_steps
     seconds = SECONDS if _agreed(not known_steps) else AGAIN * SECONDS
     _run(worker, scheduler, 1, (), math.inf)
@@ -133,20 +132,16 @@ def measure_step_costs(worker: Any) -> None:
         compat.logger.warning("Step costs can't be stored: %s", problem)
 
 
-def _own_config(worker: Any) -> Any:
-    """The engine's config for its scheduler, without external connections."""
+def _scheduler(worker: Any) -> _Practice:
+    """A scheduler for the engine's config, without external connections."""
+    kv_cache_config = worker.model_runner.kv_cache_config
     config = copy.copy(worker.vllm_config)
     config.kv_events_config = None
     config.cache_config = copy.copy(config.cache_config)
-    config.cache_config.num_gpu_blocks = worker.model_runner.kv_cache_config.num_blocks
+    config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     config.cache_config.enable_prefix_caching = False
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.scheduler_config.async_scheduling = False
-    return config
-
-
-def _scheduler(worker: Any, config: Any) -> _Practice:
-    kv_cache_config = worker.model_runner.kv_cache_config
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
     return _Practice(
         config,

@@ -70,16 +70,6 @@ def follows_grammar(params: Any) -> bool:
     return params is not None and params.structured_outputs is not None
 
 
-def acceptance_of(params: Any, default: AcceptanceConfig) -> AcceptanceConfig:
-    """The rule of a request with these sampling parameters."""
-    if not params.extra_args:
-        return default
-    try:
-        return AcceptanceConfig.from_extra_args(params.extra_args, default)
-    except ValueError:  # the front end refuses these; the engine must not crash
-        return AcceptanceConfig()
-
-
 @dataclass(frozen=True)
 class TypicalRule:
     """The typical rule of B requests; applies to those in ``mask``."""
@@ -107,7 +97,11 @@ class RequestOptions:
 
     def add(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
         """Add a request to a slot, which may have been used before."""
-        rule, max_tokens = acceptance_of(params, self.default), self._max_model_len
+        try:
+            rule = AcceptanceConfig.from_extra_args(params.extra_args, self.default)
+        except ValueError:  # the front end refuses these; the engine must not crash
+            rule = AcceptanceConfig()
+        max_tokens = self._max_model_len
         if params.max_tokens is not None:
             max_tokens = min(max_tokens, prompt_len + params.max_tokens)
         self._max_tokens[slot] = max_tokens

@@ -20,6 +20,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_medusa.lookup.lookup import Lookup
 from vllm_medusa.lookup.search import Array
 from vllm_medusa.sampler import Verdict
+from vllm_medusa.scorer.cpu import topologies, write_positions
 from vllm_medusa.scorer.positions import write_node_positions
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
@@ -37,8 +38,8 @@ class Drafter(Protocol):
     (`heads`, `heads.formats`), its step (`proposer.steps`, a `Marginal` or `Branching` of
     `proposer.build`), and its case in `drafting.MedusaDrafter`, `proposer.drafts.propose_tree` and
     `options._dynamic`. A drafter with its own KV cache is another class with this protocol,
-    like `eagle_trees.EagleTrees`: `engine_args` prepares its options, `options.is_medusa`
-    recognizes it, `v1.worker` and `v2.speculator` choose its runner or speculator.
+    like `eagle_trees.EagleTrees`: a function like `eagle.config_of_eagle` makes its options,
+    `v1.worker` and `v2.speculator` choose its runner or speculator.
     """
 
     tree: TreeTensors | None  # one static tree for all requests; None: dynamic trees
@@ -141,6 +142,9 @@ class Trees:
         """
         step = self.step
         assert step is not None
+        if self._on_host and positions.dtype == torch.int64:
+            write_positions(positions, base, step.tree, step.root_rows)
+            return
         write_node_positions(
             positions, base, step.tree.depths, step.cu_nodes, len(step.rows), step.root_rows
         )
@@ -156,12 +160,14 @@ class Trees:
         if self.static is not None:
             return self.static.batch(width, num_nodes)
         parents = self.parents[:, :width].index_select(0, slots)
+        if self._on_host:
+            return topologies(parents, num_nodes)
         return TreeBatch.from_parents(parents, num_nodes, self._max_depth)
 
     def _with_chosen(self, batch: TreeBatch, req_ids: Sequence[str], counts: Tensor) -> TreeBatch:
         """Replace the trees by those chosen by the scheduler."""
-        device = counts.device
-        rows = [row for row, name in enumerate(req_ids) if name in self.chosen_parents]
+        device, chosen = counts.device, self.chosen_parents
+        rows = [row for row, name in enumerate(req_ids) if name in chosen] if chosen else []
         if rows:
             parents = np.full((len(rows), batch.max_nodes), -1, dtype=np.int64)
             for place, row in enumerate(rows):
@@ -169,7 +175,7 @@ class Trees:
                 parents[place, 1 : 1 + len(own)] = own
             index = async_tensor_h2d(np.array(rows), device=device)
             batch = batch.with_trees(index, async_tensor_h2d(parents, device=device), counts[index])
-        if self._on_host:  # the exact depth: forced runs may be deeper than others
+        if self._on_host and (rows or self.static is not None):  # the exact depth
             batch = replace(batch, max_depth=int((batch.depths * batch.valid).max()))
         return batch
 

@@ -169,31 +169,13 @@ def test_insufficient_disk_space(refused, monkeypatch):
         (["--heldout-share", "0.6"], "share: '0.6' is not allowed; use a number above 0 to 0.5"),
         (["--budgets", "8", "256"], "--budgets: '256' is not allowed; use a whole number from 1"),
         (["--num-heads", "9", "--max-tokens", "10"], "at least 11 tokens"),
-        (["--train-args=--no-such-option 3"], "--no-such-option"),
-        (["--train-args=--draft-vocab 1"], "fewer than 16 tokens drafts nothing"),
-        (["--drafter", "eagle3", "--num-draft-tokens", "4"], "--budgets 4 measures trees of that"),
+        (["--draft-vocab", "1"], "fewer than 16 tokens drafts nothing"),
         (["--drafter", "eagle3", "--method", "medusa-2"], "does not change the target"),
         (["--drafter", "eagle3", "--num-layers", "2"], "EAGLE-3 has one decoder layer"),
     ],
 )
 def test_options_invalid_for_a_later_stage(refused, options, words):
     assert words in refused(*options)
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ("--method medusa-2", "method"),
-        ("--heads hydra", "heads"),
-        ("--seed 3", "seed"),
-        ("--dtype bfloat16", "dtype"),
-        ("--heldout-share 0.2", "heldout-share"),
-        ("--num-heads 3", "num-heads"),
-        ("-i mine.jsonl", "data"),
-    ],
-)
-def test_train_args_that_adapt_sets_itself(refused, given, name):
-    assert f"--train-args has --{name}, which adapt sets itself" in refused(f"--train-args={given}")
 
 
 def test_finished_heads_are_not_trained_again(arguments, output, tmp_path, monkeypatch, capfd):

@@ -10,7 +10,7 @@ import torch
 from support.recorded_progress import RecordingProgress
 
 from vllm_medusa.adapt import pipeline, plan, report, stages
-from vllm_medusa.adapt.options import AdaptOptions, training_of
+from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
 from vllm_medusa.adapt.pipeline import count_stages, run_stages, split_texts
 from vllm_medusa.adapt.plan import Plan, written_by_adapt
 from vllm_medusa.adapt.stages import StageFailed, WorkFolder
@@ -18,6 +18,7 @@ from vllm_medusa.files import digest, read_json, write_json
 from vllm_medusa.heads import MedusaHeads, peek_heads, save_heads, update_config
 from vllm_medusa.job import JobFailed
 from vllm_medusa.offline.defaults import EnginePlan
+from vllm_medusa.training.options import StepOptions
 from vllm_medusa.training.train import Trained
 
 TREE = [[0], [1], [0, 0], [2]]
@@ -52,14 +53,15 @@ class Run:
         files = {"prompts": self.folder / "prompts.jsonl", "output": self.folder / "heads"}
         options = AdaptOptions(target="target", **files, **more)
         engine = EnginePlan({"kv_cache_memory_bytes": self.cache}, self.batch)
-        return Plan(options, training_of(options), {"sha256": "f" * 64}, 9, "a" * 64, engine)
+        return Plan(options, {"sha256": "f" * 64}, 9, "a" * 64, engine)
 
     def run(self, *, publish: bool = False, **more: Any) -> dict[str, Path]:
         """Run all stages; returns the folder of each."""
         self.called.clear()
         plan = self.plan(**more)
         count = count_stages(plan.options)
-        with WorkFolder(plan.options.work_folder, count, self.recorded) as work:
+        inputs = (plan.target["sha256"], plan.prompts_digest)
+        with WorkFolder(plan.options.work_folder, count, self.recorded, inputs) as work:
             run_stages(plan, work)
         assert len(work.finished) == count
         if publish:
@@ -112,6 +114,7 @@ class Run:
             "dtype": "float32", "temperature": 0.7, "batch": 1, "rounds": 3, "prompts": 4,
             "data": "measurement.jsonl", "max_tokens": 9, "machine": machine, "rows": self.rows,
             "engine_args": {"enforce_eager": True}, "fastest": self.fastest,
+            "automatic": self.rows[-1] | {"num_draft_tokens": None},
         }  # fmt: skip
         write_json(here / "compare.json", measured)
 
@@ -150,13 +153,13 @@ def test_only_an_interrupted_stage_runs_again(adapt, name):
 @pytest.mark.parametrize(
     ("more", "again"),
     [
-        ({"samples": 2}, ALL[1:2]),  # which here gives the same records
+        ({"samples": 2}, ALL[1:]),
         ({"heldout_share": 0.5}, ALL[2:]),
-        ({"seed": 1}, ["distill", "train", "calibrate", "tree", "compare"]),
-        ({"measure_prompts": 1}, ["compare"]),
+        ({"training": StepOptions(seed=1)}, ALL[1:]),
+        ({"heads": DrafterOptions(kind="hydra")}, ["check", *ALL[3:]]),  # texts are kept
+        ({"measure_tokens": 64}, ["compare"]),
         ({"budgets": (1, 16)}, ["compare"]),
         ({"budgets": (1, 32)}, ["tree", "compare"]),
-        ({"num_draft_tokens": 3}, ["tree", "compare"]),
     ],
 )
 def test_changed_options_rerun_the_affected_stages(adapt, more, again):
@@ -176,7 +179,7 @@ def test_later_stages_use_earlier_results(adapt):
     assert received["calibrate"].data == folders["split"] / "calibration.jsonl"
     assert received["compare"].prompts == folders["split"] / "measurement.jsonl"
     assert received["compare"].heads == str(folders["calibrate"] / "heads")
-    assert received["compare"].tree == str(folders["tree"] / "tree.json")
+    assert received["compare"].speculative_config == {"tree": str(folders["tree"] / "tree.json")}
     assert received["tree"].num_draft_tokens == max(received["compare"].budgets) == 16
     assert received["distill"].engine_args == {"kv_cache_memory_bytes": 1 << 30}
     assert received["distill"].batch == 64
@@ -184,14 +187,14 @@ def test_later_stages_use_earlier_results(adapt):
 
 @pytest.mark.parametrize(("drafter", "stages"), [("hydra", ALL), ("eagle3", [*ALL[:4], ALL[6]])])
 def test_a_drafter_of_another_kind(adapt, drafter, stages):
-    folders = adapt.run(drafter=drafter, publish=True)
+    folders = adapt.run(heads=DrafterOptions(kind=drafter), publish=True)
     assert list(folders) == stages
     assert adapt.received["check"]["drafter"] == adapt.received["train"].heads.kind == drafter
     page = (adapt.folder / "heads" / "report.md").read_text()
     assert ("builds its trees itself" in page) == (drafter == "eagle3")
     if drafter == "eagle3":
         assert adapt.received["compare"].heads == str(folders["train"] / "heads")
-        assert adapt.received["compare"].tree is None
+        assert adapt.received["compare"].speculative_config == {}
 
 
 def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatch):
@@ -199,7 +202,7 @@ def test_a_degraded_target_fails_the_stage_with_its_figures(tmp_path, monkeypatc
     trained = Trained(tmp_path / "heads", recorded)
     monkeypatch.setattr("vllm_medusa.training.train.train", lambda *_: trained)
     with pytest.raises(JobFailed, match=r"degraded: KL is 0\.3\. The model is in .*-degraded"):
-        pipeline.train_unharmed(training_of(Run(tmp_path).plan().options))
+        pipeline.train_unharmed(Run(tmp_path).plan().options.train_options())
 
 
 @pytest.mark.parametrize(("prompts", "disjoint"), [(3, False), (5, True)])
@@ -215,7 +218,7 @@ def test_the_split_counts_skipped_records_and_shared_prompts(tmp_path, prompts, 
 
 
 def test_the_output_contains_heads_and_their_figures(adapt):
-    adapt.run(publish=True, seed=3, budgets=(1, 3))
+    adapt.run(publish=True, training=StepOptions(seed=3), budgets=(1, 3))
     output = adapt.folder / "heads"
     info = peek_heads(output)
     assert info.tree == TREE[:3] and len(info.taus) == 3
@@ -223,7 +226,7 @@ def test_the_output_contains_heads_and_their_figures(adapt):
     assert medusa["measured"]["fastest"] == 3
     assert [entry.get("by") for entry in medusa["provenance"]] == ["calibrate", None]
     assert (output / "calibration.safetensors").read_bytes() == b"observations"
-    assert written_by_adapt(output) == adapt.plan(seed=3, budgets=(1, 3)).key
+    assert written_by_adapt(output) == adapt.plan(training=StepOptions(seed=3), budgets=(1, 3)).key
     page = (output / "report.md").read_text()
     for words in (
         "Fastest on this machine: 3 draft nodes, 1.40 times plain vLLM.",
@@ -239,12 +242,11 @@ def test_the_output_contains_heads_and_their_figures(adapt):
         assert words in page, words
 
 
-def test_a_small_gain_is_reported_and_the_given_size_is_kept(adapt):
+def test_little_gain_is_said(adapt):
     adapt.rows, adapt.fastest = [row(4, 0.8, 1.1)], 4
-    adapt.run(publish=True, num_draft_tokens=16)
+    adapt.run(publish=True)
     said = report.conclusion(adapt.document)
     assert "No tree is faster than plain vLLM on this machine" in said and "0.80 times" in said
-    assert "has 4 draft nodes (maximum; 16 were requested)" in said
     assert "1.10 tokens per step is low: more training text than" in said
 
 
@@ -257,9 +259,10 @@ def test_all_outputs_may_be_overwritten_also_through_a_link(adapt, tmp_path, the
     output = tmp_path / "heads"
     output.symlink_to(disk / "heads")
     for seed in (1, 2):
-        adapt.run(publish=True, method="medusa-2", seed=seed)
+        more = {"method": "medusa-2", "training": StepOptions(seed=seed)}
+        adapt.run(publish=True, **more)
         assert output.is_symlink()
-        assert written_by_adapt(disk / "heads") == adapt.plan(method="medusa-2", seed=seed).key
+        assert written_by_adapt(disk / "heads") == adapt.plan(**more).key
     assert {path.name for path in output.iterdir()} == {name.rstrip("/") for name in plan.OURS}
     assert [path.name for path in disk.iterdir()] == ["heads"]
     page = (output / "report.md").read_text()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vllm_medusa.adapt import plan
-from vllm_medusa.adapt.options import AdaptOptions, training_of
+from vllm_medusa.adapt.options import AdaptOptions, DrafterOptions
 from vllm_medusa.adapt.plan import Amounts, disk_bytes, expected_seconds
 from vllm_medusa.offline.defaults import EnginePlan, Length, TargetSizes
 
@@ -25,12 +25,14 @@ def test_answers_fit_the_targets_context() -> None:
 
 def test_states_are_cached_for_generated_tokens_up_to_the_limit() -> None:
     def disk(amounts: Amounts, **more: object) -> tuple[int, int]:
-        return disk_bytes(amounts, training_of(chosen(dtype="bfloat16", **more)), TARGET, SIZES)
+        return disk_bytes(amounts, chosen(dtype="bfloat16", **more), TARGET, SIZES)
 
     files, states = disk(CHATS)
     assert states == 136_000 * 576 * 2
     assert files < 6e9
-    assert disk(CHATS, drafter="eagle3")[1] == 204_000 * 4 * 576 * 2  # prompts and more layers
+    assert (
+        disk(CHATS, heads=DrafterOptions(kind="eagle3"))[1] == 204_000 * 4 * 576 * 2
+    )  # prompts and more layers
     assert disk(Amounts(10**6, 10**8, 10**9))[1] == 50e9
 
 
@@ -39,8 +41,7 @@ def test_a_faster_machine_takes_less_but_measures_as_long(monkeypatch: pytest.Mo
 
     def seconds(flops: float, **more: object) -> dict[str, float]:
         monkeypatch.setattr(plan, "_speeds", lambda: (flops, 1e10))
-        options = chosen(**more)
-        return expected_seconds(CHATS, options, training_of(options), TARGET, SIZES, engine)
+        return expected_seconds(CHATS, chosen(**more), TARGET, SIZES, engine)
 
     slow, fast = seconds(1e10), seconds(2e10)
     assert list(slow) == ["distill", "train", "compare"]

@@ -19,7 +19,7 @@ class Work:
         self.data.write_text('{"a": 1}')
         self.said = ""
 
-    def copy(self, *, job=jobs.copy, to: Path | None = None, compact=False, real=False, **inputs):
+    def copy(self, *inputs, job=jobs.copy, to: Path | None = None, compact=False, real=False):
         def options(here: Path) -> CopyOptions:
             return CopyOptions(data=self.data, output=to or here / "out.json", compact=compact)
 
@@ -29,8 +29,8 @@ class Work:
                 here = lambda run, arguments, progress, log: run(arguments, progress)  # noqa: E731
                 patch.setattr("vllm_medusa.adapt.stages.run_in_process", here)
             try:
-                with WorkFolder(self.folder, 1, recorded) as work:
-                    return work.run("copy", job, options, inputs, ["out.json"], "copy-json")
+                with WorkFolder(self.folder, 1, recorded, inputs) as work:
+                    return work.run("copy", job, options, ["out.json"])
             finally:
                 self.said = "".join(f"{note}\n" for note in recorded.notes)
 
@@ -43,7 +43,7 @@ def work(tmp_path, monkeypatch):
 def test_a_stage_runs_once_and_is_announced(work):
     folder = work.copy(real=True)
     assert json.loads((folder / "out.json").read_text()) == {"a": 1}
-    command = f"vllm-medusa copy-json --data {work.data} --output {folder}/out.json"
+    command = f"vllm-medusa copy --data {work.data} --output {folder}/out.json"
     assert f"1/1 copy: {command}\ncopied\n" in work.said
     assert (folder / "log.txt").read_text() == "copied\n"
     done = (folder / "done.json").stat().st_mtime_ns
@@ -53,12 +53,12 @@ def test_a_stage_runs_once_and_is_announced(work):
 
 
 def test_other_inputs_or_options_rerun_a_stage_but_other_paths_do_not(work, tmp_path, monkeypatch):
-    first = work.copy(data="one")
-    assert len({first, work.copy(data="two"), work.copy(compact=True, data="one")}) == 3
+    first = work.copy("one")
+    assert len({first, work.copy("two"), work.copy("one", compact=True)}) == 3
     work.data = work.data.rename(tmp_path / "elsewhere.json")
     monkeypatch.chdir(tmp_path)
     work.folder = Path("work")
-    assert work.copy(data="one").resolve() == first
+    assert work.copy("one").resolve() == first
     assert "already done" in work.said
 
 

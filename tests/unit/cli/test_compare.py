@@ -23,7 +23,7 @@ class Engine(FakeProcess):
     started: list[Any] = []  # noqa: RUF012
 
     def __init__(self, settings: Any, sampling: Any):
-        config = settings.speculative_config
+        config = settings["speculative_config"]
         self.budget = config and config.get("num_speculative_tokens", AUTOMATIC)
         assert config is None or ("tree" in config) == (self.budget != AUTOMATIC)
         super().__init__(max_tokens=20, step_sizes=(1,) if config is None else (3, 1))
@@ -74,8 +74,7 @@ def test_every_budget_is_measured_and_the_fastest_is_named(arguments, tmp_path, 
 
 
 def test_a_warm_up_group_is_not_counted(arguments, tmp_path, monkeypatch):
-    groups = {None: [], 2: []}
-    arguments.append("--no-automatic")
+    groups = {None: [], 2: [], AUTOMATIC: []}
     measured = Engine.run
 
     def noted(self, prompts, concurrency, seed):
@@ -84,7 +83,8 @@ def test_a_warm_up_group_is_not_counted(arguments, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Engine, "run", noted)
     assert run(*arguments, "--budgets", "2", "--rounds", "1", "--batch", "4") == 0
-    assert groups[None] == groups[2] == [4, 4, 4, 2]
+    assert groups[2] == groups[AUTOMATIC] == [4, 4, 4, 2]
+    assert groups[None] == 2 * groups[2]
     assert figures(tmp_path)["rows"][0]["requests"] == 10
 
 
@@ -143,21 +143,14 @@ def test_prompts_of_records_precede_the_answers(tmp_path):
     ("change", "words"),
     [
         (["--output", "nowhere/figures.json"], "no folder nowhere"),
-        (["--tree", "[[0],[0,0],[0,0,0],[0,0,0,0]]"], "there are 3 heads"),
-        (["--tree", "mc_sim"], "There is no preset or file 'mc_sim'"),
+        (
+            ["--speculative-config", '{"tree": [[0],[0,0],[0,0,0],[0,0,0,0]]}'],
+            "there are 3 heads",
+        ),
+        (["--speculative-config", '{"tree": "mc_sim"}'], "There is no preset or file 'mc_sim'"),
     ],
 )
 def test_errors_are_reported_before_an_engine_starts(arguments, capsys, change, words):
     assert run(*arguments, *change) == 2
     assert words in capsys.readouterr().err
-    assert not Engine.started
-
-
-def test_heads_of_another_width_are_refused_before_an_engine_starts(arguments, tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
-    assert run(arguments[0], str(tmp_path), *arguments[2:]) == 0
-    Engine.started.clear()
-    (tmp_path / "config.json").write_text('{"hidden_size": 12}')
-    assert run(arguments[0], str(tmp_path), *arguments[2:]) == 2
-    assert f"hidden size 8, but {tmp_path} has 12" in capsys.readouterr().err
     assert not Engine.started

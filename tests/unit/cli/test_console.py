@@ -29,14 +29,19 @@ def test_status_and_text(error, status, text, capfd):
 
 
 def test_plain_progress_prints_occasional_lines(monkeypatch, capfd):
-    seconds = iter([0.0, 1.0, 11.0, 12.0, 30.0])
-    monkeypatch.setattr(console.time, "perf_counter", lambda: next(seconds))
+    now = 0.0
+    monkeypatch.setattr(console.time, "perf_counter", lambda: now)
 
     def job(progress):
-        progress.at("states", 1, 9)
-        progress.at("states", 2, 9, "3 tok/s [x]")
-        progress.at("states", 3, 9)
-        progress.at("texts", 4, None)
+        nonlocal now
+        for seconds, *values in (
+            (1.0, "states", 1, 9),
+            (11.0, "states", 2, 9, "3 tok/s [x]"),
+            (12.0, "states", 3, 9),
+            (30.0, "texts", 4, None),
+        ):
+            now = seconds
+            progress.at(*values)
         progress.note("a [b]")
         progress.warn("c [d]")
         return 3

@@ -11,7 +11,7 @@ from support.assets import HEADS, TARGET
 from support.eagle import Eagle1, Eagle3
 
 from vllm_medusa.heads import peek_heads, target_fingerprint
-from vllm_medusa.offline.comparison import drafter_budgets
+from vllm_medusa.offline.comparison import speculation
 from vllm_medusa.offline.engine import medusa_config
 from vllm_medusa.offline.options import CompareOptions, Speculation
 
@@ -127,12 +127,19 @@ def test_commands_recognize_its_folder(tmp_path):
     drafter = Eagle3(torch.zeros(512, 64), torch.arange(512), (1, 2, 3)).save(tmp_path / "e")
     own = {"method": "eagle3", "model": drafter, "tree": "dynamic"}
     assert medusa_config(drafter) == own
-    assert medusa_config(drafter, "chain", budget="4") == own | {"tree": "chain", "budget": 4}
+    assert medusa_config(drafter, {"tree": "chain", "budget": 4}) == own | {
+        "tree": "chain",
+        "budget": 4,
+    }
     assert medusa_config(str(tmp_path))["method"] == "medusa"
-    Speculation(speculative_model=drafter, tree='{"width": 4}')
+    Speculation(speculative_model=drafter, speculative_config={"tree": {"width": 4}})
     with pytest.raises(ValueError, match="width"):
-        Speculation(speculative_model=drafter, tree="mc_sim_7b_63")
+        Speculation(speculative_model=drafter, speculative_config={"tree": "mc_sim_7b_63"})
     options = CompareOptions(
-        target="t", heads=drafter, prompts=tmp_path, budgets=(80, 4, 60), tree='{"depth": 1}'
+        target="t",
+        heads=drafter,
+        prompts=tmp_path,
+        budgets=(80, 4, 60),
+        speculative_config={"tree": {"depth": 1}},
     )
-    assert drafter_budgets(options) == [4, 10]
+    assert [*speculation(options)] == [4, 10, None]

@@ -37,9 +37,9 @@ def test_records_and_their_origin(prompts, tmp_path, engine, capfd):
     assert [r.temperature for r in records[1:8:2]] == [0.5, 1.0, 0.5, 1.0]
     assert [r.index for r in records[:8]] == [0, 1, 2, 3, 4, 5, 6, 8], "two indices per text"
     ((settings, sampling, extra),) = engine.built
-    assert settings.speculative_config is None and extra["seeded"] is True
+    assert settings["speculative_config"] is None and extra["seeded"] is True
     assert sampling.temperature == 1.0, "engines with seeds must know whether any is above 0"
-    assert (sampling.max_tokens, sampling.top_p, sampling.ignore_eos) == (50, 0.9, False)
+    assert (sampling.max_tokens, sampling.top_p) == (50, 0.9)
     generated = sum(r.num_generated for r in records)
     total = sum(len(r.token_ids) for r in records)
     text = said(capfd)
@@ -94,7 +94,7 @@ def test_a_conversation_is_complete_after_a_kill_between_its_lines(prompts, tmp_
         (["--conversations", "2"], "either --prompts FILE, or --conversations"),
         (["--conversations", "2", "--self-talk"], "either --prompts FILE, or --conversations"),
         (["--seed", "-1"], "'-1' is not allowed; use a whole number from 0 to 4294967295"),
-        (["--acceptance", "typical"], "unrecognized arguments"),
+        (["--speculative-config", '{"acceptance": "typical"}'], "the target's own distribution"),
     ],
 )
 def test_contradictions_are_refused(prompts, tmp_path, options, message, engine, capfd):

@@ -39,19 +39,23 @@ def test_one_line_for_each_prompt(arguments, tmp_path, capfd):
 
 
 def test_options_reach_the_engine(arguments, engine):
-    options = ["--speculative-model", "heads", "--tree", '{"dense": [3, 2]}', "--acceptance"]
-    options += ["typical", "--num-speculative-tokens", "5", "--temperature", "0.7", "--seed", "3"]
-    options += ["--engine-args", '{"enforce_eager": true}', "--stop", "a", "b"]
+    config = {"tree": {"dense": [3, 2]}, "acceptance": "typical", "num_speculative_tokens": 5}
+    options = ["--speculative-model", "heads", "--speculative-config", json.dumps(config)]
+    options += [
+        "--temperature",
+        "0.7",
+        "--seed",
+        "3",
+        "--engine-args",
+        '{"enforce_eager": true}',
+        "--stop",
+        "a",
+        "b",
+    ]
     assert run(*arguments, *options) == 0
     ((settings, sampling, extra),) = engine.built
-    assert settings.speculative_config == {
-        "method": "medusa",
-        "model": "heads",
-        "tree": {"dense": [3, 2]},
-        "acceptance": "typical",
-        "num_speculative_tokens": 5,
-    }
-    assert settings.engine_args == {"enforce_eager": True}
+    assert settings["speculative_config"] == {"method": "medusa", "model": "heads", **config}
+    assert settings["enforce_eager"] is True
     assert (sampling.temperature, sampling.stop) == (0.7, ("a", "b"))
     assert extra["seeded"] is True
 
@@ -60,9 +64,9 @@ def test_options_reach_the_engine(arguments, engine):
     ("change", "named"),
     [
         (["--temperature", "0.5"], "sampling.temperature"),
-        (["--tree", "mc_sim_7b_63"], "engine.speculative_config.tree"),
+        (["--speculative-config", '{"tree": "mc_sim_7b_63"}'], "engine.speculative_config.tree"),
         (["--seed", "2"], "sampling.seed"),
-        (["--engine-args", '{"enforce_eager": true}'], "engine.engine_args.enforce_eager"),
+        (["--engine-args", '{"enforce_eager": true}'], "engine.enforce_eager"),
         ("target/model.safetensors", "checkpoints.model"),
         ("tree.json", "tree_sha256"),
         ("prompts.jsonl", "prompts_sha256"),
@@ -72,7 +76,8 @@ def test_other_settings_or_files_are_refused(prompts, tmp_path, change, named, c
     (tmp_path / "target").mkdir()
     (tmp_path / "target/model.safetensors").write_text("one")
     (tmp_path / "tree.json").write_text("[[0]]")
-    arguments = ("-i", prompts, "-o", tmp_path / "o.jsonl", "--tree", tmp_path / "tree.json")
+    config = json.dumps({"tree": str(tmp_path / "tree.json")})
+    arguments = ("-i", prompts, "-o", tmp_path / "o.jsonl", "--speculative-config", config)
     arguments = (tmp_path / "target", *arguments, "--speculative-model", "heads")
     assert run(*arguments) == run(*arguments) == 0
     if isinstance(change, str):  # another file at the same place
@@ -114,7 +119,7 @@ def test_the_same_checkpoints_under_other_paths_resume(
 def test_bad_lines_are_refused_or_skipped(arguments, prompts, tmp_path, engine, capfd):
     prompts.write_text(prompts.read_text() + '\n{"prompt": 3}\n{"prompt": "last"}\n')
     assert run(*arguments) == 2
-    assert "line 8: 'prompt' is 3" in said(capfd)
+    assert "line 8: prompt is 3" in said(capfd)
     assert engine.built == []
     assert run(*arguments, "--on-bad-line", "skip") == 0
     assert "line 8" in said(capfd)
@@ -134,28 +139,28 @@ def test_a_prompt_refused_by_the_engine(arguments, prompts, tmp_path, engine, ca
     assert errors == ["the prompt has 99 tokens"]
 
 
-HEADS = ["--speculative-model", "heads"]
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("config", "message"),
     [
-        (["--tree", "x"], "--tree needs heads, --speculative-model HEADS, or --lookup"),
-        ([*HEADS, "--tree", "{not json"], "isn't: Expecting"),
-        ([*HEADS, "--tree", "mc_sim"], "There is no preset or file 'mc_sim'"),
-        ([*HEADS, "--tree", "[[0],[0,0,1]]"], "The tree ('[[0],[0,0,1]]') can't be used"),
-        (["--lookup", "--num-speculative-tokens", "256"], "use an integer from 1 to 255"),
-        ([*HEADS, "--acceptance", "exact"], 'mode is \'exact\'; use "lossless" or "typical"'),
-        (["--engine-args", "[1]"], "use a JSON object"),
-        (
-            [*HEADS, "--engine-args", '{"speculative_config": {"budget": 7}}'],
-            "Use --speculative-model",
-        ),
-        (["--lookup", "--budget", "never"], "budget is 'never'; use \"auto\""),
-        ([*HEADS, "--budget", "7", "--tree", "mc_sim_7b_63"], 'a static "tree" is set too'),
+        ("{not json", "not JSON: Expecting"),
+        ("[1]", "use a JSON object"),
+        ({"tree": "mc_sim"}, "There is no preset or file 'mc_sim'"),
+        ({"tree": [[0], [0, 0, 1]]}, "The tree can't be used"),
+        ({"num_speculative_tokens": 256}, "use an integer from 1 to 255"),
+        ({"acceptance": "exact"}, 'mode is \'exact\'; use "lossless" or "typical"'),
+        ({"budget": "never"}, "budget is 'never'; use \"auto\""),
+        ({"budget": 7, "tree": "mc_sim_7b_63"}, 'a static "tree" is set too'),
     ],
 )
-def test_invalid_options_are_refused(arguments, tmp_path, options, message, capfd):
-    assert run(*arguments, *options) == 2
+def test_speculation_that_can_not_work_is_refused(arguments, tmp_path, config, message, capfd):
+    text = config if isinstance(config, str) else json.dumps(config)
+    assert run(*arguments, "--speculative-model", "heads", "--speculative-config", text) == 2
     assert message in said(capfd)
     assert not (tmp_path / "o.jsonl").exists()
+
+
+def test_engine_arguments_have_no_speculation(arguments, capfd):
+    assert run(*arguments, "--engine-args", '{"speculative_config": {"budget": 7}}') == 2
+    assert "Use --speculative-model" in said(capfd)
+    assert run(*arguments, "--engine-args", "[1]") == 2
+    assert "use a JSON object" in said(capfd)

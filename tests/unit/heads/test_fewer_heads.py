@@ -8,12 +8,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vllm_medusa.heads import load_heads
 from vllm_medusa.heads.files import CheckpointFiles
-from vllm_medusa.proposer import draft
+from vllm_medusa.proposer.drafts import propose_tree
 from vllm_medusa.tree import TokenTree
-from vllm_medusa.tree.batch import TreeTensors
 
 SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB}
-TREE = TreeTensors.from_tree(TokenTree.dense([3, 2, 1]), torch.device("cpu"))
+TREE = TokenTree.dense([3, 2, 1])
 
 
 @pytest.fixture(params=[5, 1, 0], ids=["own LM heads", "one LM head", "target's"])
@@ -28,10 +27,11 @@ def five_and_three(request, tmp_path):
     return folders
 
 
-def drafted(heads, hidden, lm_head):
+def drafted(heads, hidden, lm_head, tree=TREE):
+    roots = torch.zeros(len(hidden), dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        tokens = draft(heads, hidden, TREE, lambda rows: F.linear(rows, lm_head))
-    return tokens, counter.get_total_flops()
+        drafts = propose_tree(heads, hidden, roots, tree, lambda rows: F.linear(rows, lm_head))
+    return drafts.token_ids, counter.get_total_flops()
 
 
 def test_heads_the_tree_does_not_use_cost_nothing(five_and_three, hidden, target_lm_head):
@@ -46,10 +46,8 @@ def test_heads_the_tree_does_not_use_cost_nothing(five_and_three, hidden, target
         assert torch.equal(tokens, wanted)
         assert flops == cost
     assert sum(p.numel() for p in part.parameters()) == sum(p.numel() for p in small.parameters())
-    deeper = TreeTensors.from_tree(TokenTree.chain(5), torch.device("cpu"))
-    with FlopCounterMode(display=False) as counter:
-        draft(whole, hidden, deeper, lambda rows: F.linear(rows, target_lm_head))
-    assert counter.get_total_flops() * 3 == cost * 5  # checks the counter itself
+    _, deeper = drafted(whole, hidden, target_lm_head, TokenTree.chain(5))
+    assert deeper * 3 == cost * 5  # the counter counts
 
 
 def test_other_heads_tensors_are_not_read(five_and_three, monkeypatch):

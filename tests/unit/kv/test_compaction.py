@@ -1,4 +1,3 @@
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,13 +16,6 @@ def test_moves_by_hand():
     src, dst = accepted_moves(slots, nodes, torch.tensor([2, 1, 0]))
     assert src.tolist() == [[22, 25], [40, 7], [3, 3]]
     assert dst.tolist() == [[21, 22], [8, 7], [3, 3]]
-
-
-def test_a_batch_truncated_below_the_tree_s_depth():
-    src, dst = accepted_moves(
-        torch.tensor([[5, 6]]), torch.tensor([[0, 1, 1, 1]]), torch.tensor([1])
-    )
-    assert src.tolist() == dst.tolist() == [[6, 5, 5]]
 
 
 @settings(max_examples=60)
@@ -62,26 +54,3 @@ def test_paths_become_contiguous_and_nothing_else_changes(seed, last, layout):
         for depth in range(int(path.num_accepted[b]) + 1):
             expected[slots[b, depth]] = before[slots[b, path.nodes[b, depth]]]
     assert torch.equal(after, expected)
-
-
-def test_control_writing_while_reading_would_differ():
-    """Depth 1 is read from node 1's slot after it would have been overwritten."""
-    slots = torch.arange(4)[None]
-    # Not a path of a parents-first tree, but it shows that all reads come first.
-    src, dst = accepted_moves(slots, torch.tensor([[0, 2, 1]]), torch.tensor([2]))
-    cache = torch.arange(4.0)[:, None]
-    one_by_one = cache.clone()
-    for s, d in zip(src.flatten(), dst.flatten(), strict=True):
-        one_by_one[d] = one_by_one[s].clone()
-    copy_slots(cache, src, dst)
-    assert cache.flatten().tolist() == [0, 2, 1, 3]
-    assert not torch.equal(cache, one_by_one)
-
-
-@pytest.mark.parametrize("dims", [2, -2])
-def test_a_dimension_counted_from_either_end(dims):
-    cache = torch.randn(1, 2, 6, 3)
-    wanted = cache.clone()
-    wanted[:, :, 1] = cache[:, :, 4]
-    copy_slots(cache, torch.tensor([[4]]), torch.tensor([[1]]), dims)
-    assert torch.equal(cache, wanted)

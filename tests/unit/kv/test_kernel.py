@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from support.ahead_of_time import GENERATIONS, compiling
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from torch import Tensor
 
 from vllm_medusa.kv import layers as reference
@@ -146,7 +146,7 @@ class Cases:
         assert torch.equal(actual.cpu(), expected)
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
+@IN_INTERPRETER
 class TestInterpreted(Cases):
     device = "cpu"
 
@@ -184,12 +184,7 @@ class TestOnGpu(Cases):
         assert cache.flatten()[:5].tolist() == [0, 3, 7, 3, 4]
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
-def test_in_a_process_that_interprets():
-    run_interpreting(__file__, "TestInterpreted")
-
-
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@NOT_INTERPRETING
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_it_compiles_without_a_gpu(capability):
     pytest.importorskip("triton")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from support.ahead_of_time import GENERATIONS, compiling
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
+from support.random_trees import random_parents
 from torch import Tensor
 
 from vllm_medusa.lookup import search
@@ -27,9 +28,7 @@ def trees_and_chains(
 ) -> tuple[DraftTrees, Tensor, Tensor]:
     """Few tokens and values, so that chains follow paths and survivals tie; some padding."""
     gen = torch.Generator().manual_seed(seed)
-    parents = torch.full((batch, nodes), -1)
-    for node in range(1, nodes):
-        parents[:, node] = torch.randint(max(0, node - 5), node, (batch,), generator=gen)
+    parents = torch.tensor([random_parents(nodes, gen, "deep") for _ in range(batch)])
     steps = torch.tensor([0.0, 0.0, -0.25, -1.0])
     values = steps[torch.randint(0, 4, (batch, nodes), generator=gen)].cumsum(1)
     counts = torch.randint(1, nodes + 1, (batch, 1), generator=gen)
@@ -114,7 +113,7 @@ class Cases:
         assert not torch.equal(found.token_ids, wrong.token_ids)
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
+@IN_INTERPRETER
 class TestInterpreted(Cases):
     device = "cpu"
 
@@ -132,12 +131,7 @@ class TestOnGpu(Cases):
         self.check([*texts, torch.zeros(32_000, dtype=torch.int64)], 32_000, 63)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
-def test_in_a_process_that_interprets():
-    run_interpreting(__file__, "TestInterpreted")
-
-
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@NOT_INTERPRETING
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_it_compiles_without_a_gpu(capability):
     pytest.importorskip("triton")

@@ -92,12 +92,16 @@ CUT = chat.CHATML.replace("assistant\n{% endif", "assistant\nY{% endif").replace
         (chat.CHATML, [SYSTEM, USER], "no assistant turn"),
         (chat.CHATML, [SYSTEM, THOUGHT], "begins with an assistant turn"),
         (chat.CHATML, [USER, {"role": "assistant", "content": " "}], "message 2 of 'messages' is"),
-        (chat.CHATML, [], "a non-empty list of messages"),
-        (chat.CHATML, [USER, {"role": "assistant"}], "use {'role': text, 'content': text}"),
+        (chat.CHATML, [], "messages is []: List should have at least 1 item"),
+        (chat.CHATML, [USER, {"role": "assistant"}], "messages[1].content is"),
         (chat.CHATML, [USER, {"role": "assistant", "content": "\ud800"}], "surrogate"),
-        (chat.CHATML, [{"from": "narrator", "value": "x"}], "speaker 'narrator'; use one of sys"),
-        (chat.CHATML, [{"from": "human"}], "use {'from': speaker, 'value': text}"),
-        (chat.CHATML, [{"from": None, "value": "x"}], "use {'from': speaker, 'value': text}"),
+        (
+            chat.CHATML,
+            [{"from": "narrator", "value": "x"}],
+            "[0].from is 'narrator': Input",
+        ),
+        (chat.CHATML, [{"from": "human"}], "conversations[0].value is"),
+        (chat.CHATML, [{"from": None, "value": "x"}], "conversations[0].from is None"),
     ],
 )
 def test_conversations_that_cannot_be_masked_are_refused(template, talk, reason):
@@ -112,7 +116,11 @@ def test_plain_text_is_trained_from_its_second_token():
     ids, spans = encode_text("<s>import os\n", tokenizer)
     assert list(ids) == tokenizer("<s>import os\n")["input_ids"]
     assert spans == ((1, len(ids)),)
-    for text, reason in (("", "non-empty"), (3, "non-empty"), ("<s>", "a single token")):
+    for text, reason in (
+        ("", "it is empty"),
+        (3, "valid string"),
+        ("<s>", "a single token"),
+    ):
         with pytest.raises(PromptError, match=reason):
             encode_text(text, tokenizer)
 

@@ -40,10 +40,9 @@ def test_results_are_returned_and_reported(tmp_path, reads):
 
 
 def test_lookup_works_with_or_without_heads():
-    kind = Speculation
-    assert kind().speculative_config() is None
-    alone = {"method": "medusa", "lookup": True}
-    assert kind(lookup=True).speculative_config() == alone
-    assert kind(lookup=True, budget="7").speculative_config() == alone | {"budget": 7}
-    with_heads = kind(speculative_model="h", lookup=True).speculative_config()
+    lookup = {"lookup": True, "budget": 7}
+    assert Speculation().speculation() is None
+    alone = {"method": "medusa", **lookup}
+    assert Speculation(speculative_config=lookup).speculation() == alone
+    with_heads = Speculation(speculative_model="h", speculative_config=lookup).speculation()
     assert with_heads == alone | {"model": "h"}

@@ -19,14 +19,15 @@ def test_equal_tokens_are_identical_for_any_steps(concurrency):
         concurrency=concurrency,
         seed=3,
         rounds=2,
-        progress=lambda: calls.append(None),
+        progress=lambda *done: calls.append(done),
     )
     assert comparison.identical
     assert comparison.requests == 20
     assert comparison.baseline.tokens == comparison.candidate.tokens
     assert comparison.baseline.acceptance.tau == 1
     assert comparison.candidate.acceptance.tau > 1
-    assert len(calls) == 2 * -(-10 // concurrency)
+    total = 2 * -(-10 // concurrency)
+    assert calls == [(done, total) for done in range(1, total + 1)]
     assert sorted(comparison.candidate.results) == list(range(10))
 
 

@@ -7,7 +7,7 @@ from support.fake_engine import FakeEngine
 
 from vllm_medusa.offline import engine, process
 from vllm_medusa.offline.batch import run_batch
-from vllm_medusa.offline.engine import EngineRefused, EngineSettings, Sampling
+from vllm_medusa.offline.engine import EngineRefused, Sampling
 from vllm_medusa.offline.process import EngineProcess, serve
 from vllm_medusa.offline.prompts import Prompt
 
@@ -15,8 +15,8 @@ PROMPTS = [Prompt(i, i + 1, f"r{i}", text=f"prompt {i}") for i in range(5)]
 
 
 class Engine(FakeEngine):
-    def __init__(self, settings: EngineSettings, sampling: Sampling, *, seeded: bool):
-        if settings.model == "none":
+    def __init__(self, settings: dict[str, Any], sampling: Sampling, *, seeded: bool):
+        if settings["model"] == "none":
             raise EngineRefused(f"no model; seeded: {seeded}")
         super().__init__()
         config = type("Config", (), {"dtype": "torch.float32"})
@@ -34,10 +34,10 @@ def body(channel: Any) -> None:
 def test_results_are_returned_one_by_one_or_with_their_seconds(monkeypatch):
     monkeypatch.setattr(process, "serve", body)
     expected = list(run_batch(PROMPTS, FakeEngine(), concurrency=2, seed=3))
-    with EngineProcess(EngineSettings("m"), Sampling()) as started:
+    with EngineProcess({"model": "m"}, Sampling()) as started:
         assert started.dtype == "float32"
         assert list(started.stream(PROMPTS, 2, 3)) == expected
-    with EngineProcess(EngineSettings("m"), Sampling()) as started:
+    with EngineProcess({"model": "m"}, Sampling()) as started:
         results, seconds = started.run(PROMPTS, 2, 3)
         assert results == expected and seconds > 0
 
@@ -48,4 +48,4 @@ def test_a_refusal_is_reported_and_only_seeded_sampling_is_announced(
 ):
     monkeypatch.setattr(process, "serve", body)
     with pytest.raises(EngineRefused, match=f"no model; seeded: {bool(said)}"):
-        EngineProcess(EngineSettings("none"), Sampling(temperature=heat), seeded=seeded)
+        EngineProcess({"model": "none"}, Sampling(temperature=heat), seeded=seeded)

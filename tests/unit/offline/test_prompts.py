@@ -41,13 +41,13 @@ BAD = [
     ("{", "not JSON"),
     ("[1]", "a list instead of an object"),
     ('{"text": "x"}', "no key 'prompt' or 'messages' or 'turns'; the keys are 'text'"),
-    ('{"prompt": ""}', "'prompt' is empty"),
-    ('{"prompt": 7}', "'prompt' is 7"),
-    ('{"turns": []}', "'turns' is []"),
-    ('{"turns": "one"}', "'turns' is a string"),
-    ('{"turns": ["a", ""]}', "an empty turn"),
-    ('{"turns": ["a", 3]}', "role"),
-    ('{"messages": [{"role": "user"}]}', "'content': text"),
+    ('{"prompt": ""}', "prompt is '': it is empty"),
+    ('{"prompt": 7}', "prompt is 7: Input should be"),
+    ('{"turns": []}', "turns is []: List should have"),
+    ('{"turns": "one"}', "turns is 'one': Input should be a valid list"),
+    ('{"turns": ["a", ""]}', "turns[1] is '': it is empty"),
+    ('{"turns": ["a", 3]}', "turns[0] is 'a': Input should be a valid dict"),
+    ('{"messages": [{"role": "user"}]}', "messages[0].content is {'role': 'user'}: Field required"),
     ('{"messages": [{"role": "assistant", "content": "x"}]}', "must be 'user'"),
     (r'{"prompt": "a\ud800"}', "half of a surrogate pair"),
     (r'{"prompt": "a", "id": "\ud800"}', "half of a surrogate pair"),
@@ -88,8 +88,8 @@ def test_a_column_is_chosen_by_name(parquet):
     good, bad = read_prompts(path, column="body")
     assert isinstance(good, Prompt) and good.text == "yes"
     assert isinstance(bad, BadLine) and bad.line == 2
-    with pytest.raises(PromptError, match=r"no column 'nope'; it has 'prompt', 'body'"):
-        list(read_prompts(path, column="nope"))
+    (bad, _) = read_prompts(path, column="nope")
+    assert isinstance(bad, BadLine) and "no key 'nope'; the keys are 'prompt', 'body'" in bad.reason
 
 
 def test_unreadable_files_name_the_remedy(tmp_path):
@@ -98,7 +98,7 @@ def test_unreadable_files_name_the_remedy(tmp_path):
         (tmp_path / "missing.txt", {}, "no such file"),
         (tmp_path, {}, "a folder, not a file"),
         (write(tmp_path / "prompts", "x"), {}, "rename the file"),
-        (text, {"column": "c"}, "omit it"),
+        (text, {"column": "c"}, "is a text file"),
         (table, {}, "not a Parquet file"),
     ):
         with pytest.raises(PromptError, match=words):

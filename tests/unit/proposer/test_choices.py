@@ -32,15 +32,6 @@ def grow(logits, num_nodes, max_depth, limit=None):
     return build_tree(Marginals(logits), POOL, root, num_nodes, max_depth, limit)
 
 
-def below(proposal, row, column):
-    """The path to a node, from below the root."""
-    path = []
-    while column:
-        path.insert(0, column)
-        column = int(proposal.parents[row, column])
-    return path
-
-
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def logits(request):
     generator = torch.Generator().manual_seed(0)
@@ -101,21 +92,6 @@ def test_ranks_equal_the_full_vocabulary(logits, ranks):
         assert torch.equal(result.token_ids, whole.token_ids)
         assert torch.equal(result.log_confidence, results[0].log_confidence)  # bit by bit
         torch.testing.assert_close(result.log_confidence, whole.log_confidence)
-
-
-def test_tokens_are_at_their_nodes(logits):
-    proposal = grow(logits, 20, torch.tensor([9, 9, 9]))
-    assert proposal.num_nodes.tolist() == [20, 20, 20]
-    choices = read_choices(logits[:, :HEADS], POOL.width)
-    for row in range(BATCH):
-        for column in range(1, 20):
-            path = below(proposal, row, column)
-            best = choices.token_ids[row, len(path) - 1]
-            found = (best == proposal.token_ids[row, column]).nonzero().item()
-            value = proposal.log_survival[row, [0, *path]].double().diff()[-1]
-            expected = choices.log_confidence[row, len(path) - 1, found].double()
-            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
-    assert (proposal.log_survival.diff(dim=1) <= 0).all()
 
 
 def test_ids_are_target_ids(logits):

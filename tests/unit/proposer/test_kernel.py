@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.ahead_of_time import GENERATIONS, compiling
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from torch import Tensor
 
 from vllm_medusa import proposer
@@ -127,7 +127,7 @@ class Cases:
         given, mapped = logits.to(self.device), known.to(self.device)
         assert torch.equal(dispatch.propose(given, there, mapped).cpu(), expected)
         whole = VocabShard.of_rank(0, 6, 6)
-        drafts = dispatch.propose_sharded(given, there, whole, lambda keys: keys[None], mapped)
+        drafts = dispatch.propose(given, there, mapped, whole, lambda keys: keys[None])
         assert torch.equal(drafts.cpu(), expected)
 
     def test_a_prefix_of_the_tree(self):
@@ -149,7 +149,7 @@ class Cases:
         assert wrong.tolist() == [[[40, 41]]]
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
+@IN_INTERPRETER
 class TestInterpreted(Cases):
     device = "cpu"
 
@@ -194,12 +194,7 @@ class TestOnGpu(Cases):
         assert torch.equal(out, expected)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
-def test_in_a_process_that_interprets():
-    run_interpreting(__file__, "TestInterpreted")
-
-
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@NOT_INTERPRETING
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_it_compiles_without_a_gpu(capability):
     pytest.importorskip("triton")

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from vllm_medusa.heads import MedusaHeads
-from vllm_medusa.proposer import draft, propose
+from vllm_medusa.proposer import propose
+from vllm_medusa.proposer.drafts import propose_tree
 from vllm_medusa.tree.batch import TreeTensors
 from vllm_medusa.tree.topology import TokenTree
 
@@ -28,23 +29,6 @@ def test_every_node_has_its_heads_token_of_its_rank(name):
             assert tokens[row, node] == best[path[-1]]
 
 
-def test_ties_go_to_the_lower_token():
-    tokens = propose(torch.zeros(1, 1, 50), TreeTensors.from_tree(TokenTree.dense([4])))
-    assert tokens.tolist() == [[0, 0, 1, 2, 3]]
-
-
-def test_siblings_differ_even_in_bfloat16():
-    logits = torch.randn(8, 2, 500, generator=torch.Generator().manual_seed(2)).bfloat16()
-    tree = TokenTree.dense([4, 3])
-    tokens = propose(logits, TreeTensors.from_tree(tree))
-    children = {}
-    for node, parent in enumerate(tree.parents):
-        children.setdefault(parent, []).append(node)
-    for siblings in children.values():
-        for row in tokens[:, siblings].tolist():
-            assert len(set(row)) == len(row)
-
-
 def test_token_map_gives_target_ids():
     token_map = torch.tensor([7, 99, 3])
     logits = torch.tensor([[[0.0, 2.0, 1.0]]])
@@ -52,17 +36,21 @@ def test_token_map_gives_target_ids():
     assert propose(logits, tree, token_map).tolist() == [[0, 99, 3, 7]]
 
 
+ROOTS = torch.zeros(3, dtype=torch.int64)
+
+
 def test_draft_runs_only_the_heads_the_tree_uses():
     heads = MedusaHeads(4, 1, 8, 20)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
     hidden = torch.randn(3, 8)
-    tree = TreeTensors.from_tree(TokenTree.dense([2, 2]))
+    tree = TokenTree.dense([2, 2])
     seen = []
     heads.register_forward_hook(lambda _, args, out: seen.append(out.shape))
     with torch.no_grad():
-        tokens = draft(heads, hidden, tree)
-        expected = propose(heads.compute_logits(heads(hidden)), tree)
+        tokens = propose_tree(heads, hidden, ROOTS, tree).token_ids
+        logits = heads.compute_logits(heads(hidden))
+        expected = propose(logits, TreeTensors.from_tree(tree))
     assert seen[0] == (3, 2, 8)
     assert torch.equal(tokens, expected)
 
@@ -71,8 +59,8 @@ def test_draft_uses_the_targets_lm_head_and_the_token_map():
     heads = MedusaHeads(2, 1, 8, 20, num_lm_heads=0, token_map=torch.tensor([4, 11, 2]))
     weight = torch.randn(20, 8, generator=torch.Generator().manual_seed(3))
     hidden = torch.randn(3, 8, generator=torch.Generator().manual_seed(4))
-    tree = TreeTensors.from_tree(TokenTree.chain(2))
-    tokens = draft(heads, hidden, tree, lambda rows: rows @ weight.T)
+    tree = TokenTree.chain(2)
+    tokens = propose_tree(heads, hidden, ROOTS, tree, lambda rows: rows @ weight.T).token_ids
     best = (hidden @ weight.T)[:, [4, 11, 2]].argmax(1)
     expected = torch.tensor([4, 11, 2])[best]
     assert torch.equal(tokens, torch.stack([torch.zeros_like(expected), expected, expected], 1))

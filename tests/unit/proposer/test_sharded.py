@@ -8,7 +8,6 @@ from torch import Tensor
 
 from vllm_medusa.proposer import propose, stable_topk
 from vllm_medusa.proposer.sharded import (
-    NO_CANDIDATE,
     VocabShard,
     local_topk,
     logit_values,
@@ -76,26 +75,6 @@ def test_large_vocabularies(ranks, dtype):
         for r in range(ranks)
     ]
     assert torch.equal(token_ids(merge_topk(torch.stack(keys), 9)), stable_topk(logits, 9))
-
-
-def test_nan_of_either_sign_is_first():
-    logits = torch.tensor([[1.0, -NAN, INF, NAN, -INF]])
-    for k in range(1, 6):
-        assert stable_topk(logits, k).tolist() == [[1, 3, 2, 0, 4][:k]]
-
-
-def test_a_shard_smaller_than_k_is_padded():
-    keys = local_topk(torch.tensor([[-INF, 2.0, 8.0]]), 4, VocabShard(100, 2, 200))
-    assert token_ids(keys).tolist() == [[101, 100, 0, 0]]
-    assert logit_values(keys)[0, :2].tolist() == [2.0, -INF]
-    assert keys[0, 2:].tolist() == [NO_CANDIDATE] * 2
-    none = local_topk(torch.tensor([[1.0]]), 2, VocabShard(200, 0, 200))
-    assert none.tolist() == [[NO_CANDIDATE] * 2]
-
-
-def test_vllm_s_shards():
-    shards = [VocabShard.of_rank(rank, 4, 10) for rank in range(4)]
-    assert [(s.first_id, s.num_ids) for s in shards] == [(0, 4), (4, 4), (8, 2), (10, 0)]
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -1,10 +1,11 @@
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_trees import padded
 from support.tree_strategies import cases
 
-from vllm_medusa.sampler import greedy_verdict, lossless_walk
+from vllm_medusa.sampler import greedy_verdict, greedy_walk, lossless_walk
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
@@ -31,17 +32,25 @@ def test_equals_a_walk_with_an_argmax_sampler(case, seed):
         assert walked.output_token_ids[b].tolist() == padded(emitted, width, -1)
 
 
-def test_the_first_of_equal_siblings_is_accepted_even_if_the_second_is_deeper():
-    #      0            tokens: both children are 5; only the second has a child that matches
-    #     / \
-    #    1   2          The walk is at node 1 and must stop there.
-    #        |
-    #        3
-    tree = TokenTree.from_paths([[0], [1], [1, 0]])
-    batch = TreeBatch.from_static(TreeTensors.from_tree(tree), torch.tensor([4]))
-    verdict = greedy_verdict(batch, torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 6, 6, 7]]))
-    assert verdict.path.nodes.tolist() == [[0, 1, 1]]
-    assert verdict.output_token_ids.tolist() == [[5, 6, -1]]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@settings(max_examples=100)
+@given(case=cases, seed=st.integers(0, 2**31), spread=st.sampled_from([1, 3, 100]))
+def test_the_kernel_for_cpus_walks_alike(dtype, case, seed, spread):
+    torch.manual_seed(seed)
+    tree, width = case.tree, case.tree.max_nodes
+    cu_nodes = tree.cu_num_nodes.to(torch.int64)
+    rows = cu_nodes[:-1, None] + torch.arange(width).minimum(tree.num_nodes[:, None] - 1)
+    # few values, so that many are equal; rows of a wider tensor, as vLLM's without its padding
+    logits = torch.randint(-spread, spread, (int(cu_nodes[-1]), case.vocab_size + 5)).to(dtype)
+    if seed % 3 == 0:
+        logits[torch.rand(logits.shape) < 0.1] = torch.nan
+    logits = logits[:, : case.vocab_size]
+    expected = greedy_verdict(tree, case.token_ids, logits.float().argmax(-1)[rows])
+    found = greedy_walk(logits, cu_nodes, tree, case.token_ids)
+    assert torch.equal(found.output_token_ids, expected.output_token_ids)
+    assert torch.equal(found.path.nodes, expected.path.nodes)
+    assert torch.equal(found.path.num_accepted, expected.path.num_accepted)
+    assert torch.equal(found.path.last_node, expected.path.last_node)
 
 
 def test_absent_drafts_and_truncated_nodes_are_never_accepted():

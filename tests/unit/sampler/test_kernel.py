@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from support.ahead_of_time import GENERATIONS, compiling
-from support.interpreter import INTERPRETING, run_interpreting
+from support.interpreter import IN_INTERPRETER, NOT_INTERPRETING
 from support.random_trees import Case, make_case
 from torch import Tensor
 
@@ -133,11 +133,6 @@ class Cases:
         if shape == "chain":
             assert verdict.path.num_accepted.tolist() == [nodes - 1, max(0, nodes - 2), 0]
 
-    def test_the_first_of_equal_siblings_is_accepted_even_if_the_second_is_deeper(self):
-        tree = static([[0], [1], [1, 0]], [4])
-        tokens, targets = torch.tensor([[0, 5, 5, 6]]), torch.tensor([[5, 6, 6, 7]])
-        assert self.check_walk(tree, tokens, targets).output_token_ids.tolist()[0][:2] == [5, 6]
-
     def test_tokens_as_views(self):
         """Tokens and targets as rows of a longer buffer."""
         case = make_case(3, 4, 20, 2)
@@ -157,11 +152,11 @@ class Cases:
         nodes = self.walk(wrong, case.token_ids, targets).path.nodes
         assert not torch.equal(nodes, expected.path.nodes)
 
-    def accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor | None) -> Path:
-        given = None if score is None else score.to(self.device)
-        return self.kernel.accept_path(moved(tree, self.device), accepted.to(self.device), given)
+    def accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor) -> Path:
+        given = moved(tree, self.device), accepted.to(self.device), score.to(self.device)
+        return self.kernel.accept_path(*given)
 
-    def check_accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor | None) -> Path:
+    def check_accept(self, tree: TreeBatch, accepted: Tensor, score: Tensor) -> Path:
         path = self.accept(tree, accepted, score)
         same_path(path, sampler.accept_path(tree, accepted, score))
         return path
@@ -174,15 +169,7 @@ class Cases:
             tree, shape = random_case(seed).tree, (random_case(seed).token_ids.shape)
             accepted = torch.rand(shape, generator=generator(seed)) < 0.8
             score = values[torch.randint(0, 8, shape, generator=generator(seed + 1))]
-            self.check_accept(tree, accepted, score if seed % 4 else None)
-
-    def test_infinity_ties_with_the_largest_number(self):
-        """As in `nan_to_num`; nothing is below NaN."""
-        tree = static([[0], [1]], [3, 3])
-        largest = torch.finfo(torch.float32).max
-        score = torch.tensor([[0, largest, torch.inf], [0, torch.nan, -torch.inf]])
-        path = self.check_accept(tree, torch.ones(2, 3, dtype=torch.bool), score)
-        assert path.last_node.tolist() == [1, 1]
+            self.check_accept(tree, accepted, score)
 
     @pytest.mark.parametrize("shape", SHAPES)
     @pytest.mark.parametrize("nodes", SIZES)
@@ -194,18 +181,17 @@ class Cases:
             accepted = torch.ones(2, nodes, dtype=torch.bool)
             accepted[:, refused] = False
             self.check_accept(tree, accepted, score)
-            self.check_accept(tree, accepted, None)
 
     def test_a_missing_ancestor_bit_is_detected(self):
         """Negative control: node 66 is below node 65, whose rejection must apply to it."""
         tree = static(SHAPES["chain"](70), [70])
-        accepted = torch.ones(1, 70, dtype=torch.bool)
+        accepted, score = torch.ones(1, 70, dtype=torch.bool), torch.zeros(1, 70)
         accepted[0, 65] = False
-        assert self.check_accept(tree, accepted, None).last_node.tolist() == [64]
+        assert self.check_accept(tree, accepted, score).last_node.tolist() == [64]
         bits = tree.ancestor_bits.clone()
         bits[:, 66:, 1] &= ~2
         wrong = dataclasses.replace(tree, ancestor_bits=bits)
-        assert self.accept(wrong, accepted, None).last_node.tolist() == [69]
+        assert self.accept(wrong, accepted, score).last_node.tolist() == [69]
 
     def typical(self, tree, tokens, logits, rows, epsilon, delta) -> Path:
         arguments = [t.to(self.device) for t in (tokens, logits, rows, epsilon, delta)]
@@ -276,16 +262,6 @@ class Cases:
             if shape == "chain":
                 assert path.num_accepted.tolist() == [nodes - 1, max(0, nodes - 2)]
 
-    def test_equal_paths_give_the_lowest_node(self):
-        tree = static(TokenTree.dense([3, 2, 2]).to_lists(), [22, 22])
-        nodes = tree.max_nodes
-        tokens = torch.arange(2 * nodes).view(2, nodes) % 5
-        rows = torch.zeros(2, nodes, dtype=torch.int64)
-        bounds = torch.full((2,), 0.09), torch.full((2,), 0.3)
-        path = self.check_typical(tree, tokens, torch.zeros(1, 5), rows, *bounds)
-        deepest = [i for i in range(nodes) if tree.depths[0, i] == 3]
-        assert path.last_node.tolist() == [deepest[0]] * 2
-
     def test_distance_to_the_threshold(self, monkeypatch):
         """The threshold at the probability, and a ten-thousandth above and below it."""
         monkeypatch.setattr(self.kernel, "_SPLIT", 128)
@@ -338,7 +314,7 @@ class Cases:
         assert path.num_accepted.tolist() == [1]
 
 
-@pytest.mark.skipif(not INTERPRETING, reason="runs in a process that interprets Triton, see below")
+@IN_INTERPRETER
 class TestInterpreted(Cases):
     device = "cpu"
 
@@ -386,12 +362,7 @@ class TestOnGpu(Cases):
         assert torch.equal(captured.nodes, path.nodes)
 
 
-@pytest.mark.skipif(INTERPRETING, reason="this is the process that interprets Triton")
-def test_in_a_process_that_interprets():
-    run_interpreting(__file__, "TestInterpreted")
-
-
-@pytest.mark.skipif(INTERPRETING, reason="the interpreter's process compiles nothing")
+@NOT_INTERPRETING
 @pytest.mark.parametrize("capability", GENERATIONS)
 def test_it_compiles_without_a_gpu(capability):
     pytest.importorskip("triton")
@@ -401,7 +372,6 @@ def test_it_compiles_without_a_gpu(capability):
     tree, tokens = case.tree, case.token_ids
     with compiling(capability) as compiled:
         kernel.target_verdict(tree, tokens, tokens)
-        kernel.accept_path(tree, tokens > 0)
         rows = torch.arange(600).view(3, 200)
         kernel.typical_path(tree, tokens, torch.randn(600, 30000), rows, *torch.rand(2, 3))
     assert len(compiled) == 4

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.chi_square import UNLIKELY, deviations
 from support.random_trees import padded
 from support.tree_strategies import cases
 from torch import Tensor
@@ -20,19 +20,6 @@ SAMPLES = 40_000
 TREE = TokenTree.from_paths([[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0]])
 TOKENS = torch.tensor([0, 2, 1, 2, 3, 0, 3, 1])
 PATHS = [(), (2,), (1,), (2,), (2, 3), (2, 0), (1, 3), (2, 1)]  # tokens from the root to each node
-
-
-def excess(counts: Tensor, probs: Tensor) -> float:
-    """Chi-square statistic as standard deviations of its (Wilson-Hilferty) normal equivalent."""
-    counts, probs = counts.double().flatten(), probs.double().flatten()
-    wanted = probs / probs.sum() * counts.sum()
-    assert wanted.min() > 5, "too few expected samples for a chi-square test"
-    k = len(counts) - 1
-    ratio = ((counts - wanted) ** 2 / wanted).sum() / k
-    return float((ratio ** (1 / 3) - (1 - 2 / (9 * k))) / (2 / (9 * k)) ** 0.5)
-
-
-LIMIT = 4.75  # one-sided 1e-6
 
 
 class Target:
@@ -82,10 +69,10 @@ def test_marginal_and_joint_distributions_equal_the_target_s():
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
     joint = target.joint()
-    assert excess(histogram(out[:, :1]), target.first) < LIMIT
+    assert deviations(histogram(out[:, :1]), target.first) < UNLIKELY
     # In histogram() the first token varies fastest, so the tables are transposed to match.
-    assert excess(histogram(out[:, :2]), joint.sum(2).T) < LIMIT
-    assert excess(histogram(out), joint.permute(2, 1, 0)) < LIMIT
+    assert deviations(histogram(out[:, :2]), joint.sum(2).T) < UNLIKELY
+    assert deviations(histogram(out), joint.permute(2, 1, 0)) < UNLIKELY
 
 
 def test_control_a_wrong_parent_is_detected():
@@ -96,7 +83,7 @@ def test_control_a_wrong_parent_is_detected():
     parents = tree.parents.clone()
     parents[:, 4], parents[:, 6] = 2, 1  # both have token 3, under the wrong sibling
     out = target.emit(dataclasses.replace(tree, parents=parents))
-    assert excess(histogram(out), target.joint().permute(2, 1, 0)) > 2 * LIMIT
+    assert deviations(histogram(out), target.joint().permute(2, 1, 0)) > 2 * UNLIKELY
 
 
 def test_control_unchecked_drafts_are_detected():
@@ -105,13 +92,13 @@ def test_control_unchecked_drafts_are_detected():
     torch.manual_seed(1)
     out = target.emit(static_batch(SAMPLES))
     biased = torch.where((out[:, 0] == 0) & (torch.rand(SAMPLES) < 0.1), 2, out[:, 0])
-    assert excess(histogram(biased.unsqueeze(1)), target.first) > 2 * LIMIT
+    assert deviations(histogram(biased.unsqueeze(1)), target.first) > 2 * UNLIKELY
 
 
 @settings(max_examples=100)
-@given(case=cases, seed=st.integers(0, 2**31), early_exit=st.booleans())
-def test_the_path_follows_the_samples(case, seed, early_exit):
-    """Any samples, different at every visit: the walk is the plain loop, also with early exit."""
+@given(case=cases, seed=st.integers(0, 2**31))
+def test_the_path_follows_the_samples(case, seed):
+    """Any samples, different at every visit: the walk is the plain loop."""
     torch.manual_seed(seed)
     levels = case.tree.max_depth + 1
     samples = torch.randint(0, case.vocab_size, (levels, case.batch_size))
@@ -121,7 +108,7 @@ def test_the_path_follows_the_samples(case, seed, early_exit):
         calls.append(active.clone())
         return torch.where(active, samples[level], 0)  # may match, but must be ignored
 
-    verdict = lossless_walk(case.tree, case.token_ids, sample, early_exit)
+    verdict = lossless_walk(case.tree, case.token_ids, sample)
     for b in range(case.batch_size):
         drawn = iter(samples[:, b].tolist())
         nodes, emitted = case.walk(b, lambda node, drawn=drawn: next(drawn))
@@ -130,16 +117,4 @@ def test_the_path_follows_the_samples(case, seed, early_exit):
         assert int(verdict.path.num_accepted[b]) == len(nodes) - 1
         assert int(verdict.path.last_node[b]) == nodes[-1]
         assert sum(int(active[b]) for active in calls) == len(emitted)  # one draw per token
-    if early_exit:
-        assert all(bool(active.any()) for active in calls)
-    else:
-        assert len(calls) == levels
-
-
-@pytest.mark.parametrize("early_exit", [False, True])
-def test_without_drafts_it_is_plain_decoding(early_exit):
-    tree = TreeBatch.from_static(TreeTensors.from_tree(TREE), torch.tensor([1, 1]))
-    verdict = lossless_walk(
-        tree, TOKENS.expand(2, -1), lambda *_: torch.tensor([2, 1]), early_exit=early_exit
-    )
-    assert verdict.output_token_ids.tolist() == [[2, -1, -1], [1, -1, -1]]
+    assert all(bool(active.any()) for active in calls)

@@ -28,19 +28,18 @@ def argmax(level: int, nodes: Tensor, active: Tensor) -> Tensor:
 def test_rules_and_compaction(fake):
     tree, tokens = fake
     greedy = sampler.greedy_verdict(tree, tokens, tokens)
-    walked = sampler.lossless_walk(tree, tokens, argmax)
     probs = torch.rand(4, tree.max_nodes, VOCAB)
     path = sampler.typical_path(tree, tokens, probs, torch.rand(4), torch.rand(4))
     typical = sampler.close_path(path, tokens, tokens[:, 0])
     mixed = sampler.select_verdict(torch.rand(4) > 0.5, greedy, typical)
-    for verdict in (greedy, walked, typical, mixed):
+    for verdict in (greedy, typical, mixed):
         assert verdict.output_token_ids.shape == (4, tree.max_depth + 1)
         src, dst = kv.accepted_moves(tokens, verdict.path.nodes, verdict.path.num_accepted)
         kv.copy_slots(torch.rand(2, 50, 3), src, dst, 1)
         kv.copy_slots(torch.rand(5, 3, 4, 10), src, dst, (0, 3))
 
 
-def test_control_early_exit_syncs(fake):
+def test_control_a_walk_asks(fake):
     tree, tokens = fake
     with pytest.raises(DataDependentOutputException):
-        sampler.lossless_walk(tree, tokens, argmax, early_exit=True)
+        sampler.lossless_walk(tree, tokens, argmax)

@@ -43,14 +43,6 @@ def test_nan_and_infinite_scores_give_a_deepest_path():
     assert path.last_node.tolist() == [1, 3, 1]
 
 
-def test_a_tree_truncated_to_its_root_accepts_nothing():
-    tensors = TreeTensors.from_tree(TokenTree.chain(3))
-    tree = TreeBatch.from_static(tensors, torch.tensor([1]))
-    path = accept_path(tree, torch.ones(1, 4, dtype=torch.bool))
-    assert path.nodes.tolist() == [[0, 0, 0, 0]]
-    assert path.num_accepted.tolist() == [0]
-
-
 def test_emitted_tokens_and_final_token():
     tree = TreeBatch.from_static(
         TreeTensors.from_tree(TokenTree.from_paths([[0], [1], [1, 0]])), torch.tensor([4, 4, 4])

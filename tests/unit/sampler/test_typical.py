@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.random_trees import Case, padded
 from support.tree_strategies import cases
 
-from vllm_medusa.sampler import close_path, typical_path, typical_threshold
+from vllm_medusa.sampler import close_path, typical_path
 from vllm_medusa.tree import TokenTree
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
@@ -46,18 +46,6 @@ def test_longest_then_likeliest_then_first(case, seed, epsilon, delta):
         values = probs[b].double().tolist()
         nodes = expected_path(case, b, values, float(bounds[0, b]), float(bounds[1, b]))
         assert path.nodes[b].tolist() == padded(nodes, case.tree.max_depth + 1, nodes[-1])
-
-
-def test_threshold_by_hand():
-    flat, peaked, certain = [0.25] * 4, [0.97, 0.01, 0.01, 0.01], [1.0, 0, 0, 0]
-    probs = torch.tensor([flat, peaked, certain])
-    got = typical_threshold(probs, 0.09, 0.3)
-    torch.testing.assert_close(got, torch.tensor([0.3 / 4, 0.09, 0.09]))  # exp(-ln 4) = 1/4
-    per_row = typical_threshold(probs, torch.tensor([0.05, 0.5, 1.0]), torch.tensor([1.0, 0.1, 1]))
-    torch.testing.assert_close(
-        per_row,
-        torch.tensor([0.05, 0.1 * math.exp(0.97 * math.log(0.97) + 0.03 * math.log(0.01)), 1.0]),
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -9,7 +9,7 @@ from support.paged_batches import tree
 from support.paged_trees import make_case
 
 from vllm_medusa.scorer.cpu import plan_branches, tree_attention
-from vllm_medusa.scorer.paged import PagedBranches
+from vllm_medusa.scorer.paged import TreeBuffers
 from vllm_medusa.scorer.paged_torch import paged_tree_attention_torch
 from vllm_medusa.tree.packing import unpack_ancestors
 
@@ -40,20 +40,20 @@ def test_levels_in_paged_attention() -> None:
     size, queries, requests = 66, 22, 2
     case = make_paged([tree(size, 40), tree(size, 3)], heads=(2, 1))
     seen = unpack_ancestors(case.batch.ancestor_bits, size)
-    expected = case.expected()[0].unflatten(0, (requests, size))
+    expected = case.expected().unflatten(0, (requests, size))
     query = case.query.unflatten(0, (requests, size))
-    branches, places = PagedBranches.allocate(3, size + 6, "cpu"), set()
+    branches, places = TreeBuffers.allocate(3, size + 6, "cpu", is_tree=True), set()
     cu = torch.arange(0, 3 * queries, queries, dtype=torch.int32)
     for end in range(queries, size + 1, queries):
         rows = slice(end - queries, end)
         lengths = (case.batch.seq_lens - size + end).int()
-        batch = branches.batch(seen[:, rows, :end], cu, lengths, case.batch.block_table, queries)
+        batch = branches.level(seen[:, rows, :end], cu, lengths, case.batch.block_table, queries)
         level = replace(case, query=query[:, rows].flatten(0, 1), batch=batch)
-        out, _ = level.run(paged_tree_attention_torch, torch.float64)
+        out = level.run(paged_tree_attention_torch, torch.float64)
         torch.testing.assert_close(out.unflatten(0, (requests, queries)), expected[:, rows])
         places.add((batch.ancestor_bits.data_ptr(), batch.depths.data_ptr()))
         if end > queries:
             wrong = level.with_batch(rows_before=0)
-            out, _ = wrong.run(paged_tree_attention_torch, torch.float64)
+            out = wrong.run(paged_tree_attention_torch, torch.float64)
             assert not torch.allclose(out.unflatten(0, (requests, queries)), expected[:, rows])
     assert len(places) == 1

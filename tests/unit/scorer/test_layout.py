@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.attention import gather_tokens
 
 from vllm_medusa.kv import copy_slots
-from vllm_medusa.scorer.layout import SUPPORTED_ISAS, CacheLayout, gather_tokens
+from vllm_medusa.scorer.layout import SUPPORTED_ISAS, CacheLayout
 
 
 def numbered_cache(isa: str, blocks: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.paged_trees import random_tree_batch
 
+from vllm_medusa.scorer.cpu import write_positions
 from vllm_medusa.scorer.positions import ragged_rows, write_node_positions
 
 sizes_and_bases = st.lists(
@@ -34,6 +35,10 @@ def test_written_rows_equal_a_loop_and_others_are_unchanged(cases, gap, wide):
         tree.depths,
         tree.cu_num_nodes,
         total,
-        torch.tensor(starts, dtype=torch.int32) if gap else None,
+        torch.tensor(starts, dtype=torch.int32),
     )
     assert torch.equal(positions, expected)
+    if wide:
+        positions = torch.where(expected == -7, expected, 0)
+        write_positions(positions, torch.tensor(bases), tree, torch.tensor(starts))
+        assert torch.equal(positions, expected)

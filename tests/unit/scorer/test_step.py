@@ -1,13 +1,16 @@
 """The layout of a step against the same layout written as loops."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.paged_trees import random_tree_batch
 
+from vllm_medusa.scorer.cpu import topologies
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree import TokenTree
-from vllm_medusa.tree.batch import TreeTensors
+from vllm_medusa.tree.batch import TreeBatch, TreeTensors
 
 TREE = TokenTree.dense([3, 2])  # 10 nodes
 
@@ -61,7 +64,12 @@ def test_slots_are_those_of_the_rows(shape):
             assert slots[b, : len(rows)].tolist() == step.slot_mappings[group][rows].tolist()
 
 
-def test_dtypes():
-    step, _, _ = build([(2, 4), (0, 1)])
-    for tensor in (step.cu_nodes, step.rows, step.row_of_node, step.token_ids):
-        assert tensor.dtype == torch.int64
+@pytest.mark.parametrize("sizes", [[1], [2, 1], [8, 3, 8], [70, 130, 1]])
+def test_topologies_on_the_host_are_those_in_torch(sizes):
+    tree = random_tree_batch(sizes, torch.Generator().manual_seed(len(sizes)), "random")
+    counts = torch.tensor(sizes)
+    expected = TreeBatch.from_parents(tree.parents, counts, max(sizes))
+    found = topologies(tree.parents.contiguous(), counts)
+    for name in ("num_nodes", "parents", "depths", "ancestor_bits", "ancestors"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert found.max_depth == int((expected.depths * expected.valid).max())

@@ -85,8 +85,3 @@ def test_splits_are_bounded_and_never_more_than_tiles():
             for query_tiles in (1, 4):
                 splits = splits_of(batch * 4 * query_tiles, length)
                 assert 1 <= splits <= min(MAX_SPLITS, max(1, -(-length // 64)))
-
-
-def test_more_requests_never_mean_more_splits_at_powers_of_two():
-    splits = [splits_of(b * 8, 8192, 128) for b in (1, 2, 4, 8, 16)]
-    assert splits == sorted(splits, reverse=True) and splits[0] == 16 and splits[-1] == 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
-from vllm_medusa.tree.packing import dense_ancestors, pack_ancestors, unpack_ancestors
+from vllm_medusa.tree.packing import dense_ancestors, unpack_ancestors
 from vllm_medusa.tree.presets import load_preset
 from vllm_medusa.tree.topology import TokenTree
 
@@ -54,21 +54,6 @@ def test_existing_nodes_never_attend_padding_and_a_batch_may_be_empty():
     assert batch.cu_num_nodes.tolist() == [0]
 
 
-def test_per_request_trees_are_supported():
-    parents = torch.tensor([[-1, 0, 1], [-1, 0, -1]])
-    ancestors = dense_ancestors(parents)
-    batch = TreeBatch(
-        num_nodes=torch.tensor([3, 2]),
-        parents=parents,
-        depths=torch.tensor([[0, 1, 2], [0, 1, 0]]),
-        ancestor_bits=pack_ancestors(ancestors),
-        ancestors=ancestors,
-        max_depth=2,
-    )
-    assert batch.ancestor_bits.tolist() == [[[1], [3], [7]], [[1], [3], [4]]]
-    assert batch.valid.tolist() == [[True] * 3, [True, True, False]]
-
-
 def test_num_nodes_may_change_in_place():
     tensors = TreeTensors.from_tree(TokenTree.chain(2))
     num_nodes = torch.tensor([1])  # a persistent buffer, as graph capture needs
@@ -114,6 +99,4 @@ def test_some_requests_may_have_other_trees():
         assert torch.equal(getattr(mixed, name)[0], getattr(batch, name)[0])
     assert torch.equal(mixed.ancestors[1:], dense_ancestors(parents.flip(0)))
     assert torch.equal(unpack_ancestors(mixed.ancestor_bits, 5), mixed.ancestors)
-    deeper = batch.with_trees(torch.tensor([2, 1]), parents, torch.tensor([5, 3]), 3)
-    assert (mixed.max_depth, deeper.max_depth) == (2, 3)
     assert batch.num_nodes.tolist() == [5, 1, 3]

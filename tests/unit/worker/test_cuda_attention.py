@@ -17,7 +17,10 @@ from support.triton_steps import BLOCK, DIM, HEADS, KV_HEADS, MAX_SEQS, NODES, T
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionType
 
+from vllm_medusa.scorer.reference import attention_reference, visible_keys
 from vllm_medusa.worker.cuda_attention import TreeAttentionBackend, compact_group
+
+CHUNK = range(-1, 4)  # the parents of its rows
 
 
 class TestLayer:
@@ -33,7 +36,7 @@ class TestLayer:
         ids=["plain", "window", "soft cap", "sinks", "fp8"],
     )
     def test_attention(self, make_builder, changes):
-        """One tree and one chunk of prefill, each row alone against a softmax over visible keys.
+        """One tree and one chunk of prefill against the reference.
 
         fp32 sums in another order: 1e-5.
         """
@@ -56,28 +59,17 @@ class TestLayer:
         assert out[NODES + 5 :].isnan().all()
 
         tokens = cache.transpose(1, 2).flatten(0, 1)  # [slots, heads, 2 * size], by slot
-        window = changes.get("sliding_window", 10**6)
-        cap, sinks = changes.get("logits_soft_cap"), changes.get("sinks")
-        for row in range(NODES + 5):
-            first = 0 if row < NODES else 8 * BLOCK  # slot of the request's token 0
-            if row < NODES:
-                path = [row]
-                while path[0] > 0:
-                    path.insert(0, TREE.parents[path[0]])
-                seen = [(i, i) for i in range(21)] + [(21 + n, 21 + TREE.depths[n]) for n in path]
-            else:
-                seen = [(i, i) for i in range(12 + row - NODES + 1)]
-            place = seen[-1][1]
-            slots = [first + slot for slot, position in seen if position > place - window]
-            keys, values = tokens[slots].repeat_interleave(HEADS // KV_HEADS, 1).split(DIM, -1)
-            logits = torch.einsum("hd,lhd->hl", query[row], keys * factors[0]) * 0.3
-            if cap:
-                logits = cap * torch.tanh(logits / cap)
-            if sinks is not None:
-                logits = torch.cat((logits, sinks[:, None]), 1)
-            weights = logits.softmax(1)[:, : len(slots)]
-            expected = torch.einsum("hl,lhd->hd", weights, values * factors[1])
-            assert (out[row] - expected).abs().max() < 1e-5
+        window, chunk = changes.get("sliding_window"), 8 * BLOCK  # slot of the other's token 0
+        for rows, slots, seen in (
+            (slice(NODES), slice(21 + NODES), visible_keys(21, TREE.parents, window)),
+            (slice(NODES, NODES + 5), slice(chunk, chunk + 17), visible_keys(12, CHUNK, window)),
+        ):
+            keys, values = tokens[slots].double().split(DIM, -1)
+            expected, _ = attention_reference(
+                query[rows], keys * factors[0], values * factors[1], seen, 0.3,
+                changes.get("logits_soft_cap", 0.0), changes.get("sinks"),
+            )  # fmt: skip
+            assert (out[rows] - expected).abs().max() < 1e-5
 
     @pytest.mark.parametrize(
         ("changes", "reason"),

@@ -13,7 +13,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker import cpu_worker  # noqa: F401  (fits V2's modules to the CPU first)
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_medusa.worker.cuda_graphs import MAX_TOKENS, capture_more_trees, tree_sizes
+from vllm_medusa.worker.cuda_graphs import MAX_TOKENS, capture_more_trees
 
 SEQS, TOKENS = 200, 8192
 
@@ -90,11 +90,3 @@ def test_disabled_graphs_stay_disabled():
     config.compilation_config.cudagraph_capture_sizes = []
     capture_more_trees(args, config, 64)
     assert config.compilation_config.cudagraph_capture_sizes == []
-
-
-def test_sizes():
-    assert tree_sizes(64, 3, TOKENS) == [64, 128, 192]
-    assert tree_sizes(64, 100, 200) == [64, 128, 192]
-    assert tree_sizes(64, 100, 63) == []
-    assert tree_sizes(100, 19, TOKENS)[-3:] == [1600, 1800, 1900]
-    assert tree_sizes(8, 1000, TOKENS)[-9:] == [n * 8 for n in (128, *range(144, 257, 16))]

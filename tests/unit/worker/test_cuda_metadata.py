@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("vllm")
+from support.random_trees import random_parents
 from support.triton_steps import (
     BLOCK,
     DIM,
@@ -28,7 +29,6 @@ from vllm_medusa.scorer.dispatch import paged_tree_attention
 from vllm_medusa.scorer.paged import PagedBatch, SplitWorkspace
 from vllm_medusa.scorer.step import Trees
 from vllm_medusa.tree.batch import TreeBatch, TreeTensors
-from vllm_medusa.tree.dynamic import widest_pool
 from vllm_medusa.worker import cuda_metadata
 from vllm_medusa.worker.cuda_metadata import TreeMetadataBuilder
 
@@ -169,16 +169,10 @@ class TestMetadata:
 
 
 def own_trees(batch: int, seed: int) -> Trees:
-    """A random part of a pool for each request."""
-    pool = TreeTensors.from_tree(widest_pool(4, 50, num_nodes=40))
-    place = torch.rand(batch, 40, generator=torch.Generator().manual_seed(seed))
-    for node in range(1, 40):
-        place[:, node] = torch.maximum(place[:, node], place[:, pool.parents[node]])
-    place[:, 0] = -1
-    order = place.sort(dim=1, stable=True).indices
-    parents = order.argsort(1).gather(1, pool.parents[order].clamp_min(0))
-    parents[:, 0] = -1
-    return lambda width, counts: TreeBatch.from_parents(parents[:, :width], counts, 4)
+    """A random tree for each request."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = torch.tensor([random_parents(NODES, generator) for _ in range(batch)])
+    return lambda width, counts: TreeBatch.from_parents(parents[:, :width], counts, NODES)
 
 
 def attended(batch: PagedBatch, rows: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.ahead_of_time import needed
-from support.interpreter import INTERPRETING
+from support.interpreter import NOT_INTERPRETING
 
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
@@ -34,7 +34,7 @@ from vllm_medusa.worker.trees import Trees
 from vllm_medusa.worker.v2.cuda_warmup import warm_up_rules
 from vllm_medusa.worker.v2.speculator import TreeSpeculator
 
-pytestmark = pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
+pytestmark = NOT_INTERPRETING
 
 LENGTH = 16384
 STEPS = [  # (rows, context) of requests, nodes of each

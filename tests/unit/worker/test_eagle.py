@@ -13,16 +13,15 @@ pytest.importorskip("vllm")
 import support.engines  # noqa: F401  vLLM looks at models in this process
 from safetensors.torch import load_file, save_file
 from support.eagle import Eagle3
-from support.models import COMMON, HIDDEN, VOCAB, save_random_heads
-from transformers import LlamaConfig
+from support.models import HIDDEN, VOCAB, save_config, save_random_heads
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_medusa.config import EagleConfig, MedusaConfigError
+from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.tree.dynamic import Beam, DynamicTree
 from vllm_medusa.worker.eagle import check_captured_layers, check_vocabulary
 from vllm_medusa.worker.options import (
-    CPU_WORKER,
     EITHER_SCHEDULER,
+    V1_WORKER,
     EngineOptions,
     is_for_v2,
     is_medusa,
@@ -34,10 +33,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("target")
-    changes = {"num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
-    LlamaConfig(**COMMON | changes).save_pretrained(folder)
-    return str(folder)
+    return save_config(tmp_path_factory.mktemp("target"), num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +95,7 @@ def test_the_engine_s_settings(
     scratch = beam[0] * (beam[2] - 1)
     assert made.num_lookahead_tokens == speculative.num_speculative_tokens == max(maximum, scratch)
     assert is_medusa(speculative) and speculative.method == "eagle3"
-    assert made.parallel_config.worker_cls == CPU_WORKER
+    assert made.parallel_config.worker_cls == V1_WORKER
     assert made.scheduler_config.scheduler_cls == EITHER_SCHEDULER
 
 
@@ -108,7 +104,7 @@ def test_without_a_tree_vllms_path_is_used(target: str, drafter: Path) -> None:
     args = EngineArgs(target, skip_tokenizer_init=True, speculative_config=given)
     made = args.create_engine_config()
     assert not is_medusa(made.speculative_config)
-    assert made.parallel_config.worker_cls != CPU_WORKER
+    assert made.parallel_config.worker_cls != V1_WORKER
     assert not made.additional_config and not made.scheduler_config.scheduler_cls
 
 
@@ -216,8 +212,3 @@ def test_auxiliary_layers_of_the_target(config: Config) -> None:
     model.model.aux_hidden_state_layers = (2, 3, 4)
     with pytest.raises(MedusaConfigError, match=r"trained on .* \[1, 2, 3\], but .* \[2, 3, 4\]"):
         check_captured_layers(model, made.speculative_config)
-
-
-def test_trees_of_one_node() -> None:
-    tree = EagleConfig(model="x", tree={"width": 1, "depth": 1}).grown
-    assert tree.num_draft_tokens == 1

@@ -15,10 +15,8 @@ from vllm_medusa.worker.grammar import (
     FORCED,
     MIN_RUN_SURVIVAL,
     Candidates,
-    Chance,
     Spelling,
     allows,
-    among_few,
     choose,
     few_tokens,
     fill_masks,
@@ -160,23 +158,6 @@ def test_a_forced_run_is_the_likeliest_path(schema, row, spelling, begun, longes
     assert run.parents == list(range(len(run.parents))) and all(run.forced)
     assert run.survival == sorted(run.survival, reverse=True)
     assert all(worth >= MIN_RUN_SURVIVAL for worth in run.survival[1:])
-
-
-def test_chances_among_few_tokens():
-    spelling = Spelling(lambda tokens: ["ab", "a", "x"][: len(tokens)])
-    assert spelling.chances([4], 0.5) == [1.0]
-    prior = spelling.chances([4, 5, 6], 0.8)
-    assert prior == pytest.approx([0.4, 0.2, 0.4])
-    assert among_few(prior, [0.0, 0.0, 0.0]) == prior
-    assert among_few(prior, [0.0, 0.0, 0.3])[2] > prior[2]
-
-
-def test_chance_of_the_longest_is_learned():
-    chance = Chance()
-    first = chance.value
-    for turn in range(400):
-        chance.observe(turn % 4 == 0)
-    assert first > 0.8 and chance.value == pytest.approx(0.25, abs=0.02)
 
 
 def test_small_sets_of_allowed_tokens_are_found():

@@ -10,11 +10,10 @@ pytest.importorskip("vllm")
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from vllm_medusa.worker.v1.history import MinTokensAt, PathHistory, needs_tokens
+from vllm_medusa.worker.v1.history import PathHistory, needs_tokens
 from vllm_medusa.worker.v1.verification import _is_plain_greedy
 
-ALL = torch.tensor([True, True])
-FIRST = torch.tensor([True, False])
+BOTH = torch.tensor([True, True])
 OTHER: Any = SimpleNamespace(is_argmax_invariant=lambda: False)  # a processor that must be kept
 
 
@@ -41,72 +40,16 @@ def metadata(**changes: Any) -> SamplingMetadata:
     return SamplingMetadata(**values | changes)
 
 
-def test_without_history_nothing_is_copied():
-    plain = metadata()
-    history = PathHistory(plain, 2)
-    history.extend(torch.tensor([1, 2]))
-    assert history.at(0, ALL) is plain and history.at(1, ALL) is plain
-    assert history.paths == [[], []]
-
-
-def test_only_active_requests_draw():
-    generators = {0: torch.Generator(), 1: torch.Generator()}
-    history = PathHistory(metadata(generators=generators), 2)
-    assert history.at(0, ALL).generators == generators
-    assert history.at(1, FIRST).generators == {0: generators[0]}
-    assert history.at(2, ~ALL).generators == {}
-
-
 @pytest.mark.parametrize("changes", [{"no_penalties": False}, {"bad_words_token_ids": {1: [[3]]}}])
 def test_the_path_counts_as_output(changes):
     given = metadata(**changes)
     assert needs_tokens(given) and not needs_tokens(metadata())
     history = PathHistory(given, 2)
-    assert history.at(0, ALL).output_token_ids == [[7], [8, 9]]
+    assert history.at(0, BOTH).output_token_ids == [[7], [8, 9]]
     history.extend(torch.tensor([1, 2]))
     history.extend(torch.tensor([3, 4]))
-    assert history.at(2, ALL).output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
+    assert history.at(2, BOTH).output_token_ids == [[7, 1, 3], [8, 9, 2, 4]]
     assert given.output_token_ids == [[7], [8, 9]]
-
-
-def test_explicit_paths():
-    history = PathHistory(metadata(no_penalties=False), 2, [[], [5]])
-    assert history.at(0, ALL).output_token_ids == [[7], [8, 9, 5]]
-
-
-def test_min_tokens_counts_the_path():
-    processors = LogitsProcessors()
-    rules = {1: (4, [8, 9], {0, 3}, False)}
-    processors.non_argmax_invariant = [OTHER, MinTokens(rules)]
-    given = metadata(logitsprocs=processors)
-    history = PathHistory(given, 2)
-    barred = []
-    for level in range(4):  # request 1 has 2, 3, 4, 5 output tokens
-        kept, mine = history.at(level, ALL).logitsprocs.non_argmax_invariant
-        assert kept is OTHER and isinstance(mine, MinTokensAt)
-        logits = mine.apply(torch.zeros(2, 5))
-        assert not logits[0].isinf().any()
-        barred.append(logits[1].isinf().nonzero().flatten().tolist())
-        history.extend(torch.tensor([1, 1]))
-    assert barred == [[0, 3], [0, 3], [], []]
-    assert given.logitsprocs.non_argmax_invariant[1].min_toks is rules
-
-
-def test_min_tokens_by_node():
-    """Rows of one request at several depths, as in typical acceptance."""
-    at = MinTokensAt({0: (2, [7], [4], False)}, [(0, 0), (1, 0), (0, 1), (0, 2)])
-    logits = at.apply(torch.zeros(4, 5))
-    assert logits.isinf().nonzero().tolist() == [[0, 4]]
-
-
-def test_a_finished_grammar_may_stop_before_min_tokens():
-    """If it allows only the stop token; without a grammar such a row stays masked."""
-    only_stop = torch.tensor([-float("inf"), 1.0, -float("inf")]).repeat(2, 1)
-    rules = {0: (5, [], {1}, True), 1: (5, [], {1}, False)}
-    logits = MinTokensAt(rules, [(0, 0), (1, 0)]).apply(only_stop.clone())
-    assert logits[0].tolist() == only_stop[0].tolist() and logits[1].isneginf().all()
-    free = MinTokensAt(rules, [(0, 0)]).apply(torch.zeros(1, 3))
-    assert free.isneginf().tolist() == [[False, True, False]]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("vllm")
 from prometheus_client import REGISTRY
 from support.triton_steps import TREE, make_config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics import reader
@@ -73,19 +72,10 @@ def test_the_log_line_has_depths(config):
     logger.spec_decoding_logging.log(lambda text, *values: lines.append(text % values))
     (line,) = lines
     assert "Mean acceptance length: 2.40" in line
-    assert "Trees verified: 5 of 4.8 draft nodes on average" in line
-    assert line.endswith("by depth: 0.800, 0.400, 0.200")
-    assert "Draft acceptance rate" not in line
+    assert "Drafted: 24 tokens" in line
+    assert "Per-position acceptance rate: 0.800, 0.400, 0.200, Avg" in line
     logger.spec_decoding_logging.log(lambda text, *values: lines.append(text))  # nothing new
     assert len(lines) == 1
-
-
-def dynamic(target, heads, budget):
-    """The config of an engine with dynamic trees."""
-    given = {"method": "medusa", "model": heads, "budget": budget}
-    return EngineArgs(
-        str(target), dtype="float32", skip_tokenizer_init=True, speculative_config=given
-    ).create_engine_config()
 
 
 def reported():
@@ -99,7 +89,7 @@ def reported():
 
 @pytest.mark.parametrize("budget", ["auto", 7, {"max_rows": 64}])
 def test_steps_of_dynamic_trees(target, random_heads, config, budget):
-    logger = PrometheusStatLogger(dynamic(target, random_heads, budget), [0])
+    logger = PrometheusStatLogger(make_config(target, random_heads, budget), [0])
     first, second = StepReport(chosen=40), StepReport(chosen=3, ratio=1250)
     first.add(5, 40, prefill=False, drafted=True)
     first.time(12.5, 10.0)
@@ -123,7 +113,7 @@ def test_static_trees_send_no_report(target, random_heads, config):
     assert StepReport.of(SpecDecodingStats.new(20)) is None
     assert StepReport.of(SpecDecodingStats(20)) is None
     assert StepReport.of(SpecDecodingStats(20, num_draft_tokens_per_pos=[-1, 2])) is None
-    logger = PrometheusStatLogger(dynamic(target, random_heads, "auto"), [0])
+    logger = PrometheusStatLogger(make_config(target, random_heads, "auto"), [0])
     record(logger)
     assert not any(reported().values())
     PrometheusStatLogger(config, [0])
@@ -134,7 +124,7 @@ def test_engines_in_one_process_have_separate_metrics(target, random_heads):
     """vLLM's registry only has those of the engine that started last."""
     engines = []
     for heads in (random_heads, random_heads, None):
-        config = make_config(target, None) if heads is None else dynamic(target, heads, 7)
+        config = make_config(target, None) if heads is None else make_config(target, heads, 7)
         engine = LLMEngine.__new__(LLMEngine)
         engine.log_stats, engine.logger_manager = True, StatLoggerManager(config)
         engines.append(engine)

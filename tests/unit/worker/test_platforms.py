@@ -1,5 +1,6 @@
 """Supported platforms, workers and attention backends, and errors for others."""
 
+import runpy
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_medusa.config import MedusaConfigError
 from vllm_medusa.worker import compat
-from vllm_medusa.worker.options import V2_CUDA_WORKER, choose_triton_attention
+from vllm_medusa.worker.options import V2_WORKER, choose_triton_attention
 
 
 def platform(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -40,10 +41,14 @@ class TestPlatforms:
         with pytest.raises(MedusaConfigError, match=reason):
             compat.refuse_unsupported_platform(on_v2)
 
-    def test_the_worker(self):
-        assert compat.derives_from(V2_CUDA_WORKER, "vllm.v1.worker.gpu_worker.Worker")
-        assert not compat.derives_from(V2_CUDA_WORKER, "vllm.v1.worker.cpu_worker.CPUWorker")
-        assert compat.derives_from(V2_CUDA_WORKER, "vllm_medusa.worker.v2.with_trees.WithTrees")
+    def test_the_worker_of_v2(self, monkeypatch):
+        from vllm.v1.worker.cpu_worker import CPUWorker
+        from vllm.v1.worker.gpu_worker import Worker
+
+        for name, on_cpu in (("cpu", True), ("cuda", False)):
+            platform(monkeypatch, name)
+            ours = runpy.run_module(V2_WORKER.rpartition(".")[0])["MedusaWorker"]
+            assert issubclass(ours, Worker) and issubclass(ours, CPUWorker) == on_cpu
 
 
 class TestChoice:

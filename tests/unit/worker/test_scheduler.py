@@ -9,19 +9,23 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
-from support.schedulers import new_scheduler
+import torch
 from vllm import envs
+from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_medusa.budget.policy import Auto, Fixed
 from vllm_medusa.worker.drafts import TreeDrafts
 from vllm_medusa.worker.metrics import StepReport
-from vllm_medusa.worker.scheduler import TreeAsyncScheduler, TreeScheduler
+from vllm_medusa.worker.scheduler import TreeAsyncScheduler, TreeScheduler, tree_scheduler
 
 PROMPT = 5
 SURVIVAL = (0.9, 0.8, 0.5, 0.2, 0.1, 0.05)
+BLOCK, BLOCKS = 16, 200
 Make = Callable[..., TreeScheduler]
 
 
@@ -32,9 +36,22 @@ def make(target: Any, random_heads: str, tmp_path: Any, monkeypatch: pytest.Monk
     envs.disable_envs_cache()
 
     def made(ahead: bool = False, limits: Any = (), **chosen: Any) -> TreeScheduler:
+        """Of requests up to 256 tokens; ``ahead``: asynchronous."""
         speculative = {"method": "medusa", "model": random_heads, **chosen}
-        more = {"skip_tokenizer_init": True, **dict(limits)}
-        return new_scheduler(str(target), speculative, ahead=ahead, **more)
+        config = EngineArgs(
+            str(target), skip_tokenizer_init=True, dtype="float32", max_model_len=256,
+            enable_prefix_caching=False, speculative_config=speculative, **dict(limits),
+        ).create_engine_config()  # fmt: skip
+        config.scheduler_config.async_scheduling = ahead
+        config.cache_config.num_gpu_blocks = BLOCKS
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32
+        )
+        kv_cache = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        manager = StructuredOutputManager(config)
+        return tree_scheduler(
+            config, kv_cache, manager, block_size=BLOCK, hash_block_size=BLOCK, log_stats=True
+        )
 
     return made
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.v1.spec_decode.eagle import EagleProposer
 
 from vllm_medusa.sampler import Verdict
 from vllm_medusa.scorer.step import TreeStep
-from vllm_medusa.tree.drafts import DraftTrees
 from vllm_medusa.worker.eagle import beam_of, check_captured_layers
 from vllm_medusa.worker.eagle_trees import EagleTrees, PendingTokens, Roots, accepted_paths
 from vllm_medusa.worker.options import EngineOptions
@@ -46,17 +44,6 @@ class EagleTreeDrafter(EagleTrees, EagleProposer):
         """Run one forward pass; vLLM runs one per draft token."""
         super().dummy_run(num_tokens, *args[:1], **kwargs | {"is_graph_capturing": True})
 
-    def draft(
-        self, states: Roots, root: Tensor, num_nodes: int, max_depth: Tensor, *args: Any
-    ) -> DraftTrees:
-        """See `trees.Drafter`; levels beyond all useful depths are skipped."""
-        whole = self.beam
-        self.beam = replace(whole, depth=min(whole.depth, int(max_depth.max())))
-        try:
-            return super().draft(states, root, num_nodes, max_depth, *args)
-        finally:
-            self.beam = whole
-
 
 class EagleModelRunner(MedusaModelRunner):
     """`MedusaModelRunner` whose drafter has a KV cache that is updated with accepted paths."""
@@ -73,19 +60,10 @@ class EagleModelRunner(MedusaModelRunner):
             check_captured_layers(self.get_model(), self.speculative_config)
 
     def _draft_states(
-        self,
-        step: TreeStep | None,
-        verdict: Verdict | None,
-        scheduler_output: Any,
-        sampled_token_ids: Any,
-        sample_hidden_states: Tensor,
-        hidden_states: Tensor,
-        auxiliary: list[Tensor],
-        _: Any,
-        common: Any,
-        *args: Any,
+        self, step: TreeStep | None, verdict: Verdict | None, scheduler_output: Any, *args: Any
     ) -> Roots | None:
         """Process accepted tokens; those of plain steps are deferred to steps that draft."""
+        sampled_token_ids, _, hidden_states, auxiliary, _, common, *_ = args
         count = self.input_batch.num_reqs
         starts = common.query_start_loc_cpu[: count + 1].numpy()
         scheduled, ends = np.diff(starts), self.seq_lens[:count].to(torch.int64)

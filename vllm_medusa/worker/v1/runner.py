@@ -279,10 +279,6 @@ class MedusaModelRunner(CPUModelRunner):
     def _compact(self, step: TreeStep, verdict: Verdict) -> None:
         """Move the accepted path to contiguous slots, in every KV cache group and layer."""
         path, layers = verdict.path, self.compilation_config.static_forward_context
-        depth = np.arange(path.nodes.shape[1])
-        ends = path.num_accepted.numpy()[:, None]
-        if np.array_equal(path.nodes.numpy(), np.minimum(depth, ends)):
-            return  # every accepted node is in the slot of its depth
         for gid, group in enumerate(self.kv_cache_config.kv_cache_groups):
             names = self._targets_layers(group.layer_names)
             compact_group(layers, names, step.slots(gid), path.nodes, path.num_accepted)

@@ -12,7 +12,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_medusa.sampler import Path, Verdict, close_path, typical_path
+from vllm_medusa.sampler import Path, Verdict, close_path, combine, typical_path
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.tree.batch import TreeBatch
 from vllm_medusa.worker.requests import TypicalRule
@@ -90,15 +90,7 @@ class TypicalChoice:
         final = verdict.output_token_ids[self.requests, 0]
         mine = close_path(self.path, self.token_ids, final)
 
-        def put(into: Tensor, values: Tensor) -> Tensor:
-            return into.index_copy(0, self.requests, values)
-
-        path = Path(
-            nodes=put(verdict.path.nodes, mine.path.nodes),
-            num_accepted=put(verdict.path.num_accepted, mine.path.num_accepted),
-            last_node=put(verdict.path.last_node, mine.path.last_node),
-        )
-        return Verdict(path, put(verdict.output_token_ids, mine.output_token_ids))
+        return combine(lambda into, own: into.index_copy(0, self.requests, own), verdict, mine)
 
     def merge_logprobs(
         self, logprobs: LogprobsTensors, verdict: Verdict, metadata: SamplingMetadata
@@ -127,11 +119,7 @@ class TypicalChoice:
             values = values.view(len(self.requests), columns, *values.shape[1:])
             return into[:, :columns].index_copy(0, self.requests, values.to(into.dtype))
 
-        return LogprobsTensors(
-            put(logprobs.logprob_token_ids, mine.logprob_token_ids),
-            put(logprobs.logprobs, mine.logprobs),
-            put(logprobs.selected_token_ranks, mine.selected_token_ranks),
-        )
+        return LogprobsTensors(*map(put, logprobs[:3], mine[:3]))
 
     def _of_named_tokens(
         self, rows: Tensor, tokens: Tensor, columns: int, width: int, metadata: SamplingMetadata

@@ -17,7 +17,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from vllm_medusa.sampler import Verdict, greedy_verdict, lossless_walk
+from vllm_medusa.sampler import Verdict, greedy_walk, lossless_walk
 from vllm_medusa.scorer.step import TreeStep
 from vllm_medusa.worker.requests import TypicalRule
 from vllm_medusa.worker.v1.history import PathHistory
@@ -58,10 +58,7 @@ class TreeVerifier:
             plain = one_row_each(_without(metadata, discarded))
             return None, self.sampler(logits=logits, sampling_metadata=plain)
         if typical is None and _is_plain_greedy(metadata):
-            # numpy's argmax takes a tenth of the time of torch's; both return the first maximum
-            argmax = torch.from_numpy(logits.to(torch.float32).numpy().argmax(1))
-            argmax = argmax[step.row_of_node]
-            return _finish(greedy_verdict(step.tree, step.token_ids, argmax), None)
+            return _finish(greedy_walk(logits, step.cu_nodes, step.tree, step.token_ids), None)
         return self._walk(logits, step, metadata, typical, discarded)
 
     def _walk(
@@ -93,7 +90,7 @@ class TreeVerifier:
             history.extend(tokens)
             return tokens
 
-        verdict = lossless_walk(tree, step.token_ids, sample, early_exit=True)
+        verdict = lossless_walk(tree, step.token_ids, sample)
         logprobs = _by_request(levels) if levels else None
         if choice is not None:
             verdict = choice.merge(verdict)
@@ -131,11 +128,8 @@ def _without(metadata: SamplingMetadata, discarded: list[int]) -> SamplingMetada
 
 def _by_request(levels: list[LogprobsTensors]) -> LogprobsTensors:
     """L levels of [B, ...] -> [B, L, ...]."""
-    return LogprobsTensors(
-        torch.stack([level.logprob_token_ids for level in levels], 1),
-        torch.stack([level.logprobs for level in levels], 1),
-        torch.stack([level.selected_token_ranks for level in levels], 1),
-    )
+    parts = zip(*(level[:3] for level in levels), strict=True)
+    return LogprobsTensors(*(torch.stack(part, 1) for part in parts))
 
 
 def _finish(verdict: Verdict, logprobs: LogprobsTensors | None) -> tuple[Verdict, SamplerOutput]:
@@ -143,9 +137,5 @@ def _finish(verdict: Verdict, logprobs: LogprobsTensors | None) -> tuple[Verdict
     columns = int(verdict.path.num_accepted.max()) + 1
     tokens = verdict.output_token_ids[:, :columns].to(torch.int32)
     if logprobs is not None:
-        logprobs = LogprobsTensors(
-            logprobs.logprob_token_ids[:, :columns].flatten(0, 1),
-            logprobs.logprobs[:, :columns].flatten(0, 1),
-            logprobs.selected_token_ranks[:, :columns].flatten(0, 1),
-        )
+        logprobs = LogprobsTensors(*(part[:, :columns].flatten(0, 1) for part in logprobs[:3]))
     return verdict, SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)

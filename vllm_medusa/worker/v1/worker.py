@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker import cpu_worker
 
-from vllm_medusa.worker import compat
+from vllm_medusa.worker.attention import install_attention
 from vllm_medusa.worker.options import is_eagle
-
-BACKEND = "vllm_medusa.worker.cpu_attention.TreeAttentionBackend"
 
 
 class MedusaCPUWorker(cpu_worker.CPUWorker):
@@ -23,8 +20,7 @@ class MedusaCPUWorker(cpu_worker.CPUWorker):
         from vllm_medusa.worker.v1.thinking import install_moves
 
         install_moves()
-        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
-        compat.forget_attention_backends()
+        install_attention()
         stock = cpu_worker.CPUModelRunner
         grows = is_eagle(self.vllm_config.speculative_config)
         cpu_worker.CPUModelRunner = EagleModelRunner if grows else MedusaModelRunner

@@ -7,11 +7,11 @@ assumption of vLLM's own part, a *chain* of drafts, that it replaces:
     --------------------------------  --------------------------  ---------------------------------
     SpeculativeConfig                 config.TreeSpeculative-     drafts are tree nodes, parents
                                       Config                      first; a prefix is still a tree
-    Worker.init_device                with_trees.WithTrees        installs the two below
+    Worker.init_device                worker.MedusaWorker         installs the two below
     init_speculator (patched)         speculator.TreeSpeculator   the next drafts follow the last
                                                                   accepted *node*, not the last
                                                                   row that was not rejected
-    AttentionBackendEnum              platform.tree_backend       a node attends to its ancestors
+    AttentionBackendEnum              worker.attention            a node sees its ancestors only
     model.get_model_state_cls         state.TreeModelState
       prepare_attn                      worker.trees.Trees.begin  the rows of each node
       prepare_inputs                    Trees.write_positions     RoPE by depth; slots by index

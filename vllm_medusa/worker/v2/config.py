@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from vllm.config import SpeculativeConfig
@@ -17,9 +16,6 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     and the async scheduler check by name, it is the simplest. There is no draft model,
     however: no layers, no KV cache and no slots.
     """
-
-    medusa_acceptance: dict[str, Any] = field(default_factory=dict)
-    """The engine's acceptance rule, for the front end."""
 
     def __post_init__(self) -> None:
         """Use the target's configs for the draft: heads have no config that vLLM can read."""
@@ -38,12 +34,11 @@ class TreeSpeculativeConfig(SpeculativeConfig):
 def tree_speculative_config(
     drafter: str,
     num_draft_tokens: int,
-    acceptance: dict[str, Any],
     model_config: Any,
     parallel_config: Any,
-    has_budget: bool = False,
+    has_budget: bool,
 ) -> TreeSpeculativeConfig:
-    """Create the config; ``drafter`` is the marker that `options.is_medusa` checks.
+    """Create the config for heads; ``drafter`` is our proposer class.
 
     With a budget, many steps have no drafts. vLLM captures full CUDA graphs for them, and for
     whole trees, if its own draft-length schedule has both; our scheduler sets the counts.
@@ -56,7 +51,6 @@ def tree_speculative_config(
         method="draft_model",
         model=drafter,
         num_speculative_tokens=num_draft_tokens,
-        medusa_acceptance=acceptance,
         target_model_config=model_config,
         target_parallel_config=parallel_config,
     )

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vllm_medusa.sampler.dispatch import target_verdict, typical_path
 from vllm_medusa.scorer.step import Trees as TreesOf
+from vllm_medusa.worker.attention import platform_attention
 from vllm_medusa.worker.trees import Trees
-from vllm_medusa.worker.v2.platform import tree_backend
 
 
 @torch.inference_mode()
@@ -24,11 +24,11 @@ def warm_up(runner: Any) -> None:
 
     All ranks must call it, because drafting exchanges candidates.
     """
-    backend, speculator = tree_backend(), runner.speculator
-    if backend.warm_up is None:
+    attention, speculator = platform_attention(), runner.speculator
+    if not hasattr(attention, "warm_up"):
         return
     groups = (group for groups in runner.attn_groups for group in groups)
-    backend.warm_up(runner.vllm_config.compilation_config.static_forward_context, groups)
+    attention.warm_up(runner.vllm_config.compilation_config.static_forward_context, groups)
     model, device = runner.model_config, runner.device
     two = torch.zeros(2, model.get_hidden_size(), dtype=model.dtype, device=device)
     logits = runner.model.compute_logits(two)

@@ -37,7 +37,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from vllm_medusa.sampler import Path, Verdict, close_path, select_verdict
+from vllm_medusa.sampler import Verdict, close_path, combine, select_verdict
 from vllm_medusa.sampler.dispatch import target_verdict, typical_path
 from vllm_medusa.scorer.chains import RowLayout, first_rows, height, lay_out
 from vllm_medusa.tree.batch import TreeBatch
@@ -101,7 +101,10 @@ class TreeSampler(RejectionSampler):
             verdict, drawn = self._decide(part)
             verdicts.append(verdict)
             logprobs.append(self._logprobs(part, drawn, verdict, input_batch))
-        verdict = self.trees.verdict = _join(verdicts)
+        verdict = verdicts[0]
+        if len(verdicts) > 1:
+            verdict = combine(lambda *parts: torch.cat(parts), *verdicts)
+        self.trees.verdict = verdict
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             (verdict.path.num_accepted + 1).to(torch.int32),
             input_batch.seq_lens,
@@ -245,21 +248,6 @@ class _Part:
     positions: Tensor  # int64 [R]
     row_token_ids: Tensor  # int32 [R]
     index: Tensor  # int64 [B, N] row in which a node is sampled
-
-
-def _join(verdicts: list[Verdict]) -> Verdict:
-    """Concatenate the verdicts of parts."""
-    if len(verdicts) == 1:
-        return verdicts[0]
-    paths = [verdict.path for verdict in verdicts]
-    return Verdict(
-        Path(
-            nodes=torch.cat([path.nodes for path in paths]),
-            num_accepted=torch.cat([path.num_accepted for path in paths]),
-            last_node=torch.cat([path.last_node for path in paths]),
-        ),
-        torch.cat([verdict.output_token_ids for verdict in verdicts]),
-    )
 
 
 def _join_logprobs(

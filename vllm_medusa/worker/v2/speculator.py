@@ -48,20 +48,13 @@ def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
             kind = EagleTreeSpeculator
         speculator = kind(vllm_config, device)
         if speculator.trees.lookup is not None:
-            keep_texts_on_device(states)
+            # vLLM's table of token ids is in host memory by default, but lookup searches
+            # all of it in each step. vLLM does the same for its own n-grams.
+            shape = states.max_num_reqs, states.max_model_len
+            states.all_token_ids = StagedWriteTensor(shape, dtype=torch.int32, device=states.device)
         return speculator
 
     return init_speculator
-
-
-def keep_texts_on_device(states: RequestState) -> None:
-    """Replace vLLM's table of the requests' texts, which is in host memory by default.
-
-    Lookup searches all of them in each step. vLLM does the same for its own n-grams. Call it while
-    nothing else references the table.
-    """
-    shape = states.max_num_reqs, states.max_model_len
-    states.all_token_ids = StagedWriteTensor(shape, dtype=torch.int32, device=states.device)
 
 
 class TreeSpeculator(DraftModelSpeculator):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -19,10 +17,9 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
 from vllm_medusa.config import MedusaConfigError
-from vllm_medusa.scorer.step import TreeStep
+from vllm_medusa.worker.attention import platform_attention
 from vllm_medusa.worker.checks import check_layers
 from vllm_medusa.worker.target import adapted_heads, name_rows
-from vllm_medusa.worker.v2.platform import tree_backend
 from vllm_medusa.worker.v2.sampler import TreeSampler
 
 if TYPE_CHECKING:
@@ -95,7 +92,9 @@ class TreeModelState(DefaultModelState):
         builders = [
             group.get_metadata_builder(ubatch_idx) for groups in attn_groups for group in groups
         ]
-        with _verifying(builders, step):
+        for builder in builders:
+            builder.step = step
+        try:
             return super().prepare_attn(
                 input_batch,
                 cudagraph_mode,
@@ -106,6 +105,9 @@ class TreeModelState(DefaultModelState):
                 ubatch_idx=ubatch_idx,
                 **kwargs,
             )
+        finally:
+            for builder in builders:
+                builder.step = None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         """Set node positions by depth; slots are already assigned."""
@@ -147,19 +149,7 @@ class TreeModelState(DefaultModelState):
         step, verdict = trees.step, trees.verdict
         if step is None or verdict is None:
             return
-        compact = tree_backend().compact
+        compact = platform_attention().compact_group
         layers = self.vllm_config.compilation_config.static_forward_context
         for group, names in self._groups.items():
             compact(layers, names, step.slots(group), verdict.path.nodes, verdict.path.num_accepted)
-
-
-@contextmanager
-def _verifying(builders: list[Any], step: TreeStep | None) -> Iterator[None]:
-    """Within the block, metadata builders have the step's trees."""
-    for builder in builders:
-        builder.step = step
-    try:
-        yield
-    finally:
-        for builder in builders:
-            builder.step = None

@@ -1,0 +1,99 @@
+"""The kernel for Hydra heads on CPUs against the builder with the heads in torch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_medusa.heads import HydraHeads
+from vllm_medusa.proposer.build import build_tree
+from vllm_medusa.proposer.hydra import HydraBeam
+from vllm_medusa.proposer.steps import HydraStep
+from vllm_medusa.tree.drafts import IMPOSSIBLE
+from vllm_medusa.tree.dynamic import Beam
+
+HIDDEN, VOCAB = 48, 203
+
+
+def random_heads(dtype: torch.dtype, seed: int, **options) -> HydraHeads:
+    """Heads whose weights one byte each can express: whole numbers up to 127, times 2^-10."""
+    torch.manual_seed(seed)
+    heads = HydraHeads(3, 2, HIDDEN, VOCAB, dtype=dtype, **options)
+    with torch.no_grad():
+        for name, parameter in heads.named_parameters():
+            whole = torch.randint(-126, 127, parameter.shape)
+            if "bias" not in name:
+                whole[..., 0] = 127
+            parameter.copy_(whole / 2**10)
+    return heads
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    beam=st.builds(
+        Beam, width=st.integers(1, 6), choices=st.integers(1, 7), depth=st.integers(1, 3)
+    ),
+    depths=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    num_nodes=st.integers(2, 40),
+    limit=st.none() | st.integers(1, 12),
+    options=st.sampled_from([{}, {"num_lm_heads": 3, "lm_head_bias": True}, {"mapped": 60}]),
+    soft_cap=st.none() | st.just(3.0),
+)
+def test_drafts_what_the_builder_drafts(
+    seed, dtype, beam, depths, num_nodes, limit, options, soft_cap
+):
+    mapped = options.get("mapped")
+    if mapped:
+        options = {"token_map": torch.randperm(VOCAB)[:mapped].sort().values}
+    heads = random_heads(dtype, seed, **options)
+    embedding = torch.randn(VOCAB, HIDDEN).to(dtype)
+    batch, depth = len(depths), torch.tensor(depths)
+    states, root = torch.randn(batch, HIDDEN), torch.randint(0, VOCAB, (batch,))
+    sharpness = torch.tensor([1.0, 0.7, 1.3])
+    kernel = HydraBeam(heads, embedding, sharpness, soft_cap)
+    assert HydraBeam.serves(heads, embedding, beam)
+
+    def read(logits, width, factors):
+        from vllm_medusa.proposer.choices import read_choices_in_torch
+
+        if soft_cap:
+            logits = torch.tanh(logits / soft_cap) * soft_cap
+        return read_choices_in_torch(logits, width, factors, heads.token_map)
+
+    exact = heads.float()
+    exact.use_target_embedding(embedding.float())
+    step = HydraStep(exact, states, exact.embed, None, sharpness, read)
+    expected = build_tree(step, beam, root, num_nodes, depth, limit)
+    found = kernel.draft(states, root, beam, num_nodes, depth, limit)
+    if limit is not None:  # what is behind it depends on the neighbours
+        expected, found = expected.limited(limit), found.limited(limit)
+    possible = expected.log_survival > IMPOSSIBLE
+    assert torch.equal(found.log_survival > IMPOSSIBLE, possible)
+    torch.testing.assert_close(found.log_survival, expected.log_survival, atol=1e-4, rtol=1e-4)
+    for name in ("token_ids", "parents"):
+        assert torch.equal(getattr(found, name)[possible], getattr(expected, name)[possible])
+
+
+def test_weights_of_one_byte_are_off_by_less_than_one_step():
+    heads = random_heads(torch.bfloat16, 0)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 8)
+    embedding = torch.randn(VOCAB, HIDDEN).bfloat16()
+    states, root, depth = torch.randn(4, HIDDEN), torch.arange(4), torch.full((4,), 3)
+    found = HydraBeam(heads, embedding).draft(states, root, Beam(4, 4, 3), 12, depth)
+    exact = heads.float()
+    exact.use_target_embedding(embedding.float())
+    expected = build_tree(HydraStep(exact, states, exact.embed), Beam(4, 4, 3), root, 12, depth)
+    assert (found.log_survival - expected.log_survival).abs().max() < 0.1
+    assert (found.token_ids == expected.token_ids).float().mean() > 0.8
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nothing_is_promised_for_states_that_are_not_finite(bad):
+    heads = random_heads(torch.float32, 0)
+    states, root = torch.full((2, HIDDEN), bad), torch.tensor([1, 2])
+    kernel = HydraBeam(heads, torch.randn(VOCAB, HIDDEN))
+    assert kernel.draft(states, root, Beam(2, 2, 3), 5, torch.tensor([3, 3])) is None
