@@ -30,9 +30,9 @@ def tokenizer():
 def heads():
     config, options = target().config, {"dtype": torch.float32}
     sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-    return load_heads(ASSETS / "heads", **sizes, **options, lm_head_weight=target().lm_head.weight)[
-        0
-    ]
+    loaded, _ = load_heads(ASSETS / "heads", **sizes, **options)
+    loaded.store_lm_head(target().lm_head.weight)
+    return loaded
 
 
 @cache

@@ -28,10 +28,5 @@ class ConvertOptions(Options):
         "the model of these heads, for a copy of its LM head, its sizes and its fingerprint",
         default=None,
     )
-    base: Path | None = option(
-        "of a full Medusa-2 model: also write the model without its heads",
-        default=None,
-        metavar="FOLDER",
-    )
     revision: str | None = option("branch, tag or commit of a hub name", default=None)
     overwrite: bool = option("replace an output that holds nothing but heads", default=False)

@@ -60,9 +60,6 @@ class TextFiles(Options):
     on_bad_line: Literal["refuse", "skip"] = option(
         "refuse: train nothing while a file has a bad line; skip: leave it out", default="refuse"
     )
-    max_text_tokens: Positive | None = option(
-        "longer texts are bad lines", default=None, metavar="N"
-    )
     overwrite: bool = option("throw away the output's run", default=False)
 
     def name(self, *, heldout: bool) -> str:
@@ -150,9 +147,6 @@ class CacheOptions(Options):
         "the order of the steps depends on it",
         default=50.0,
         metavar="GB",
-    )
-    cache_dtype: Dtype = option(
-        "they are kept in; auto: what the target computes in, without loss", default="auto"
     )
 
 
@@ -273,7 +267,7 @@ class TrainOptions(Options):
             )
         if self.joint.start_heads is not None:
             given = [*command_line(self.heads), *command_line(self.cache)]
-            for name in ("--lm-heads", "--draft-vocab", "--cache", "--cache-dtype"):
+            for name in ("--lm-heads", "--draft-vocab", "--cache"):
                 if name in given:
                     raise ValueError(
                         f"{name} is of new heads and their warm-up, and --start-heads brings "
